@@ -21,7 +21,9 @@ def is_free(port: int) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Finds the address of this host that the host `towards` (name or address) sees; "" if that cannot be found out."""
+    """Finds the address of this host that the host `towards` (name or address) sees; "" if that
+    cannot be found out.
+    """
     try:
         family, _, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -32,12 +34,16 @@ def own_address(towards: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an address that no other host reaches, as Debian's /etc/hosts gives it to a host's own name."""
+    """Return True for an address that no other host reaches, as Debian's /etc/hosts gives it to a
+    host's own name.
+    """
     return address.startswith(("127.", "::ffff:127.")) or address == "::1"
 
 
 def interface_to(address: str) -> str:
-    """Finds the network interface through which this host reaches another; "" for the host itself, or if that cannot be found out."""
+    """Finds the network interface through which this host reaches another; "" for the host itself,
+    or if that cannot be found out.
+    """
     own = own_address(address).partition("%")[0]
     return "" if is_loopback(own) else interfaces().get(own.removeprefix("::ffff:"), "")
 
@@ -48,7 +54,8 @@ def interfaces() -> dict[str, str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address of IPv4
-                packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))  # SIOCGIFADDR
+                # SIOCGIFADDR
+                packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
                 found[socket.inet_ntoa(packed[20:24])] = name
     with contextlib.suppress(OSError):  # a kernel without IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():

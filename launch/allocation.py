@@ -1,4 +1,6 @@
-"""Reads what Slurm grants the job that launch runs in: its time limit, and the time between its warning signal and the kill."""
+"""Reads what Slurm grants the job that launch runs in: its time limit, and the time between its
+warning signal and the kill.
+"""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +8,9 @@ from dataclasses import dataclass
 from .hosts import scontrol
 from .refused import Refused
 
-GRACE = "LAUNCH_GRACE"  # an environment variable: seconds between the scheduler's signal and its kill, read by recipekit/runtime/stopping.py
+# an environment variable: seconds between the scheduler's signal and its kill, read by
+# recipekit/runtime/stopping.py
+GRACE = "LAUNCH_GRACE"
 SIGNAL = re.compile(r"(?:[BR]+:)?\w+(?:@(\d+))?")  # value of sbatch's --signal
 DEFAULT_WARNING = 60.0  # seconds of a --signal without @SECONDS, by sbatch's manual
 
@@ -23,13 +27,19 @@ class Allocation:
 
 def allocation(job: str) -> Allocation:
     """Ask Slurm about a job. Raises `Refused`."""
-    told = dict(word.split("=", 1) for word in scontrol("show", "job", "--oneliner", job).split() if "=" in word)
+    told = dict(
+        word.split("=", 1)
+        for word in scontrol("show", "job", "--oneliner", job).split()
+        if "=" in word
+    )
     batch = told.get("BatchFlag", "1") != "0"
     try:
         script = scontrol("write", "batch_script", job, "-") if batch else ""
     except Refused:  # only the owner and operators may read it
         script = ""
-    return Allocation(told.get("JobState", ""), batch, seconds(told.get("TimeLimit", "")), warning_in(script))
+    return Allocation(
+        told.get("JobState", ""), batch, seconds(told.get("TimeLimit", "")), warning_in(script)
+    )
 
 
 def warning_in(script: str) -> float | None:
@@ -62,7 +72,9 @@ def seconds_in(text: str) -> float | None:
 
 
 def _value(flags: list[str], name: str) -> str:
-    """Return the last value of a flag, written as `--NAME=VALUE` or as two words; "" if it is not there."""
+    """Return the last value of a flag, written as `--NAME=VALUE` or as two words; "" if it is not
+    there.
+    """
     found = ""
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         if flag == name:
@@ -73,7 +85,9 @@ def _value(flags: list[str], name: str) -> str:
 
 
 def seconds(text: str) -> float | None:
-    """Return the seconds of a time as Slurm writes it: MIN, MIN:SEC, H:MIN:SEC, DAYS-H, DAYS-H:MIN or DAYS-H:MIN:SEC; None for UNLIMITED and the like."""
+    """Return the seconds of a time as Slurm writes it: MIN, MIN:SEC, H:MIN:SEC, DAYS-H, DAYS-H:MIN
+    or DAYS-H:MIN:SEC; None for UNLIMITED and the like.
+    """
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]) or len(parts) > 3:
@@ -83,15 +97,20 @@ def seconds(text: str) -> float | None:
         units = (3600, 60, 1)
     else:
         units = (3600, 60, 1) if len(numbers) == 3 else (60, 1)
-    return 86400.0 * int(days or 0) + sum(number * unit for number, unit in zip(numbers, units, strict=False))
+    return 86400.0 * int(days or 0) + sum(
+        number * unit for number, unit in zip(numbers, units, strict=False)
+    )
 
 
 def short_limit(limit: float | None, warning: float | None) -> str:
-    """Return a line about a time limit that leaves little time for training before the warning; "" if it is long enough."""
+    """Return a line about a time limit that leaves little time for training before the warning; ""
+    if it is long enough.
+    """
     if limit is None or warning is None or limit >= 2 * warning:
         return ""
     left = f"{limit - warning:.0f} s" if limit > warning else "no time"
     return (
-        f"time limit {limit / 60:g} min: is shorter than twice the warning time of {warning:.0f} s, which leaves {left} for the start and for "
-        f"training. Ask for a longer --time, or for a shorter warning with --signal=B:TERM@SECONDS"
+        f"time limit {limit / 60:g} min: is shorter than twice the warning time of {warning:.0f} s,"
+        f" which leaves {left} for the start and for training. Ask for a longer --time, or for a"
+        " shorter warning with --signal=B:TERM@SECONDS"
     )

@@ -1,4 +1,6 @@
-"""The connection to the agent of one host: what it prints becomes events, and commands go to its stdin."""
+"""The connection to the agent of one host: what it prints becomes events, and commands go to its
+stdin.
+"""
 
 import contextlib
 import json
@@ -14,23 +16,36 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Connection:
-    """Connects to a host's agent, whose lines arrive in `events` as (node, message); a message None is the end.
+    """Connects to a host's agent, whose lines arrive in `events` as (node, message); a message None
+    is the end.
 
     Raises `Refused` if the agent cannot be started.
     """
 
     def __init__(self, node: int, argv: list[str], events: "queue.SimpleQueue[tuple[int, Any]]"):
         self.node = node
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "errors": "replace",
+        }
         try:
             self.process = subprocess.Popen(argv, cwd=REPOSITORY, start_new_session=True, **pipes)
         except OSError as error:
-            fix = {"ssh": "Install the OpenSSH client", "srun": "Start the job on a machine of the cluster"}.get(argv[0], "Give an interpreter with --python")
+            fix = {
+                "ssh": "Install the OpenSSH client",
+                "srun": "Start the job on a machine of the cluster",
+            }.get(argv[0], "Give an interpreter with --python")
             raise Refused(f"{argv[0]} cannot be started: {error.strerror}. {fix}") from None
         self.errors: list[str] = []
         self.open = True
         self.events = events
-        self.listening = [threading.Thread(target=target, daemon=True) for target in (self._listen, self._keep_errors)]
+        self.listening = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._listen, self._keep_errors)
+        ]
         for thread in reversed(self.listening):  # the first thread joins the second
             thread.start()
 

@@ -4,7 +4,8 @@ import runpy
 import sys
 from pathlib import Path
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"  # a clone; an installed recipekit is found without it
+# a clone; an installed recipekit is found without it
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 
 if __name__ == "__main__":
     sys.path[0] = str(RECIPES)  # instead of this folder, whose names would hide others

@@ -1,37 +1,100 @@
 """Chooses the environment variables that reach the ranks, and those that nobody may see.
 
-There is one list for ssh, `--where slurm`, slurm.sbatch and Kubernetes: NAMES and the patterns of FAMILIES. Variables of
-the list that stay behind are reported by name. Everything else comes from the login on each host, so that a path or a
-display of this machine does not travel. sbatch itself knows no patterns, so slurm.sbatch names the known variables of
-each family.
+There is one list for ssh, `--where slurm`, slurm.sbatch and Kubernetes: NAMES and the patterns of
+FAMILIES. Variables of the list that stay behind are reported by name. Everything else comes from
+the login on each host, so that a path or a display of this machine does not travel. sbatch itself
+knows no patterns, so slurm.sbatch names the known variables of each family.
 """
 
 import fnmatch
 import re
 
 NAMES = (
-    *("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY"),
-    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH", "WEBSOCKET_CLIENT_CA_BUNDLE"),
-    *("SCRATCH", "WORK", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "DO_NOT_TRACK"),
+    *(
+        "http_proxy",
+        "https_proxy",
+        "ftp_proxy",
+        "all_proxy",
+        "no_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "FTP_PROXY",
+        "ALL_PROXY",
+        "NO_PROXY",
+    ),
+    *(
+        "SSL_CERT_FILE",
+        "SSL_CERT_DIR",
+        "REQUESTS_CA_BUNDLE",
+        "CURL_CA_BUNDLE",
+        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH",
+        "WEBSOCKET_CLIENT_CA_BUNDLE",
+    ),
+    *(
+        "SCRATCH",
+        "WORK",
+        "XDG_CACHE_HOME",
+        "LD_LIBRARY_PATH",
+        "TOKENIZERS_PARALLELISM",
+        "DO_NOT_TRACK",
+    ),
     "LAUNCH_GRACE",  # seconds between the scheduler's signal and its kill
 )
 FAMILIES = (
-    *("WANDB_*", "HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "TRANSFORMERS_*", "DATASETS_*", "AWS_*", "MLFLOW_*"),
+    *(
+        "WANDB_*",
+        "HF_*",
+        "HUGGINGFACE_*",
+        "HUGGING_FACE_*",
+        "TRANSFORMERS_*",
+        "DATASETS_*",
+        "AWS_*",
+        "MLFLOW_*",
+    ),
     *("NCCL_*", "GLOO_*", "UCX_*", "UCC_*", "FI_*", "MV2_*", "RDMAV_*"),
-    *("PYTHON*", "OMP_*", "MKL_*", "TORCH*", "PYTORCH_*", "TRITON_*", "CUDA_*", "DS_*", "DEEPSPEED_*", "ACCELERATE_*"),
+    *(
+        "PYTHON*",
+        "OMP_*",
+        "MKL_*",
+        "TORCH*",
+        "PYTORCH_*",
+        "TRITON_*",
+        "CUDA_*",
+        "DS_*",
+        "DEEPSPEED_*",
+        "ACCELERATE_*",
+    ),
 )
 # Each host has its own devices. WANDB_SERVICE is the socket of a process on this machine.
 OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "WANDB_SERVICE")
-# Secrets that recipes read. They travel on the same encrypted stdin as the rest, and their values are never printed or written.
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-SECRET = re.compile(r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASS|PASSPHRASE|CREDENTIALS?|AUTH|APIKEYS?|KEYS?)\d*(_|$)")
-PLACE = re.compile(r"_(PATH|FILE|DIR|HOME)$")  # the path of a file that holds a secret is not a secret
+# Secrets that recipes read. They travel on the same encrypted stdin as the rest, and their values
+# are never printed or written.
+SECRETS = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
+SECRET = re.compile(
+    r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASS|PASSPHRASE|CREDENTIALS?|AUTH|APIKEYS?|KEYS?)\d*(_|$)"
+)
+# the path of a file that holds a secret is not a secret
+PLACE = re.compile(r"_(PATH|FILE|DIR|HOME)$")
 SWITCH = re.compile(r"[01]?|true|false|yes|no|on|off", re.IGNORECASE)
-# https://TOKEN@host, https://user:pass/word@host, user:password@proxy:3128; but https://host:443/a@b is none
+# https://TOKEN@host, https://user:pass/word@host, user:password@proxy:3128; but
+# https://host:443/a@b is none
 USER = re.compile(r"://(?:[^/\s]*@|[^/\s:]*:(?!\d+/)\S*@)|^[^/\s@]+:(?!//)[^\s@]+@")
-# ?key=VALUE in an address; `x-api-key: VALUE` in a list of headers; a token of the hub or an id of AWS in a path
-PARAMETER = re.compile(r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIAL|KEY|AUTH|SIG|SIGNATURE)=[^\s&;,]", re.IGNORECASE)
-HEADER = re.compile(r"\b(?:AUTHORIZATION|TOKEN|(?:X-)?API-?KEY)[\"']?\s*:\s*\S|\bBEARER\s", re.IGNORECASE)
+# ?key=VALUE in an address; `x-api-key: VALUE` in a list of headers; a token of the hub or an id of
+# AWS in a path
+PARAMETER = re.compile(
+    r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIAL|KEY|AUTH|SIG|SIGNATURE)=[^\s&;,]",
+    re.IGNORECASE,
+)
+HEADER = re.compile(
+    r"\b(?:AUTHORIZATION|TOKEN|(?:X-)?API-?KEY)[\"']?\s*:\s*\S|\bBEARER\s", re.IGNORECASE
+)
 SHAPE = re.compile(r"\bhf_[A-Za-z0-9]{20,}|\bAKIA[A-Z0-9]{16}\b")
 
 
@@ -46,40 +109,66 @@ def holds_secret(value: str) -> bool:
 
 
 def shown(word: str) -> str:
-    """Return a word of a command line as it may be printed: an address with a key or a password ends after its scheme."""
+    """Return a word of a command line as it may be printed: an address with a key or a password
+    ends after its scheme.
+    """
     return re.sub(r"://\S*", "://...", word) if "://" in word and holds_secret(word) else word
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return True for a variable whose value nobody may see: by its name, or by a key or password in its value."""
+    """Return True for a variable whose value nobody may see: by its name, or by a key or password
+    in its value.
+    """
     return name in SECRETS or _is_called_secret(name, value) or holds_secret(value)
 
 
 def _is_called_secret(name: str, value: str) -> bool:
-    """Return True for a variable with a secret's name; a path and a switch, such as HF_HUB_DISABLE_IMPLICIT_TOKEN=1, are not secret."""
-    return bool(SECRET.search(name.upper())) and not PLACE.search(name.upper()) and not SWITCH.fullmatch(value)
+    """Return True for a variable with a secret's name; a path and a switch, such as
+    HF_HUB_DISABLE_IMPLICIT_TOKEN=1, are not secret.
+    """
+    return (
+        bool(SECRET.search(name.upper()))
+        and not PLACE.search(name.upper())
+        and not SWITCH.fullmatch(value)
+    )
 
 
 def needed(variables: dict[str, str], more: list[str]) -> dict[str, str]:
-    """Select the variables that a run needs on every host, without secrets; `more`: names that the user added."""
+    """Select the variables that a run needs on every host, without secrets; `more`: names that the
+    user added.
+    """
     return {
-        name: value for name, value in sorted(variables.items()) if name not in OF_ONE_HOST and not is_secret(name, value) and (name in more or is_listed(name))
+        name: value
+        for name, value in sorted(variables.items())
+        if name not in OF_ONE_HOST
+        and not is_secret(name, value)
+        and (name in more or is_listed(name))
     }
 
 
 def secrets(variables: dict[str, str], more: list[str]) -> dict[str, str]:
-    """Select the secrets that recipes read or the user named, and the listed addresses with a password."""
+    """Select the secrets that recipes read or the user named, and the listed addresses with a
+    password.
+    """
     return {
         name: value
         for name, value in sorted(variables.items())
         if name in SECRETS
         or (name in more and is_secret(name, value))
-        or (is_listed(name) and name not in OF_ONE_HOST and is_secret(name, value) and not _is_called_secret(name, value))
+        or (
+            is_listed(name)
+            and name not in OF_ONE_HOST
+            and is_secret(name, value)
+            and not _is_called_secret(name, value)
+        )
     }
 
 
 def left_behind(variables: dict[str, str], passed: dict[str, str], way: str) -> list[str]:
-    """Return a line about the listed variables that are not `passed`; [] if all are. `way`: how a secret gets there."""
+    """Return a line about the listed variables that are not `passed`; [] if all are.
+
+    `way`: how a secret gets there.
+    """
     names = [name for name in sorted(variables) if is_listed(name) and name not in passed]
     secret = [name for name in names if is_secret(name, variables[name])]
     others = [name for name in names if name not in secret]

@@ -1,4 +1,5 @@
-"""Runs on each host of a job: starts the ranks, watches them, and ends every process that they started.
+"""Runs on each host of a job: starts the ranks, watches them, and ends every process that they
+started.
 
     python -m launch.host          started by `python -m launch`, over ssh, srun, or on the same machine
 
@@ -7,7 +8,8 @@ Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdou
     in    the specification; {"start": {"master_addr", "master_port"}}; {"stop": "SIGTERM"}; {"kill": true}; the end of stdin is a stop
     out   {"hello": ...}; {"out": text of rank 0}; {"line": its progress line}; {"told": signal}; {"run_folder": path}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
 
-Linux only: exit states are read from the process table, because the ranks are children of their launcher, not of this process.
+Linux only: exit states are read from the process table, because the ranks are children of their
+launcher, not of this process.
 """
 
 import codecs
@@ -34,7 +36,8 @@ from .rank import STOPS
 
 LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
 TRACEBACK_BEGINS = "Traceback (most recent call last):"
-TAIL, TRACEBACK = 25, 200  # lines of a failed rank that are shown: without, and with its last traceback
+# lines of a failed rank that are shown: without, and with its last traceback
+TAIL, TRACEBACK = 25, 200
 NO_GPUS_FROM_SLURM = "NoDevFiles"  # a recipe refuses it on a host with GPUs
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -51,7 +54,8 @@ class Agent:
         self.launcher_ended: int | None = None
         self.running: dict[int, tuple[int, int]] = {}  # pid -> (rank, pidfd)
         self.reported: dict[int, int | None] = {}  # rank -> exit code
-        self.unknown: list[int] = []  # ranks whose exit code their launcher took before this process looked
+        # ranks whose exit code their launcher took before this process looked
+        self.unknown: list[int] = []
         self.shown_rank: int | None = None  # whose output goes to the console
         self.stopping = ""
         self.killing = False
@@ -61,7 +65,8 @@ class Agent:
     # messages
 
     def tell(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # nobody listens any more, which the end of stdin says too
+        # nobody listens any more, which the end of stdin says too
+        with contextlib.suppress(OSError):
             data = json.dumps(message).encode() + b"\n"
             while data:
                 data = data[os.write(1, data) :]
@@ -94,26 +99,45 @@ class Agent:
         try:
             os.chdir(spec["folder"])
         except OSError as error:
-            problems.append(f"the folder {spec['folder']}: {error.strerror}. Every host needs the same files at the same path")
+            problems.append(
+                f"the folder {spec['folder']}: {error.strerror}. Every host needs the same files at"
+                " the same path"
+            )
         if not problems and not Path(spec["words"][0]).is_file():
-            problems.append(f"{spec['words'][0]} is not here. Every host needs the same files at the same path")
+            problems.append(
+                f"{spec['words'][0]} is not here. Every host needs the same files at the same path"
+            )
         try:
             Path(spec["logs"]).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problems.append(f"{spec['logs']} cannot be made: {error.strerror}. Choose another run folder with --out")
+            problems.append(
+                f"{spec['logs']} cannot be made: {error.strerror}. Choose another run folder with"
+                " --out"
+            )
         if spec["node"] == 0 and (port := spec["master_port"]) and not is_free(port):
-            problems.append(f"master port {port}: is in use. Choose another: --master_port {free_port()}")
+            problems.append(
+                f"master port {port}: is in use. Choose another: --master_port {free_port()}"
+            )
         found, slots = devices(dict(os.environ)), spec["slots"][spec["node"]]
         if 0 < found < slots:
-            problems.append(f"{slots} ranks, but {found} GPUs are visible. Use --gpus {found}, or correct slots= in the hostfile")
+            problems.append(
+                f"{slots} ranks, but {found} GPUs are visible. Use --gpus {found}, or correct"
+                " slots= in the hostfile"
+            )
         over_ssh = os.environ.get("SSH_CONNECTION", "").split()
         address = over_ssh[2] if len(over_ssh) == 4 else ""
         if not address or is_loopback(address):  # the connection comes from this host itself
             address = next((own for name in spec["others"] if (own := own_address(name))), address)
-        self.tell(hello={"problems": problems, "address": address, "port": free_port(), "gpus": found})
+        self.tell(
+            hello={"problems": problems, "address": address, "port": free_port(), "gpus": found}
+        )
 
-    def environment(self, meeting: spawn.Meeting, folder: str, visible: list[str]) -> dict[str, str]:
-        """Builds the environment of this host's launcher, and so of every rank; `visible` are the devices of the ranks."""
+    def environment(
+        self, meeting: spawn.Meeting, folder: str, visible: list[str]
+    ) -> dict[str, str]:
+        """Builds the environment of this host's launcher, and so of every rank; `visible` are the
+        devices of the ranks.
+        """
         slots, allowed = meeting.slots[meeting.node], os.sched_getaffinity(0)
         variables = os.environ | self.spec["environment"]
         variables |= {
@@ -124,25 +148,45 @@ class Agent:
         }
         variables |= self.spec["for_rank_0"]  # what its progress line and its last line need
         if locale.getencoding().lower() != "utf-8":
-            variables["PYTHONUTF8"] = "1"  # torch 2.13 cannot be imported where text is ASCII, and launchers import it
-        variables["PATH"] = os.pathsep.join([str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)])  # ninja, for compiled ops
+            # torch 2.13 cannot be imported where text is ASCII, and launchers import it
+            variables["PYTHONUTF8"] = "1"
+        # ninja, for compiled ops
+        variables["PATH"] = os.pathsep.join(
+            [str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)]
+        )
         limit = cores.whole_cores(cores.cpu_limit())
         threads = min(len(allowed), limit) // slots
         if self.spec["bind_cores"]:
-            variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which the GPUs are looked up; CUDA's own begins with the fastest
+            # the order in which the GPUs are looked up; CUDA's own begins with the fastest
+            variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             dealt = cores.deal(visible, allowed, devices({}))
             variables["LAUNCH_CORES"] = ";".join(",".join(map(str, own)) for own in dealt)
             threads = min(limit // slots, *map(len, dealt))
-        variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))  # else deepspeed's launcher leaves all cores to each rank, and torchrun one
-        ways = (interface_to(host) for host in (meeting.master_addr, *self.spec["others"]) if len(meeting.slots) > 1)
+        # else deepspeed's launcher leaves all cores to each rank, and torchrun one
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+        ways = (
+            interface_to(host)
+            for host in (meeting.master_addr, *self.spec["others"])
+            if len(meeting.slots) > 1
+        )
         if name := next(filter(None, ways), ""):
-            # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which no other host reaches,
-            # and NCCL may take a bridge of virtual machines or containers; for NCCL, = says that the name is whole
+            # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1,
+            # which no other host reaches, and NCCL may take a bridge of virtual machines or
+            # containers; for NCCL, = says that the name is whole
             variables.setdefault("GLOO_SOCKET_IFNAME", name)
             variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
         if self.spec["spawn"] == "once":
-            place = {"RANK": meeting.first_rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": slots, "WORLD_SIZE": sum(meeting.slots)}
-            place |= {"MASTER_ADDR": meeting.master_addr, "MASTER_PORT": meeting.master_port, "LAUNCH_ONCE": 1}
+            place = {
+                "RANK": meeting.first_rank,
+                "LOCAL_RANK": 0,
+                "LOCAL_WORLD_SIZE": slots,
+                "WORLD_SIZE": sum(meeting.slots),
+            }
+            place |= {
+                "MASTER_ADDR": meeting.master_addr,
+                "MASTER_PORT": meeting.master_port,
+                "LAUNCH_ONCE": 1,
+            }
             variables |= {name: str(value) for name, value in place.items()}
         return variables
 
@@ -151,27 +195,42 @@ class Agent:
     def start(self, master_addr: str, master_port: int) -> None:
         folder = tempfile.mkdtemp(prefix="launch_")
         os.mkfifo(f"{folder}/pipe")
-        pipe = os.open(f"{folder}/pipe", os.O_RDWR | os.O_NONBLOCK)  # open for writing too, so that reading never meets its end
+        # open for writing too, so that reading never meets its end
+        pipe = os.open(f"{folder}/pipe", os.O_RDWR | os.O_NONBLOCK)
         self.folder, self.pipe = folder, pipe
         self.selector.register(pipe, selectors.EVENT_READ, "pipe")
-        meeting = spawn.Meeting(tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port)
+        meeting = spawn.Meeting(
+            tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port
+        )
         slots = meeting.slots[meeting.node]
         visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""))[:slots]
         if "CUDA_VISIBLE_DEVICES" in os.environ and not visible:
             unseen = os.environ["CUDA_VISIBLE_DEVICES"].strip()
-            visible = [unseen if unseen == NO_GPUS_FROM_SLURM else "-1"] * slots  # the user wants the CPU, or Slurm gave the job no GPU
+            # the user wants the CPU, or Slurm gave the job no GPU
+            visible = [unseen if unseen == NO_GPUS_FROM_SLURM else "-1"] * slots
         visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
-        words = spawn.command(self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"])
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a process that loses its parent becomes a child of this process
+        words = spawn.command(
+            self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"]
+        )
+        # a process that loses its parent becomes a child of this process
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.launcher_log = Path(self.spec["logs"]) / f"launcher_{meeting.node}.log"
-        for stale in [self.launcher_log, *(self.log(rank) for rank in range(meeting.first_rank, meeting.first_rank + slots))]:
+        for stale in [
+            self.launcher_log,
+            *(self.log(rank) for rank in range(meeting.first_rank, meeting.first_rank + slots)),
+        ]:
             stale.unlink(missing_ok=True)
-        self.shown_rank = meeting.first_rank if self.spec["spawn"] == "once" or meeting.node == 0 else None
+        self.shown_rank = (
+            meeting.first_rank if self.spec["spawn"] == "once" or meeting.node == 0 else None
+        )
         prctl = ctypes.CDLL(None).prctl
 
         def in_child() -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # only this process reacts: launchers would kill ranks that are saving (rank.py unblocks)
-            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # without this process the ranks must notice that their launcher has gone
+            # only this process reacts: launchers would kill ranks that are saving (rank.py
+            # unblocks)
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+            # without this process the ranks must notice that their launcher has gone
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
         with self.launcher_log.open("wb") as log:
             self.launcher = subprocess.Popen(
@@ -188,9 +247,11 @@ class Agent:
         return Path(self.spec["logs"]) / f"rank_{rank}.log"
 
     def meet_ranks(self) -> None:
-        """Watch ranks that have just started, and pass on the run folder and the progress line that they report.
+        """Watch ranks that have just started, and pass on the run folder and the progress line that
+        they report.
 
-        Programs that a rank starts inherit the name of the pipe: a report counts only if it comes from a rank itself.
+        Programs that a rank starts inherit the name of the pipe: a report counts only if it comes
+        from a rank itself.
         """
         with contextlib.suppress(BlockingIOError):
             *lines, self.reports = (self.reports + os.read(self.pipe, 1 << 16)).split(b"\n")
@@ -207,7 +268,9 @@ class Agent:
                         os.kill(report["pid"], signal.Signals[self.stopping])
 
     def rank_ended(self, pid: int) -> None:
-        """Reports a rank with its exit code, which is read while the rank is a zombie, before its launcher looks."""
+        """Reports a rank with its exit code, which is read while the rank is a zombie, before its
+        launcher looks.
+        """
         rank, watched = self.running.pop(pid)
         code = exit_code(pid)
         self.selector.unregister(watched)
@@ -223,16 +286,28 @@ class Agent:
             self.report(rank, code)
 
     def report_unknown(self) -> None:
-        """Report ranks whose exit code was lost, once their launcher has ended: it ends with 0 only if all of its ranks did."""
+        """Report ranks whose exit code was lost, once their launcher has ended: it ends with 0 only
+        if all of its ranks did.
+        """
         while self.unknown and self.launcher_ended is not None:
             self.report(self.unknown.pop(), 0 if self.launcher_ended == 0 else None)
 
     def report(self, rank: int, code: int | None) -> None:
         tail = last_lines(self.log(rank)) if code else []
-        self.tell(ended={"rank": rank, "code": code, "tail": tail, "error": named_error(self.log(rank)) if code else "", "log": str(self.log(rank))})
+        self.tell(
+            ended={
+                "rank": rank,
+                "code": code,
+                "tail": tail,
+                "error": named_error(self.log(rank)) if code else "",
+                "log": str(self.log(rank)),
+            }
+        )
 
     def reap(self) -> dict[int, int]:
-        """Collects the exit codes of this process's children that have ended, inherited ones included."""
+        """Collects the exit codes of this process's children that have ended, inherited ones
+        included.
+        """
         codes = {}
         while True:
             try:
@@ -246,7 +321,9 @@ class Agent:
                 self.launcher_ended = self.launcher.returncode = codes[pid]
 
     def stop(self, reason: str) -> None:
-        """Asks every rank to save a checkpoint and end; ranks that have not begun yet end with the launcher."""
+        """Asks every rank to save a checkpoint and end; ranks that have not begun yet end with the
+        launcher.
+        """
         if not self.stopping:
             self.stopping = reason
             for pid in list(self.running):
@@ -310,7 +387,12 @@ class Agent:
             if before is None and self.launcher_ended is not None:
                 self.meet_ranks()
                 self.tell(
-                    launcher={"code": self.launcher_ended, "tail": last_lines(self.launcher_log), "ranks": len(self.running), "log": str(self.launcher_log)}
+                    launcher={
+                        "code": self.launcher_ended,
+                        "tail": last_lines(self.launcher_log),
+                        "ranks": len(self.running),
+                        "log": str(self.launcher_log),
+                    }
                 )
             if self.launcher_ended is None or self.running:
                 if self.killing:
@@ -330,14 +412,24 @@ class Agent:
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:
-    """Returns the last lines of a file, each cut to a readable length; more lines if a Python traceback began before them."""
+    """Returns the last lines of a file, each cut to a readable length; more lines if a Python
+    traceback began before them.
+    """
     lines = _end(log).splitlines()
-    traceback = max((index for index, line in enumerate(lines) if line.endswith(TRACEBACK_BEGINS)), default=len(lines))
-    return [line[:1000] for line in lines[max(0, len(lines) - TRACEBACK, min(traceback, len(lines) - most)) :]]
+    traceback = max(
+        (index for index, line in enumerate(lines) if line.endswith(TRACEBACK_BEGINS)),
+        default=len(lines),
+    )
+    return [
+        line[:1000]
+        for line in lines[max(0, len(lines) - TRACEBACK, min(traceback, len(lines) - most)) :]
+    ]
 
 
 def named_error(log: Path) -> str:
-    """Returns the last Python exception in a file, or the first line of a refusal; "" if there is neither."""
+    """Returns the last Python exception in a file, or the first line of a refusal; "" if there is
+    neither.
+    """
     lines = _end(log).splitlines()
     if told := [line for line in lines if line.startswith("refused")]:
         return told[-1]
@@ -346,7 +438,11 @@ def named_error(log: Path) -> str:
         bare = line.partition("]: ")[2] if line.startswith("[rank") else line
         if bare and not bare[0].isspace():
             return bare[:300]
-    fatal = [line for line in lines if "Watchdog caught collective" in line or line.startswith("Fatal Python error")]
+    fatal = [
+        line
+        for line in lines
+        if "Watchdog caught collective" in line or line.startswith("Fatal Python error")
+    ]
     return fatal[0][:300] if fatal else ""
 
 

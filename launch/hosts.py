@@ -30,7 +30,10 @@ RESERVED_STEPS = 0xFFFFFF00  # Slurm's numbers from here on are no steps of srun
 
 @dataclass(frozen=True)
 class Host:
-    """Describes one machine of the job. `address` is where the other hosts reach it, "" if the machine reports that itself."""
+    """Describes one machine of the job.
+
+    `address` is where the other hosts reach it, "" if the machine reports that itself.
+    """
 
     name: str
     slots: int  # ranks
@@ -47,19 +50,27 @@ def detect(variables: dict[str, str], hostfile: str | None) -> str:
 
 
 def check_alone(variables: dict[str, str]) -> None:
-    """Raise `Refused` under srun or mpirun that has started launch several times: each would start a run of its own.
+    """Raise `Refused` under srun or mpirun that has started launch several times: each would start
+    a run of its own.
 
-    A batch script and the terminal of `srun --pty` are one process, whatever the number of tasks is.
+    A batch script and the terminal of `srun --pty` are one process, whatever the number of tasks
+    is.
     """
     for name, variable in STARTED_BY:
         count = variables.get(variable, "")
         if count.isdecimal() and int(count) > 1 and "SLURM_PTY_PORT" not in variables:
-            fix = f"Start launch without {name}, because launch starts the ranks of all hosts itself, or start the recipe without launch"
+            fix = (
+                f"Start launch without {name}, because launch starts the ranks of all hosts itself,"
+                " or start the recipe without launch"
+            )
             raise Refused(f"{name}: has started launch {count} times. {fix}")
 
 
 def in_step(variables: dict[str, str]) -> bool:
-    """Return True for a task of srun. The batch script and the shell of salloc have the reserved numbers of steps."""
+    """Return True for a task of srun.
+
+    The batch script and the shell of salloc have the reserved numbers of steps.
+    """
     step = variables.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < RESERVED_STEPS
 
@@ -72,7 +83,10 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
     try:
         text = decoded(path.read_bytes())
     except OSError as error:
-        raise Refused(f"--hostfile {path}: {error.strerror}. Give a file in the format of launch/hostfile.example") from None
+        raise Refused(
+            f"--hostfile {path}: {error.strerror}. Give a file in the format of"
+            " launch/hostfile.example"
+        ) from None
     hosts: list[Host] = []
     lines: dict[str, int] = {}
     problems = []
@@ -84,27 +98,48 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
         slots = SLOTS.fullmatch(words[1]) if len(words) == 2 else None
         name = same_name(words[0])
         if ":" in words[0] and not name:
-            problems.append(f"{place}: {words[0]!r} is not an IPv6 address. Write it without brackets, zone and port, for example: fd00::1 slots=8")
+            problems.append(
+                f"{place}: {words[0]!r} is not an IPv6 address. Write it without brackets, zone and"
+                " port, for example: fd00::1 slots=8"
+            )
         elif not name:
-            problems.append(f"{place}: {words[0]!r} is not a host name or an address. Write letters, digits, dots and hyphens, for example: worker-1 slots=8")
+            problems.append(
+                f"{place}: {words[0]!r} is not a host name or an address. Write letters, digits,"
+                " dots and hyphens, for example: worker-1 slots=8"
+            )
         elif slots is None:
-            problems.append(f"{place}: must have the form NAME slots=NUMBER. Write for example: {words[0]} slots=8")
+            problems.append(
+                f"{place}: must have the form NAME slots=NUMBER. Write for example: {words[0]}"
+                " slots=8"
+            )
         elif name in lines:
-            problems.append(f"{place}: the host is already on line {lines[name]}. List it once, with all its slots")
+            problems.append(
+                f"{place}: the host is already on line {lines[name]}. List it once, with all its"
+                " slots"
+            )
         else:
             lines[name] = number
             hosts.append(Host(words[0], gpus or int(slots[1])))
     if not hosts and not problems:
-        problems.append(f"--hostfile {path}: contains no host. Write lines in the format of launch/hostfile.example")
+        problems.append(
+            f"--hostfile {path}: contains no host. Write lines in the format of"
+            " launch/hostfile.example"
+        )
     if most and most > len(hosts) and not problems:
-        problems.append(f"--nodes {most}: {path} has {len(hosts)} hosts. Use --nodes {len(hosts)} or add hosts")
+        problems.append(
+            f"--nodes {most}: {path} has {len(hosts)} hosts. Use --nodes {len(hosts)} or add hosts"
+        )
     if problems:
         raise Refused(*problems)
     return hosts[:most]
 
 
 def decoded(data: bytes) -> str:
-    """Decode a text file. Editors and shells of Windows write a byte order mark, and UTF-16; joined files have marks inside."""
+    """Decode a text file.
+
+    Editors and shells of Windows write a byte order mark, and UTF-16; joined files have marks
+    inside.
+    """
     for mark, encoding in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
         if data.startswith(mark):
             return data.decode(encoding, "replace").replace("\ufeff", "")
@@ -112,7 +147,9 @@ def decoded(data: bytes) -> str:
 
 
 def same_name(word: str) -> str:
-    """Return a host name in lower case, or an address of IPv6 in its shortest form; "" for neither."""
+    """Return a host name in lower case, or an address of IPv6 in its shortest form; "" for
+    neither.
+    """
     if NAME.fullmatch(word):
         return word.lower()
     with contextlib.suppress(ValueError):
@@ -124,11 +161,18 @@ def devices(variables: dict[str, str]) -> int:
     """Counts the GPUs that a process started here sees."""
     if "CUDA_VISIBLE_DEVICES" in variables:
         return len(visible_devices(variables["CUDA_VISIBLE_DEVICES"]))
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    return len(
+        [
+            path
+            for path in Path("/dev").glob("nvidia*")
+            if path.name.removeprefix("nvidia").isdigit()
+        ]
+    )
 
 
 def visible_devices(listed: str) -> list[str]:
-    """Return the devices that CUDA takes from CUDA_VISIBLE_DEVICES: those before the first word that is no device.
+    """Return the devices that CUDA takes from CUDA_VISIBLE_DEVICES: those before the first word
+    that is no device.
 
     Such words are -1, NoDevFiles (from Slurm) and none or void (from containers).
     """
@@ -141,10 +185,16 @@ def visible_devices(listed: str) -> list[str]:
 
 
 def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
-    """Lists the nodes of the allocation that this process runs in, with the addresses that Slurm itself uses. Raises `Refused`."""
+    """Lists the nodes of the allocation that this process runs in, with the addresses that Slurm
+    itself uses.
+
+    Raises `Refused`.
+    """
     names = scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
     if strange := [name for name in names if not NAME.fullmatch(name)]:
-        raise Refused(f"SLURM_JOB_NODELIST: {strange[0]!r} is not a host name. Start the job with sbatch")
+        raise Refused(
+            f"SLURM_JOB_NODELIST: {strange[0]!r} is not a host name. Start the job with sbatch"
+        )
     found = {}
     for line in scontrol("show", "node", "--oneliner", ",".join(names)).splitlines():
         words = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -157,10 +207,25 @@ def scontrol(*words: str) -> str:
     """Returns what scontrol prints. Raises `Refused`."""
     asked = f"scontrol {' '.join(words)}"
     try:
-        return subprocess.run(["scontrol", *words], capture_output=True, text=True, check=True, timeout=ANSWER, env=os.environ | {"LC_ALL": "C"}).stdout
+        return subprocess.run(
+            ["scontrol", *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=ANSWER,
+            env=os.environ | {"LC_ALL": "C"},
+        ).stdout
     except subprocess.TimeoutExpired as error:
-        raise Refused(f"--where slurm: {asked} did not answer in {error.timeout:g} s. Check slurmctld with `scontrol ping`") from None
+        raise Refused(
+            f"--where slurm: {asked} did not answer in {error.timeout:g} s. Check slurmctld with"
+            " `scontrol ping`"
+        ) from None
     except subprocess.CalledProcessError as error:
-        raise Refused(f"--where slurm: {asked} failed: {error.stderr.strip()}. Start the job with sbatch") from None
+        raise Refused(
+            f"--where slurm: {asked} failed: {error.stderr.strip()}. Start the job with sbatch"
+        ) from None
     except OSError as error:
-        raise Refused(f"--where slurm: scontrol cannot be started: {error.strerror}. Start the job on a machine of the cluster") from None
+        raise Refused(
+            f"--where slurm: scontrol cannot be started: {error.strerror}. Start the job on a"
+            " machine of the cluster"
+        ) from None

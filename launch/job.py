@@ -1,4 +1,6 @@
-"""Runs one start of a job: connects to each host, follows all ranks from beginning to end, and finds out why they ended."""
+"""Runs one start of a job: connects to each host, follows all ranks from beginning to end, and
+finds out why they ended.
+"""
 
 import contextlib
 import json
@@ -22,24 +24,50 @@ from .screen import SCREEN
 
 HELLO = 120.0  # seconds in which every host must have answered
 SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has failed
-SETTLE_LOST = 15.0  # the same if the ranks that have ended only lost a peer: the rank that failed first may still have to print why
+# the same if the ranks that have ended only lost a peer: the rank that failed first may still have
+# to print why
+SETTLE_LOST = 15.0
 SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
 STOP_CODES = {128 + number: number.name for number in STOPS}
 LAST_LINES = ". The last lines of"  # before the name of a file: its last lines follow
-# Last words of a rank when another rank has failed: of recipekit/runtime/failure.py, whose exit codes are 75 or 1; gloo, sockets, torch's stores and NCCL
+# Last words of a rank when another rank has failed: of recipekit/runtime/failure.py, whose exit
+# codes are 75 or 1; gloo, sockets, torch's stores and NCCL
 OUR_WORDS = ("ended, because rank ", "failed after rank ", ": lost rank")
 LOST_PEER = (
-    *("onnection closed by peer", "onnection reset by peer", "Broken pipe", "remote process exited", "Socket Timeout", "onnection refused"),
-    *("onnection closed by remote peer", "DistNetworkError", "DistStoreError", "recvValue failed", "Timed out waiting"),
-    *("DistBackendError", "NCCL error", "ncclRemoteError", "ncclSystemError", "NCCL operations have failed or timed out"),
+    *(
+        "onnection closed by peer",
+        "onnection reset by peer",
+        "Broken pipe",
+        "remote process exited",
+        "Socket Timeout",
+        "onnection refused",
+    ),
+    *(
+        "onnection closed by remote peer",
+        "DistNetworkError",
+        "DistStoreError",
+        "recvValue failed",
+        "Timed out waiting",
+    ),
+    *(
+        "DistBackendError",
+        "NCCL error",
+        "ncclRemoteError",
+        "ncclSystemError",
+        "NCCL operations have failed or timed out",
+    ),
     *OUR_WORDS,
 )
-ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")  # printed by torch's watchdog of NCCL, in C++, with many lines after it
+# printed by torch's watchdog of NCCL, in C++, with many lines after it
+ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")
 
 
 @dataclass(frozen=True)
 class Job:
-    """Says what is to run, and where. `connect` comes before the command of a host: [], ssh with its flags, or srun with its flags."""
+    """Says what is to run, and where.
+
+    `connect` comes before the command of a host: [], ssh with its flags, or srun with its flags.
+    """
 
     hosts: tuple[Host, ...]
     spawn: str
@@ -53,34 +81,75 @@ class Job:
     master_port: int = 0  # 0: a free one of the first host
     node: int | None = None  # this host only; on Kubernetes every host starts its own part
     bind_cores: bool = False  # each rank keeps to cores beside its GPU
-    overlap: bool = False  # launch is itself a task of srun: its own steps must share the cores and GPUs of that step, or wait for ever
+    # launch is itself a task of srun: its own steps must share the cores and GPUs of that step, or
+    # wait for ever
+    overlap: bool = False
     typed: tuple[str, ...] = ()  # the command line of launch, if typing it again continues the run
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # marks this job's processes
 
     def connection(self, host: Host) -> list[str]:
-        """Returns the argv that starts the agent of a host. It says nothing about the job: everything about the job goes through stdin."""
+        """Returns the argv that starts the agent of a host.
+
+        It says nothing about the job: everything about the job goes through stdin.
+        """
         agent = [self.python, "-m", "launch.host"]
         if self.where == "hostfile":
-            return [*self._reach(host), f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}"]
+            return [
+                *self._reach(host),
+                f"cd {shlex.quote(str(REPOSITORY))} && exec {shlex.join(agent)}",
+            ]
         return [*self._reach(host), *agent]
 
     def by_hand(self, host: Host) -> list[str]:
         """Return a command with which the user can try whether a host answers."""
-        return [*self._reach(host), "hostname"] if self.where in ("hostfile", "slurm") else [self.python, "--version"]
+        return (
+            [*self._reach(host), "hostname"]
+            if self.where in ("hostfile", "slurm")
+            else [self.python, "--version"]
+        )
 
     def _reach(self, host: Host) -> list[str]:
-        """Return the argv before a command on a host: ssh or srun with flags; [] on this machine."""
+        """Return the argv before a command on a host: ssh or srun with flags; [] on this
+        machine.
+        """
         if self.where == "hostfile":
-            flags = ["-T", *(f"-o{option}" for option in ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=4"))]
-            return ["ssh", *(["-F", self.ssh_config] if self.ssh_config else []), *flags, "--", host.name]
+            flags = [
+                "-T",
+                *(
+                    f"-o{option}"
+                    for option in (
+                        "BatchMode=yes",
+                        "ConnectTimeout=20",
+                        "ServerAliveInterval=15",
+                        "ServerAliveCountMax=4",
+                    )
+                ),
+            ]
+            return [
+                "ssh",
+                *(["-F", self.ssh_config] if self.ssh_config else []),
+                *flags,
+                "--",
+                host.name,
+            ]
         if self.where == "slurm":
             # a single task, which may use every core of its node
-            flags = ["--nodes=1", "--ntasks=1", f"--nodelist={host.name}", f"--chdir={REPOSITORY}", "--export=ALL", "--kill-on-bad-exit=0", "--cpu-bind=none"]
+            flags = [
+                "--nodes=1",
+                "--ntasks=1",
+                f"--nodelist={host.name}",
+                f"--chdir={REPOSITORY}",
+                "--export=ALL",
+                "--kill-on-bad-exit=0",
+                "--cpu-bind=none",
+            ]
             return ["srun", *flags, *(["--overlap"] if self.overlap else [])]
         return []
 
     def _for_rank_0(self) -> dict[str, str]:
-        """Return variables for rank 0: the width of this terminal, which draws its progress line, and the command that continues the run."""
+        """Return variables for rank 0: the width of this terminal, which draws its progress line,
+        and the command that continues the run.
+        """
         columns = {"LAUNCH_TERMINAL": str(width)} if (width := SCREEN.columns()) else {}
         return columns | ({"LAUNCH_COMMAND": json.dumps(self.typed)} if self.typed else {})
 
@@ -90,7 +159,9 @@ class Job:
             "slots": [host.slots for host in self.hosts],
             "node": node,
             "mark": f"{self.mark}.{node}",
-            "others": [host.address or host.name for index, host in enumerate(self.hosts) if index != node],
+            "others": [
+                host.address or host.name for index, host in enumerate(self.hosts) if index != node
+            ],
             "spawn": self.spawn,
             "bind_cores": self.bind_cores,
             "words": self.words,
@@ -105,7 +176,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended. `kind`: done, stopped, refused (another start would be refused again), failed, or away (a host did not come back)."""
+    """How a start ended.
+
+    `kind`: done, stopped, refused (another start would be refused again), failed, or away (a host
+    did not come back).
+    """
 
     kind: str
     code: int
@@ -127,8 +202,8 @@ def signals_to(handler: Any) -> Iterator[None]:
 class Start:
     """Follows one start, event by event.
 
-    `asked` holds the signals that came before the start; `learn` is called with the run folder that rank 0 reports;
-    every host must answer within `patience` seconds.
+    `asked` holds the signals that came before the start; `learn` is called with the run folder that
+    rank 0 reports; every host must answer within `patience` seconds.
     """
 
     def __init__(
@@ -142,11 +217,14 @@ class Start:
     ):
         self.job, self.logs, self.say, self.learn, self.patience = job, logs, say, learn, patience
         self.asked = asked or queue.SimpleQueue()
-        self.events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # may be used inside a signal handler
+        # may be used inside a signal handler
+        self.events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
         self.connections: dict[int, Connection] = {}
-        self.failures: list[tuple[int, float, str, list[str], int]] = []  # (how telling, seconds, what, last lines, exit code)
-        self.shown: tuple[int, float, str, list[str], int] | None = None  # the failure that was printed as soon as it came
+        # (how telling, seconds, what, last lines, exit code)
+        self.failures: list[tuple[int, float, str, list[str], int]] = []
+        # the failure that was printed as soon as it came
+        self.shown: tuple[int, float, str, list[str], int] | None = None
         self.codes: dict[int, int | None] = {}  # rank -> exit code
         self.told = ""  # the signal that asks for a stop
         self.presses = 0
@@ -155,23 +233,38 @@ class Start:
         self.began = time.monotonic()
 
     def run(self) -> Outcome:
-        """Runs from the first connection until no process is left on any host. Raises `Refused` if a host cannot start its part."""
+        """Runs from the first connection until no process is left on any host.
+
+        Raises `Refused` if a host cannot start its part.
+        """
         with signals_to(self.on_signal):
             while not self.asked.empty():
                 self.events.put((-1, self.asked.get()))
             try:
                 for node in self.nodes:
-                    connection = Connection(node, self.job.connection(self.job.hosts[node]), self.events)
+                    connection = Connection(
+                        node, self.job.connection(self.job.hosts[node]), self.events
+                    )
                     self.connections[node] = connection
                     connection.send(spec=self.job.specification(node, self.logs))
                 hellos = self.greet()
                 if self.told:
                     return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
                 first = hellos.get(0, {})
-                address = self.job.master_addr or self.job.hosts[0].address or first.get("address") or "127.0.0.1"
-                if len(self.job.hosts) > 1 and self.job.where == "hostfile" and is_loopback(address):
+                address = (
+                    self.job.master_addr
+                    or self.job.hosts[0].address
+                    or first.get("address")
+                    or "127.0.0.1"
+                )
+                if (
+                    len(self.job.hosts) > 1
+                    and self.job.where == "hostfile"
+                    and is_loopback(address)
+                ):
                     raise Refused(
-                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts cannot reach. Set --master_addr to an address that all hosts can reach"
+                        f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts"
+                        " cannot reach. Set --master_addr to an address that all hosts can reach"
                     )
                 port = self.job.master_port or first["port"]
                 self.began = time.monotonic()
@@ -188,22 +281,38 @@ class Start:
         self.events.put((-1, signal.Signals(number).name))
 
     def greet(self) -> dict[int, dict[str, Any]]:
-        """Collects what each host says about itself. Raises `Refused` with every host that did not answer or cannot start its part."""
+        """Collects what each host says about itself.
+
+        Raises `Refused` with every host that did not answer or cannot start its part.
+        """
         hellos: dict[int, dict[str, Any]] = {}
         problems: list[str] = []
         deadline = time.monotonic() + self.patience
         silent = set(self.nodes)
         while silent and not self.told:
             try:
-                node, message = self.events.get(timeout=max(0.01, min(5.0, deadline - time.monotonic())))
+                node, message = self.events.get(
+                    timeout=max(0.01, min(5.0, deadline - time.monotonic()))
+                )
             except queue.Empty:
                 names = ", ".join(self.job.hosts[node].name for node in sorted(silent))
-                last = next((errors[-1] for node in sorted(silent) if (errors := self.connections[node].errors)), "")
-                names += f" ({last})" if last else ""  # srun, for example, reports that other steps of the job hold the cores
+                last = next(
+                    (
+                        errors[-1]
+                        for node in sorted(silent)
+                        if (errors := self.connections[node].errors)
+                    ),
+                    "",
+                )
+                # srun, for example, reports that other steps of the job hold the cores
+                names += f" ({last})" if last else ""
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
-                problems += [f"{names}: no answer in {self.patience:.3g} s. Try by hand: {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"]
+                problems += [
+                    f"{names}: no answer in {self.patience:.3g} s. Try by hand:"
+                    f" {shlex.join(self.job.by_hand(self.job.hosts[min(silent)]))}"
+                ]
                 break
             if node < 0:
                 self.told = message
@@ -214,27 +323,41 @@ class Start:
                     "; ".join(line for line in self.connections[node].errors[-3:] if line)
                     or f"the connection ended with {self.connections[node].process.poll()}"
                 )
-                problems.append(f"{self.job.hosts[node].name}: cannot be reached, or has no Python at {self.job.python}: {told}")
+                problems.append(
+                    f"{self.job.hosts[node].name}: cannot be reached, or has no Python at"
+                    f" {self.job.python}: {told}"
+                )
             elif "hello" in message:
                 silent.discard(node)
                 hellos[node] = message["hello"]
-                problems += [f"{self.job.hosts[node].name}: {problem}" for problem in message["hello"]["problems"]]
+                problems += [
+                    f"{self.job.hosts[node].name}: {problem}"
+                    for problem in message["hello"]["problems"]
+                ]
         problems += self.without_gpus({node: hello["gpus"] for node, hello in hellos.items()})
         if problems:
             raise Refused(*problems)
         return hellos
 
     def without_gpus(self, gpus: dict[int, int]) -> list[str]:
-        """Name the hosts on which no GPU is visible while others have some, as after a reboot until the driver is loaded."""
+        """Name the hosts on which no GPU is visible while others have some, as after a reboot until
+        the driver is loaded.
+        """
         most = max(gpus, key=lambda node: gpus[node], default=0)
         if self.job.spawn == "once" or not gpus.get(most):
             return []
         names = {node: self.job.hosts[node].name for node in gpus}
         fix = "Load its driver (nvidia-smi shows whether it is), or leave the host out"
-        return [f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}. {fix}" for node in gpus if not gpus[node]]
+        return [
+            f"{names[node]}: no GPU is visible, but {names[most]} has {gpus[most]}. {fix}"
+            for node in gpus
+            if not gpus[node]
+        ]
 
     def follow(self) -> None:
-        """Follows every host to its end: passes on a stop, and ends all ranks once one has failed."""
+        """Follows every host to its end: passes on a stop, and ends all ranks once one has
+        failed.
+        """
         while any(connection.open for connection in self.connections.values()):
             with contextlib.suppress(queue.Empty):
                 node, message = self.events.get(timeout=0.2)
@@ -255,7 +378,10 @@ class Start:
             return self.kill()
         if not self.told:
             self.told = name
-            self.say(f"{name}: asking all ranks for a checkpoint" + ("; twice more ends them at once" if name == "SIGINT" else ""))
+            self.say(
+                f"{name}: asking all ranks for a checkpoint"
+                + ("; twice more ends them at once" if name == "SIGINT" else "")
+            )
             for connection in self.connections.values():
                 connection.send(stop=name)
         return None
@@ -270,7 +396,13 @@ class Start:
         if connection.open:
             connection.open = False
             told = "; ".join(line for line in connection.errors[-3:] if line)
-            self.fail(1, f"the connection to {self.job.hosts[node].name} was lost{f' ({told})' if told else ''}", [], START_AGAIN)
+            self.fail(
+                1,
+                f"the connection to {self.job.hosts[node].name} was"
+                f" lost{f' ({told})' if told else ''}",
+                [],
+                START_AGAIN,
+            )
 
     def heard(self, node: int, message: dict[str, Any]) -> None:
         host = self.job.hosts[node].name
@@ -291,15 +423,27 @@ class Start:
         elif "launcher" in message:
             ended = message["launcher"]
             if ended["ranks"]:
-                self.fail(0, f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks", [], START_AGAIN)
+                self.fail(
+                    0,
+                    f"the launcher on {host} {how(ended['code'])} and left {ended['ranks']} ranks",
+                    [],
+                    START_AGAIN,
+                )
             elif ended["code"] and not self.told:
-                self.fail(6, f"the launcher on {host} {how(ended['code'])}{LAST_LINES} {ended['log']}", ended["tail"], exit_code(ended["code"]))
+                self.fail(
+                    6,
+                    f"the launcher on {host} {how(ended['code'])}{LAST_LINES} {ended['log']}",
+                    ended["tail"],
+                    exit_code(ended["code"]),
+                )
         elif "done" in message:
             self.connections[node].open = False
             if message["done"] and self.kill_at is not None:
                 self.kill_at = min(self.kill_at, time.monotonic())
 
-    def rank_ended(self, node: int, rank: int, code: int | None, tail: list[str], error: str, log: str) -> None:
+    def rank_ended(
+        self, node: int, rank: int, code: int | None, tail: list[str], error: str, log: str
+    ) -> None:
         self.codes[rank] = code
         if code == 0:
             return
@@ -311,11 +455,19 @@ class Start:
             what += f"{f': {error}' if error else ''}{LAST_LINES} {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
-        aborted = [line for line in [error, *tail] if any(word in line for word in ABORTED) and "CUDA error" not in line]  # a CUDA error is this rank's own
-        lost = bool(aborted) or any(word in line for line in [error, *tail[-8:]] for word in LOST_PEER)
+        # a CUDA error is this rank's own
+        aborted = [
+            line
+            for line in [error, *tail]
+            if any(word in line for word in ABORTED) and "CUDA error" not in line
+        ]
+        lost = bool(aborted) or any(
+            word in line for line in [error, *tail[-8:]] for word in LOST_PEER
+        )
         if code in STOP_CODES:
             telling = 5
-        elif code in (-15, -2, -1):  # ended by a launcher because another rank had failed, unless no other failure is known
+            # ended by a launcher because another rank had failed, unless no other failure is known
+        elif code in (-15, -2, -1):
             telling = 4
         elif lost:  # a peer of the rank that failed; often it is reported first
             telling = 3
@@ -338,29 +490,53 @@ class Start:
 
     def outcome(self) -> Outcome:
         if not self.failures:
-            ranks = sum(self.job.hosts[node].slots for node in self.nodes) if self.job.spawn != "once" else len(self.nodes)
+            ranks = (
+                sum(self.job.hosts[node].slots for node in self.nodes)
+                if self.job.spawn != "once"
+                else len(self.nodes)
+            )
             if len(self.codes) == ranks and all(code == 0 for code in self.codes.values()):
                 return Outcome("done", 0, "", self.told)  # a stop in the last step stopped nothing
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
-            return Outcome("failed", 1, f"only {len(self.codes)} of {ranks} ranks were ever seen. See {self.logs}")
+            return Outcome(
+                "failed",
+                1,
+                f"only {len(self.codes)} of {ranks} ranks were ever seen. See {self.logs}",
+            )
         first = min(self.failures, key=lambda failure: failure[:2])
         _, _, what, tail, code = first
         if code in STOP_CODES:
-            return Outcome("stopped", code, what.partition(". The last lines of ")[0], STOP_CODES[code])
-        told_why = code == 2 or (code != START_AGAIN and any(line.startswith("refused") for line in tail))
-        return Outcome("refused" if told_why and not self.told else "failed", code, "" if first is self.shown else told(first), self.told)
+            return Outcome(
+                "stopped", code, what.partition(". The last lines of ")[0], STOP_CODES[code]
+            )
+        told_why = code == 2 or (
+            code != START_AGAIN and any(line.startswith("refused") for line in tail)
+        )
+        return Outcome(
+            "refused" if told_why and not self.told else "failed",
+            code,
+            "" if first is self.shown else told(first),
+            self.told,
+        )
 
 
 def told(failure: tuple[int, float, str, list[str], int]) -> str:
     """Writes a failure as it is printed."""
     _, seconds, what, tail, _ = failure
     tail = tail if LAST_LINES in what else []
-    return "\n".join([f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}", *("    " + line for line in tail)])
+    return "\n".join(
+        [
+            f"after {seconds:.0f} s {what}:" if tail else f"after {seconds:.0f} s {what}",
+            *("    " + line for line in tail),
+        ]
+    )
 
 
 def exit_code(code: int | None) -> int:
-    """Return the exit code of launch after a process that ended with `code`; a signal or an unknown end is a fault from outside."""
+    """Return the exit code of launch after a process that ended with `code`; a signal or an unknown
+    end is a fault from outside.
+    """
     if code is None or code < 0:
         return START_AGAIN
     return code if code in STOP_CODES or code in (2, START_AGAIN) else 1
@@ -376,14 +552,22 @@ def how(code: int | None) -> str:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (by somebody, or by the kernel because memory ran out)" if code == -signal.SIGKILL else ""
+    hint = (
+        " (by somebody, or by the kernel because memory ran out)" if code == -signal.SIGKILL else ""
+    )
     return f"was ended by {name}{hint}"
 
 
 def new_logs(parent: Path) -> Path:
-    """Makes a new folder for the output of the next start. Raises `Refused` if that cannot be done."""
+    """Makes a new folder for the output of the next start. Raises `Refused` if that cannot be
+    done.
+    """
     while True:
-        taken = [int(path.name.removeprefix("start_")) for path in parent.glob("start_*") if path.name.removeprefix("start_").isdigit()]
+        taken = [
+            int(path.name.removeprefix("start_"))
+            for path in parent.glob("start_*")
+            if path.name.removeprefix("start_").isdigit()
+        ]
         logs = parent / f"start_{max(taken, default=0) + 1:03d}"
         try:
             os.makedirs(logs)
@@ -395,4 +579,7 @@ def new_logs(parent: Path) -> Path:
 
 
 def cannot_make(folder: Path, error: OSError) -> Refused:
-    return Refused(f"{folder} cannot be created: {error.strerror}. Choose another run folder with --out, or start from another folder")
+    return Refused(
+        f"{folder} cannot be created: {error.strerror}. Choose another run folder with --out, or"
+        " start from another folder"
+    )

@@ -21,25 +21,63 @@ PORT = 29500
 # The image has its own Python and libraries, and the folders of this machine are not in it
 OF_HERE = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR", "SCRATCH", "WORK")
 # The same for all pods of a Job, another for each Job: `--out runs/{job_id}`
-JOB_ID = {"name": "LAUNCH_JOB_ID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}}
-GRACE = 600  # seconds between a pod's SIGTERM and its end: for the step in progress and the checkpoint
+JOB_ID = {
+    "name": "LAUNCH_JOB_ID",
+    "valueFrom": {
+        "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
+    },
+}
+# seconds between a pod's SIGTERM and its end: for the step in progress and the checkpoint
+GRACE = 600
 WAIT = 600.0  # seconds in which the first pod must have an address
 
 
 def add_flags(parser: argparse._ArgumentGroup) -> None:
     parser.add_argument(
-        "--sbatch", action="append", default=[], metavar="FLAG", help="Slurm: flag to pass to sbatch, for example --sbatch=--partition=NAME. You may repeat it."
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="FLAG",
+        help=(
+            "Slurm: flag to pass to sbatch, for example --sbatch=--partition=NAME. You may"
+            " repeat it."
+        ),
     )
-    parser.add_argument("--image", default="", metavar="IMAGE", help="Kubernetes: container image that contains this repository at --folder.")
-    parser.add_argument("--folder", default="", metavar="PATH", help=f"Kubernetes: path of the repository in the image. (default: {FOLDER})")
-    parser.add_argument("--claim", default="", metavar="NAME", help="Kubernetes: PersistentVolumeClaim mounted at FOLDER/runs in all pods. (default: runs)")
-    parser.add_argument("--name", default="", metavar="NAME", help="Kubernetes: name of the Job. (default: the recipe's name)")
+    parser.add_argument(
+        "--image",
+        default="",
+        metavar="IMAGE",
+        help="Kubernetes: container image that contains this repository at --folder.",
+    )
+    parser.add_argument(
+        "--folder",
+        default="",
+        metavar="PATH",
+        help=f"Kubernetes: path of the repository in the image. (default: {FOLDER})",
+    )
+    parser.add_argument(
+        "--claim",
+        default="",
+        metavar="NAME",
+        help=(
+            "Kubernetes: PersistentVolumeClaim mounted at FOLDER/runs in all pods. (default: runs)"
+        ),
+    )
+    parser.add_argument(
+        "--name",
+        default="",
+        metavar="NAME",
+        help="Kubernetes: name of the Job. (default: the recipe's name)",
+    )
 
 
 def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> int:
     """Prints the manifest, or gives it to kubectl. Raises `Refused`."""
     text = manifest(arguments, words, variables)
-    way = f"put it into the job's Secret, kubectl create secret generic {job_name(arguments, words)}-secrets --from-file=NAME=FILE"
+    way = (
+        "put it into the job's Secret, kubectl create secret generic"
+        f" {job_name(arguments, words)}-secrets --from-file=NAME=FILE"
+    )
     for line in environment.left_behind(variables, passed_on(arguments, variables), way):
         print(f"launch: {line}", file=sys.stderr, flush=True)
     if arguments.dry_run:
@@ -47,19 +85,36 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
         return 0
     print("launch: kubectl apply -f - <<'END'\n" + text + "END", flush=True)
     try:
-        return subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=False).returncode
+        return subprocess.run(
+            ["kubectl", "apply", "-f", "-"], input=text, text=True, check=False
+        ).returncode
     except FileNotFoundError:
-        raise Refused("--where k8s: kubectl is not on PATH. Add --dry-run, and apply the printed manifest on a machine that has kubectl") from None
+        raise Refused(
+            "--where k8s: kubectl is not on PATH. Add --dry-run, and apply the printed manifest on"
+            " a machine that has kubectl"
+        ) from None
 
 
-def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> str:
+def manifest(
+    arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]
+) -> str:
     """Writes the Service and the Indexed Job as YAML. Raises `Refused`."""
-    name, folder, nodes = job_name(arguments, words), arguments.folder or FOLDER, arguments.nodes or 1
+    name, folder, nodes = (
+        job_name(arguments, words),
+        arguments.folder or FOLDER,
+        arguments.nodes or 1,
+    )
     runs, problems = posixpath.join(folder, "runs"), []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
-        problems.append(f"--name {name}: is not a Kubernetes name. Use up to 52 lower-case letters, digits and hyphens, the first a letter")
+        problems.append(
+            f"--name {name}: is not a Kubernetes name. Use up to 52 lower-case letters, digits and"
+            " hyphens, the first a letter"
+        )
     if not arguments.image:
-        problems.append("--where k8s: requires an image. Give --image REGISTRY/IMAGE:TAG, with this repository and its environment in it")
+        problems.append(
+            "--where k8s: requires an image. Give --image REGISTRY/IMAGE:TAG, with this repository"
+            " and its environment in it"
+        )
     elif not arguments.gpus:
         problems.append("--where k8s: requires the number of GPUs in a pod. Give --gpus N")
     if not (arguments.once or arguments.doctor):
@@ -67,10 +122,30 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
     if problems:
         raise Refused(*problems)
     words = (in_image(words[0], folder), *words[1:])
-    own = ["--where", "k8s", "--nodes", str(nodes), "--gpus", str(arguments.gpus), "--spawn", arguments.spawn, "--max_restarts", str(arguments.max_restarts)]
+    own = [
+        "--where",
+        "k8s",
+        "--nodes",
+        str(nodes),
+        "--gpus",
+        str(arguments.gpus),
+        "--spawn",
+        arguments.spawn,
+        "--max_restarts",
+        str(arguments.max_restarts),
+    ]
     own += ["--bind_cores"] if arguments.bind_cores else []
-    rest = ["--doctor", *words[1:]] if arguments.doctor else ["--once", *words] if arguments.once else list(words)
-    passed = passed_on(arguments, variables) | {"MASTER_ADDR": f"{name}-0.{name}", "MASTER_PORT": str(arguments.master_port or PORT)}
+    rest = (
+        ["--doctor", *words[1:]]
+        if arguments.doctor
+        else ["--once", *words]
+        if arguments.once
+        else list(words)
+    )
+    passed = passed_on(arguments, variables) | {
+        "MASTER_ADDR": f"{name}-0.{name}",
+        "MASTER_PORT": str(arguments.master_port or PORT),
+    }
     passed["LAUNCH_GRACE"] = str(GRACE)
     fields = {
         "name": name,
@@ -80,7 +155,9 @@ def manifest(arguments: argparse.Namespace, words: tuple[str, ...], variables: d
         "image": arguments.image,
         "folder": folder,
         "command": [unexpanded(word) for word in ["python", "-m", "launch", *own, *rest]],
-        "env": [{"name": key, "value": unexpanded(value)} for key, value in passed.items()] + [JOB_ID],
+        "env": (
+            [{"name": key, "value": unexpanded(value)} for key, value in passed.items()] + [JOB_ID]
+        ),
         "secret": f"{name}-secrets",
         "resources": {"limits": {"nvidia.com/gpu": arguments.gpus}},
         "runs": runs,
@@ -96,7 +173,11 @@ def job_name(arguments: argparse.Namespace, words: tuple[str, ...]) -> str:
 def passed_on(arguments: argparse.Namespace, variables: dict[str, str]) -> dict[str, str]:
     """Select the variables that the manifest states."""
     found = environment.needed(variables, arguments.env)
-    return {name: value for name, value in found.items() if name in arguments.env or not name.startswith(OF_HERE)}
+    return {
+        name: value
+        for name, value in found.items()
+        if name in arguments.env or not name.startswith(OF_HERE)
+    }
 
 
 def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
@@ -104,54 +185,90 @@ def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
     text = run_folder.stated_out(words)
     fix = "Use --out runs/NAME"
     if text is None:
-        return [f"--where k8s: the recipe computes its `out`, and only {runs} outlives a pod. {fix}"]
+        return [
+            f"--where k8s: the recipe computes its `out`, and only {runs} outlives a pod. {fix}"
+        ]
     if text.startswith("~") or "$" in text or run_folder.is_address(text):
         return [f"out = {text}: only {runs} outlives a pod, where the claim is mounted. {fix}"]
     path = posixpath.normpath(posixpath.join(folder, text)) if text else f"{runs}/default"
     if not path.startswith(f"{posixpath.normpath(runs)}/"):
-        return [f"out = {text}: is outside {runs}, where the claim is mounted, so it is lost with the pod. {fix}"]
+        return [
+            f"out = {text}: is outside {runs}, where the claim is mounted, so it is lost with the"
+            f" pod. {fix}"
+        ]
     return []
 
 
 def in_image(script: str, folder: str) -> str:
-    """Return the path of a script in the image, relative to the repository in it. Raise `Refused` for a file elsewhere."""
+    """Return the path of a script in the image, relative to the repository in it.
+
+    Raise `Refused` for a file elsewhere.
+    """
     path = Path(script).resolve()
     for root in (REPOSITORY, Path(folder)):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
-    raise Refused(f"{script}: is outside the repository, and the image contains only the repository. Copy it into recipes/ and build the image with it")
+    raise Refused(
+        f"{script}: is outside the repository, and the image contains only the repository. Copy it"
+        " into recipes/ and build the image with it"
+    )
 
 
 def unexpanded(word: str) -> str:
-    """Escapes a word for Kubernetes, which expands `$(NAME)` in commands and variables, and turns `$$` into `$`."""
+    """Escapes a word for Kubernetes, which expands `$(NAME)` in commands and variables, and turns
+    `$$` into `$`.
+    """
     return word.replace("$", "$$")
 
 
 def scalar(value: object) -> str:
-    """Writes a value as JSON that every YAML reader takes: characters that YAML does not print are escaped one by one (JSON's surrogate pairs are not YAML)."""
+    """Writes a value as JSON that every YAML reader takes: characters that YAML does not print are
+    escaped one by one (JSON's surrogate pairs are not YAML).
+    """
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
         raise Refused(
-            f"--where k8s: an argument contains the byte {ord(lone[0]) - 0xDC00:#x}, which is not valid text. Remove it, because a manifest cannot contain it"
+            f"--where k8s: an argument contains the byte {ord(lone[0]) - 0xDC00:#x}, which is not"
+            " valid text. Remove it, because a manifest cannot contain it"
         )
-    return "".join(character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}" for character in text)
+    return "".join(
+        character if "\x20" <= character <= "\x7e" else f"\\U{ord(character):08x}"
+        for character in text
+    )
 
 
 def number(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
-        raise Refused(f"--where k8s: {name} = {value!r} must be a number. Create the Job from the manifest that --dry-run prints")
+        raise Refused(
+            f"--where k8s: {name} = {value!r} must be a number. Create the Job from the manifest"
+            " that --dry-run prints"
+        )
     return int(value)
 
 
-def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list[Host], int, str, int]:
-    """Returns the hosts of this pod's Job, the pod's place among them, and where the ranks meet. Waits until the first pod has an address."""
+def pods(
+    arguments: argparse.Namespace, variables: dict[str, str]
+) -> tuple[list[Host], int, str, int]:
+    """Returns the hosts of this pod's Job, the pod's place among them, and where the ranks meet.
+
+    Waits until the first pod has an address.
+    """
     nodes = arguments.nodes or 1
     try:
-        address, index, port = variables["MASTER_ADDR"], *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT"))
+        address, index, port = (
+            variables["MASTER_ADDR"],
+            *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT")),
+        )
     except KeyError as error:
-        raise Refused(f"--where k8s: {error.args[0]} must be set. Create the Job from the manifest that --dry-run prints") from None
+        raise Refused(
+            f"--where k8s: {error.args[0]} must be set. Create the Job from the manifest that"
+            " --dry-run prints"
+        ) from None
     if not 0 <= index < nodes:
-        raise Refused(f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}. Completions and parallelism of the Job must equal it")
+        raise Refused(
+            f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}. Completions and parallelism of"
+            " the Job must equal it"
+        )
     began = told = time.monotonic()
     while True:
         try:
@@ -161,12 +278,15 @@ def pods(arguments: argparse.Namespace, variables: dict[str, str]) -> tuple[list
             now = time.monotonic()
             if now - began > WAIT:
                 raise Refused(
-                    f"MASTER_ADDR = {address}: did not resolve to an address within {WAIT:g} s. Check that the Service exists and that pod 0 is running",
+                    f"MASTER_ADDR = {address}: did not resolve to an address within {WAIT:g} s."
+                    " Check that the Service exists and that pod 0 is running",
                     code=START_AGAIN,
                 ) from None
             if now - told > 10:
                 told = now
-                print(f"launch: waiting for the address of {address}, {now - began:.0f} s", flush=True)
+                print(
+                    f"launch: waiting for the address of {address}, {now - began:.0f} s", flush=True
+                )
             time.sleep(1)
     slots = arguments.gpus or devices(variables) or 1
     return [Host(f"pod-{number}", slots, address) for number in range(nodes)], index, address, port

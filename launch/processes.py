@@ -1,4 +1,6 @@
-"""Reads the process table of a Linux host: exit codes, descendants, and what an earlier start left behind."""
+"""Reads the process table of a Linux host: exit codes, descendants, and what an earlier start left
+behind.
+"""
 
 import contextlib
 import os
@@ -11,7 +13,9 @@ MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has o
 
 
 def stat(pid: int) -> list[str]:
-    """Reads the fields of /proc/PID/stat from the third on (state, parent, ...); [] if the process is gone."""
+    """Reads the fields of /proc/PID/stat from the third on (state, parent, ...); [] if the process
+    is gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -19,16 +23,22 @@ def stat(pid: int) -> list[str]:
 
 
 def exit_code(pid: int) -> int | None:
-    """Reads the exit code of a process that has ended and was not waited for yet: 0 to 255, or minus the signal; None if it is too late."""
+    """Reads the exit code of a process that has ended and was not waited for yet: 0 to 255, or
+    minus the signal; None if it is too late.
+    """
     fields = stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
 
 
 def code_from(log: Path, pid: int) -> int | None:
-    """Reads a rank's exit code from the log of torchrun or deepspeed, if they had waited for the rank before we looked."""
+    """Reads a rank's exit code from the log of torchrun or deepspeed, if they had waited for the
+    rank before we looked.
+    """
     time.sleep(1.5)  # deepspeed looks once a second
     text = log.read_text(errors="replace")
-    found = re.findall(rf"exitcode\s*:\s*(-?\d+)\s*\(pid: {pid}\)", text) or re.findall(r"exits with return code = (-?\d+)", text)
+    found = re.findall(rf"exitcode\s*:\s*(-?\d+)\s*\(pid: {pid}\)", text) or re.findall(
+        r"exits with return code = (-?\d+)", text
+    )
     return int(found[-1]) if found else (0 if f"Process {pid} exits successfully" in text else None)
 
 
@@ -45,7 +55,9 @@ def descendants(of: int) -> list[int]:
 
 
 def end_leftovers(mark: str) -> None:
-    """Ends processes that an earlier start of this job left on this host when its connection was lost: the next start would meet them in the run folder."""
+    """Ends processes that an earlier start of this job left on this host when its connection was
+    lost: the next start would meet them in the run folder.
+    """
     wanted = f"{MARK}={mark}".encode()
     while True:
         left = []

@@ -1,6 +1,8 @@
 """Refuses a job that cannot be started: prints every problem at once, each with its fix."""
 
-START_AGAIN = 75  # exit code after a fault from outside (a lost rank or host, a failing disk), as in recipekit/spec/refusal.py
+# exit code after a fault from outside (a lost rank or host, a failing disk), as in
+# recipekit/spec/refusal.py
+START_AGAIN = 75
 
 
 class Refused(ValueError):
@@ -11,6 +13,13 @@ class Refused(ValueError):
 
     def __init__(self, *problems: str, code: int = 1):
         count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        super().__init__("\n".join([f"refused: {count}", *(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))]))
+        super().__init__(
+            "\n".join(
+                [
+                    f"refused: {count}",
+                    *(f"  {number}. {problem}" for number, problem in enumerate(problems, 1)),
+                ]
+            )
+        )
         self.problems = problems
         self.code = code

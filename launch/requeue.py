@@ -1,6 +1,7 @@
 """Hands a job that did not finish back to its scheduler, but not for ever.
 
-Slurm: the job goes back into the queue after a warning signal and after a fault from outside (exit code 75).
+Slurm: the job goes back into the queue after a warning signal and after a fault from outside (exit
+code 75).
 Kubernetes: the exit code decides (podFailurePolicy in k8s.yaml).
 """
 
@@ -13,42 +14,62 @@ from .allocation import Allocation, allocation
 from .hosts import scontrol
 from .refused import START_AGAIN, Refused
 
-WITHOUT_STEP = 3  # starts by the scheduler without a new checkpoint, after which the next one would bring none either
+# starts by the scheduler without a new checkpoint, after which the next one would bring none either
+WITHOUT_STEP = 3
 A_PERSON = ("SIGINT", "SIGHUP")  # Ctrl-C and a closed terminal end the job for good
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The starts of one job by its scheduler; `note` keeps the newest checkpoint at the end of each start, a line a start."""
+    """The starts of one job by its scheduler; `note` keeps the newest checkpoint at the end of each
+    start, a line a start.
+    """
 
     note: Path
     first: bool  # this is the job's first start, so an old note belongs to another job
 
     def without_step(self, checkpoint: str) -> int:
-        """Note the newest checkpoint at the end of this start. Return how many starts in a row have added none, the first start excepted."""
+        """Note the newest checkpoint at the end of this start.
+
+        Return how many starts in a row have added none, the first start excepted.
+        """
         try:
-            before = [] if self.first or not self.note.exists() else self.note.read_text().splitlines()
+            before = (
+                [] if self.first or not self.note.exists() else self.note.read_text().splitlines()
+            )
             lines = [*before, checkpoint or "none"]
             self.note.write_text("".join(f"{line}\n" for line in lines))
         except OSError:
             return 0  # a disk that fails now may work at the next start
-        same = next((number for number, line in enumerate(reversed(lines)) if line != lines[-1]), len(lines))
+        same = next(
+            (number for number, line in enumerate(reversed(lines)) if line != lines[-1]), len(lines)
+        )
         return same - 1
 
 
-def hand_back(code: int, reason: str, checkpoint: str | None, logs: Path, say: Callable[[str], None]) -> int:
-    """Return the exit code of launch for a job that ended with `code`, once Slurm has put the job back into the queue if another start helps.
+def hand_back(
+    code: int, reason: str, checkpoint: str | None, logs: Path, say: Callable[[str], None]
+) -> int:
+    """Return the exit code of launch for a job that ended with `code`, once Slurm has put the job
+    back into the queue if another start helps.
 
-    `reason` is the signal that asked for a stop. `checkpoint` is the newest one, "" before the first, None for a script that writes none.
+    `reason` is the signal that asked for a stop. `checkpoint` is the newest one, "" before the
+    first, None for a script that writes none.
     """
     slurm_job = os.environ.get("SLURM_JOB_ID", "")
     if code == 0 or reason in A_PERSON or not (reason or code == START_AGAIN):
         return code
     if slurm_job:
-        chain = Chain(logs / f".chain_{slurm_job}", os.environ.get("SLURM_RESTART_COUNT", "0") == "0")
+        chain = Chain(
+            logs / f".chain_{slurm_job}", os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
+        )
         return _into_queue(slurm_job, code, _starts_without_step(chain, code, checkpoint), say)
     if code == START_AGAIN and "JOB_COMPLETION_INDEX" in os.environ:
-        chain = Chain(logs / f".chain_{os.environ.get('LAUNCH_JOB_ID', 'pod')}_{os.environ['JOB_COMPLETION_INDEX']}", False)
+        chain = Chain(
+            logs
+            / f".chain_{os.environ.get('LAUNCH_JOB_ID', 'pod')}_{os.environ['JOB_COMPLETION_INDEX']}",
+            False,
+        )
         if _starts_without_step(chain, code, checkpoint) >= WITHOUT_STEP:
             chain.note.unlink(missing_ok=True)  # another Job may use this folder
             say(f"exit code 1 instead of {START_AGAIN}: {_no_step()}")
@@ -63,11 +84,16 @@ def _starts_without_step(chain: Chain, code: int, checkpoint: str | None) -> int
 
 
 def _no_step() -> str:
-    return f"{WITHOUT_STEP} starts by the scheduler have added no checkpoint. Look for the reason above, and start the job by hand"
+    return (
+        f"{WITHOUT_STEP} starts by the scheduler have added no checkpoint. Look for the reason"
+        " above, and start the job by hand"
+    )
 
 
 def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], None]) -> int:
-    """Put a Slurm job back into the queue, unless somebody is cancelling it or the last requeues brought no new step."""
+    """Put a Slurm job back into the queue, unless somebody is cancelling it or the last requeues
+    brought no new step.
+    """
     try:
         told: Allocation = allocation(job)
         if not told.batch:

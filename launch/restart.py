@@ -1,4 +1,6 @@
-"""Starts a job until it is done: after a crash from the newest complete checkpoint, but not for ever."""
+"""Starts a job until it is done: after a crash from the newest complete checkpoint, but not for
+ever.
+"""
 
 import contextlib
 import os
@@ -24,8 +26,8 @@ LONGEST_LOOK, SHORTEST_ANSWER, SHOW_AGAIN = 10.0, 5.0, 60.0  # seconds
 class Progress:
     """The run folder of a job, and how far the run was when the job began.
 
-    Until rank 0 reports the folder, it is read off the command line. A requeued Slurm job is a new process, which reads the
-    report of the first start from a file beside the logs.
+    Until rank 0 reports the folder, it is read off the command line. A requeued Slurm job is a new
+    process, which reads the report of the first start from a file beside the logs.
     """
 
     def __init__(self, job: Job, say: Any):
@@ -40,7 +42,9 @@ class Progress:
         if out == self.out:
             return
         self.out, self.began_at = out, run_folder.last_step(out)
-        self.say(f"the run folder is {shown(out)}; the output of each rank stays in {shown(self.logs)}")
+        self.say(
+            f"the run folder is {shown(out)}; the output of each rank stays in {shown(self.logs)}"
+        )
         with contextlib.suppress(OSError):  # only a requeue of Slurm reads it
             self.note.write_bytes(os.fsencode(out))
             os.utime(self.note, (self.since, self.since))
@@ -49,26 +53,36 @@ class Progress:
         """Return which part of the wall time went into steps that the run has kept."""
         kept = [line for line in run_folder.metrics(self.out) if line["step"] > self.began_at]
         useful = sum(line["step_s"] for line in kept)
-        return f"goodput {100 * useful / max(wall, 1e-9):.1f} %: {useful:,.1f} s in {len(kept)} steps that count, of {wall:,.0f} s in {starts} starts"
+        return (
+            f"goodput {100 * useful / max(wall, 1e-9):.1f} %: {useful:,.1f} s in {len(kept)} steps"
+            f" that count, of {wall:,.0f} s in {starts} starts"
+        )
 
 
 def run(job: Job, max_restarts: int, say: Any, wait_hosts: float = WAIT_HOSTS) -> int:
-    """Runs the job with at most `max_restarts` further starts; returns its exit code. Raises `Refused` if the first start cannot begin.
+    """Runs the job with at most `max_restarts` further starts; returns its exit code.
+
+    Raises `Refused` if the first start cannot begin.
 
     A restart waits up to `wait_hosts` seconds for hosts that are away.
     """
-    asked: queue.SimpleQueue[str] = queue.SimpleQueue()  # signals that come while no start is running; may be used inside a signal handler
+    # signals that come while no start is running; may be used inside a signal handler
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     with signals_to(lambda number, _: asked.put(signal.Signals(number).name)):
         return _run(job, max_restarts, say, asked, wait_hosts)
 
 
-def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]", wait_hosts: float) -> int:
+def _run(
+    job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]", wait_hosts: float
+) -> int:
     progress, began = Progress(job, say), time.monotonic()
     failures: list[int] = []  # the step of each failed start
     starts, goes_on = 0, False
     while True:
         starts += 1
-        if (words := run_folder.next_words(job.words, progress.out, progress.since)) != job.words and not goes_on:
+        if (
+            words := run_folder.next_words(job.words, progress.out, progress.since)
+        ) != job.words and not goes_on:
             say("this start continues the run: --resume auto")
             job, goes_on = replace(job, words=words), True
         logs = new_logs(progress.logs)
@@ -95,9 +109,16 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]",
             if max_restarts:
                 say(f"not started again: --max_restarts {max_restarts} are used up")
             break
-        same = next((number for number, other in enumerate(reversed(failures)) if other != step), len(failures))  # failures at this step
+        # failures at this step
+        same = next(
+            (number for number, other in enumerate(reversed(failures)) if other != step),
+            len(failures),
+        )
         pause = min(LONGEST_PAUSE, 2.0 ** (same - 1))
-        newest = run_folder.newest_checkpoint(progress.out) or "the beginning: no checkpoint is complete yet"
+        newest = (
+            run_folder.newest_checkpoint(progress.out)
+            or "the beginning: no checkpoint is complete yet"
+        )
         say(f"restart {starts} of {max_restarts} in {pause:g} s, from {newest}")
         if stop := asked_to_stop(asked, pause):
             outcome = stop
@@ -105,14 +126,19 @@ def _run(job: Job, max_restarts: int, say: Any, asked: "queue.SimpleQueue[str]",
             break
     if starts > 1:
         say(progress.goodput(time.monotonic() - began, starts))
-    checkpoint = run_folder.newest_checkpoint(progress.out) if run_folder.is_recipe(job.words) else None
+    checkpoint = (
+        run_folder.newest_checkpoint(progress.out) if run_folder.is_recipe(job.words) else None
+    )
     return hand_back(outcome.code, outcome.reason, checkpoint, progress.logs, say)
 
 
-def after_wait(begin: Callable[[float], Outcome], wait: float, say: Any, asked: "queue.SimpleQueue[str]") -> Outcome:
+def after_wait(
+    begin: Callable[[float], Outcome], wait: float, say: Any, asked: "queue.SimpleQueue[str]"
+) -> Outcome:
     """Begin a start, and wait up to `wait` seconds until every host can take part.
 
-    `begin` gets the seconds in which the hosts must answer, and raises `Refused` while a host is away.
+    `begin` gets the seconds in which the hosts must answer, and raises `Refused` while a host is
+    away.
     """
     deadline, shown_at, pause = time.monotonic() + wait, 0.0, min(1.0, LONGEST_LOOK)
     while True:
@@ -121,7 +147,11 @@ def after_wait(begin: Callable[[float], Outcome], wait: float, say: Any, asked: 
         except Refused as refused:
             why, now = "; ".join(refused.problems), time.monotonic()
         if now >= deadline:
-            return Outcome("away", START_AGAIN, f"not started again: --wait_hosts {wait:g} s are over, and still {why}")
+            return Outcome(
+                "away",
+                START_AGAIN,
+                f"not started again: --wait_hosts {wait:g} s are over, and still {why}",
+            )
         if now - shown_at > SHOW_AGAIN:
             say(f"waiting for hosts, at most {deadline - now:.0f} s more (--wait_hosts): {why}")
             shown_at = now
@@ -131,7 +161,9 @@ def after_wait(begin: Callable[[float], Outcome], wait: float, say: Any, asked: 
 
 
 def asked_to_stop(asked: "queue.SimpleQueue[str]", pause: float) -> Outcome | None:
-    """Wait for `pause` seconds; return at once how the job ends if a signal asks for a stop meanwhile."""
+    """Wait for `pause` seconds; return at once how the job ends if a signal asks for a stop
+    meanwhile.
+    """
     with contextlib.suppress(queue.Empty):
         name = asked.get(timeout=pause)
         return Outcome("stopped", 128 + signal.Signals[name], "", name)
@@ -140,12 +172,17 @@ def asked_to_stop(asked: "queue.SimpleQueue[str]", pause: float) -> Outcome | No
 
 def stopped(outcome: Outcome, out: Path, say: Any) -> None:
     """Prints how a job ended that was asked to stop; such a job is not started again here."""
-    what = f"stopped by {outcome.reason}" if outcome.kind == "stopped" else f"not started again: {outcome.reason} had asked for a stop"
+    what = (
+        f"stopped by {outcome.reason}"
+        if outcome.kind == "stopped"
+        else f"not started again: {outcome.reason} had asked for a stop"
+    )
     say(f"{what}. The newest complete checkpoint is {run_folder.newest_checkpoint(out) or 'none'}")
 
 
 def first_start(logs: Path) -> tuple[Path, float]:
-    """Return a file of this job beside its logs, and when the job began, by the clock of their disk (seconds since 1970).
+    """Return a file of this job beside its logs, and when the job began, by the clock of their disk
+    (seconds since 1970).
 
     A requeued Slurm job began with its first start.
     """
@@ -161,16 +198,30 @@ def first_start(logs: Path) -> tuple[Path, float]:
 
 
 def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
-    """Turns an end with 0 into a failure unless the run folder confirms the end: a killed launcher ends with 0, and a rank may."""
-    goal = run_folder.goal(out) if run_folder.written(out) >= since else None  # None: not a recipe, or nothing to do
+    """Turns an end with 0 into a failure unless the run folder confirms the end: a killed launcher
+    ends with 0, and a rank may.
+    """
+    # None: not a recipe, or nothing to do
+    goal = run_folder.goal(out) if run_folder.written(out) >= since else None
     step = run_folder.last_step(out)
     if outcome.kind != "done" or goal is None:
         return outcome
     if step < goal:
-        return replace(outcome, kind="failed", code=START_AGAIN, text=f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}")
+        return replace(
+            outcome,
+            kind="failed",
+            code=START_AGAIN,
+            text=f"all ranks ended with 0, but the run in {shown(out)} is at step {step} of {goal}",
+        )
     if (run_folder.step_of(run_folder.newest_checkpoint(out)) or 0) < goal:
         return replace(
-            outcome, kind="failed", code=START_AGAIN, text=f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of step {goal}"
+            outcome,
+            kind="failed",
+            code=START_AGAIN,
+            text=(
+                f"all ranks ended with 0, but the run in {shown(out)} has no complete checkpoint of"
+                f" step {goal}"
+            ),
         )
     return outcome
 

@@ -11,18 +11,22 @@ from typing import Any
 # As in recipekit/spec/paths.py
 JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 ADDRESS = r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:"
-NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # NotADirectoryError if `runs` is a file
+# NotADirectoryError if `runs` is a file
+NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def out_of(words: tuple[str, ...]) -> Path:
-    """Returns the run folder of a recipe's command line: its --out, the `out` that the recipe's file writes as plain text, or
-    runs/<recipe>, which is runs/<recipe>_tiny with --tiny."""
+    """Returns the run folder of a recipe's command line: its --out, the `out` that the recipe's
+    file writes as plain text, or runs/<recipe>, which is runs/<recipe>_tiny with --tiny.
+    """
     default = "runs/" + Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
     return Path(_filled(stated_out(words) or "", default, dict(os.environ)) or default)
 
 
 def stated_out(words: tuple[str, ...]) -> str | None:
-    """Return the --out of a command line, or the `out` of the recipe's file; "" without one, None if the file computes it."""
+    """Return the --out of a command line, or the `out` of the recipe's file; "" without one, None
+    if the file computes it.
+    """
     out = ""
     for index, word in enumerate(words):
         if word == "--out" and index + 1 < len(words):
@@ -38,13 +42,24 @@ def is_address(text: str) -> bool:
 
 
 def _filled(out: str, default: str, variables: dict[str, str]) -> str:
-    """Return the run folder as recipekit/spec/paths.py reads it; "" for a text that it refuses, so that rank 0 can report it."""
+    """Return the run folder as recipekit/spec/paths.py reads it; "" for a text that it refuses, so
+    that rank 0 can report it.
+    """
     text = out or default
     if (sweep := variables.get("WANDB_SWEEP_ID")) and "{wandb_run_id}" not in text.lower():
         text = f"{out or f'{default}_sweep_{sweep}'}/{{wandb_run_id}}"
-    values = {"job_id": next((variables[name] for name in JOB_IDS if variables.get(name)), ""), "wandb_run_id": variables.get("WANDB_RUN_ID", "")}
-    text = re.sub(r"(?<!\$)\{([^{}/]*)\}", lambda found: values.get(found[1].lower()) or found[0], text)
-    text = re.sub(r"\$(?:(\w+)|\{(\w+)\})", lambda found: variables.get(found[1] or found[2]) or found[0], text)
+    values = {
+        "job_id": next((variables[name] for name in JOB_IDS if variables.get(name)), ""),
+        "wandb_run_id": variables.get("WANDB_RUN_ID", ""),
+    }
+    text = re.sub(
+        r"(?<!\$)\{([^{}/]*)\}", lambda found: values.get(found[1].lower()) or found[0], text
+    )
+    text = re.sub(
+        r"\$(?:(\w+)|\{(\w+)\})",
+        lambda found: variables.get(found[1] or found[2]) or found[0],
+        text,
+    )
     text = os.path.expanduser(text)
     return "" if is_address(text) or re.search(r"\$\w|[{}]|(^|/)~", text) else text
 
@@ -58,7 +73,9 @@ def is_recipe(words: tuple[str, ...]) -> bool:
 
 
 def _out_in(recipe: Path) -> str | None:
-    """Read the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets none, None if it is not plain text."""
+    """Read the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets
+    none, None if it is not plain text.
+    """
     try:
         tree = ast.parse(recipe.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -73,7 +90,10 @@ def _out_in(recipe: Path) -> str | None:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl. A line that a crash has damaged is left out; the next start removes it."""
+    """Return the complete lines of metrics.jsonl.
+
+    A line that a crash has damaged is left out; the next start removes it.
+    """
     try:
         content = (out / "metrics.jsonl").read_bytes()
     except NONE:
@@ -93,12 +113,18 @@ def last_step(out: Path) -> int:
 
 
 def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ...]:
-    """Returns the command line of a job's next start, which continues what the job has written since `since` (seconds since 1970).
+    """Returns the command line of a job's next start, which continues what the job has written
+    since `since` (seconds since 1970).
 
-    A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH; `--resume PATH` is kept until there is a checkpoint.
+    A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH;
+    `--resume PATH` is kept until there is a checkpoint.
     """
     began_anew = _recipe(out).get("resume") == "never"
-    saved = _changed(out / "checkpoints" / newest_checkpoint(out) / "manifest.json") if newest_checkpoint(out) else 0.0
+    saved = (
+        _changed(out / "checkpoints" / newest_checkpoint(out) / "manifest.json")
+        if newest_checkpoint(out)
+        else 0.0
+    )
     if saved >= since or (began_anew and written(out) >= since):
         return (*words, "--resume", "auto")
     return words
@@ -118,7 +144,10 @@ def _recipe(out: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(out: Path) -> str:
-    """Return the name of the newest step folder with a manifest; "" without one. `latest` may be a link, or late after a full disk."""
+    """Return the name of the newest step folder with a manifest; "" without one.
+
+    `latest` may be a link, or late after a full disk.
+    """
     try:
         names = [name for name in os.listdir(out / "checkpoints") if step_of(name) is not None]
     except NONE:
@@ -128,7 +157,9 @@ def newest_checkpoint(out: Path) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the number of the step folder `name`, by the rule of recipekit/spec/step_names.py; None for any other name."""
+    """Return the number of the step folder `name`, by the rule of recipekit/spec/step_names.py;
+    None for any other name.
+    """
     found = re.fullmatch(r"step_([0-9]{8,})", name)
     return int(found[1]) if found and f"step_{int(found[1]):08d}" == name else None
 

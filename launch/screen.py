@@ -1,4 +1,6 @@
-"""The standard output of launch: text, and on a terminal the progress line of rank 0 below the text."""
+"""The standard output of launch: text, and on a terminal the progress line of rank 0 below the
+text.
+"""
 
 import os
 import sys
@@ -9,10 +11,13 @@ class Screen:
 
     def __init__(self) -> None:
         self._line = ""  # of rank 0
-        self._shown = self._unended = False  # the line is on the terminal; the text does not end with a line break
+        # the line is on the terminal; the text does not end with a line break
+        self._shown = self._unended = False
 
     def columns(self) -> int:
-        """Return the width of the terminal; 0 if standard output is no terminal that can redraw a line."""
+        """Return the width of the terminal; 0 if standard output is no terminal that can redraw a
+        line.
+        """
         if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
             return 0
         try:
@@ -26,7 +31,9 @@ class Screen:
             self._put(text)
 
     def draw(self, line: str) -> None:
-        """Show the line instead of the one before, cut to the terminal as it is now; "" removes it."""
+        """Show the line instead of the one before, cut to the terminal as it is now; "" removes
+        it.
+        """
         self._line = line
         self._put("")
 

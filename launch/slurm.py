@@ -10,13 +10,20 @@ from .connection import REPOSITORY
 from .refused import Refused
 
 GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
-WAY = "log in once on the cluster, because all nodes read its login files. Give a proxy or server without a password"
+WAY = (
+    "log in once on the cluster, because all nodes read its login files. Give a proxy or server"
+    " without a password"
+)
 SCRIPT = REPOSITORY / "launch" / "slurm.sbatch"
 LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 
 
 def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, str]) -> int:
-    """Prints and runs sbatch. The command holds names of variables only, and no secret's name: Slurm keeps exported variables in files."""
+    """Prints and runs sbatch.
+
+    The command holds names of variables only, and no secret's name: Slurm keeps exported variables
+    in files.
+    """
     if warning := allocation.warning_of(arguments.sbatch):
         variables = variables | {allocation.GRACE: f"{warning:g}"}
     else:
@@ -25,11 +32,20 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
         print(f"launch: {short}", flush=True)
     passed = environment.needed(variables, arguments.env)
     names = [*(name for name in LOGIN if name in variables), *passed]
-    words = ["sbatch", f"--nodes={arguments.nodes or 1}", f"--export={','.join(dict.fromkeys(names))}", *arguments.sbatch]
+    words = [
+        "sbatch",
+        f"--nodes={arguments.nodes or 1}",
+        f"--export={','.join(dict.fromkeys(names))}",
+        *arguments.sbatch,
+    ]
     if arguments.gpus and not asks_for_gpus(arguments.sbatch):
         words.append(f"--gpus-per-node={arguments.gpus}")
     flags = argv[: len(argv) - len(arguments.words)]
-    words += [str(SCRIPT), *(flag for flag in flags if flag not in ("--dry-run", "--dry_run")), *arguments.words]
+    words += [
+        str(SCRIPT),
+        *(flag for flag in flags if flag not in ("--dry-run", "--dry_run")),
+        *arguments.words,
+    ]
     for line in [*environment.left_behind(variables, passed, WAY), shlex.join(words)]:
         print(f"launch: {line}", flush=True)
     if arguments.dry_run:
@@ -37,13 +53,18 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
     try:
         return subprocess.run(words, env=variables, check=False).returncode
     except FileNotFoundError:
-        raise Refused("--where slurm: sbatch is not on PATH. Submit from a login node of the cluster") from None
+        raise Refused(
+            "--where slurm: sbatch is not on PATH. Submit from a login node of the cluster"
+        ) from None
 
 
 def asks_for_gpus(flags: list[str]) -> bool:
-    """Return True if flags of sbatch request GPUs. The name of a flag decides: a partition or an account may be called anything.
+    """Return True if flags of sbatch request GPUs.
 
-    A value is part of its flag's word (--gres=gpu:8, -G8) or the next word. sbatch also accepts the beginning of a long name.
+    The name of a flag decides: a partition or an account may be called anything.
+
+    A value is part of its flag's word (--gres=gpu:8, -G8) or the next word. sbatch also accepts the
+    beginning of a long name.
     """
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         name, equals, value = flag.partition("=")

@@ -1,10 +1,11 @@
-"""GPT-2 XL on four small GPUs as a pipeline, with ZeRO-1: how to write a pipeline plan for a model that publishes none.
+"""GPT-2 XL on four small GPUs as a pipeline, with ZeRO-1: how to write a pipeline plan for a model
+that publishes none.
 
     deepspeed --num_gpus 4 recipes/gpt2_xl_zero1_pp4.py
 
-`pp_plan` names the module list to split, and the modules that only the first or the last stage needs. Every other
-module is on every stage. The input embedding is also the head, so the first and the last stage both hold it and sum its
-gradients.
+`pp_plan` names the module list to split, and the modules that only the first or the last stage
+needs. Every other module is on every stage. The input embedding is also the head, so the first and
+the last stage both hold it and sum its gradients.
 Needs: 4 x 24 GB GPUs (7.0 GiB of states each). Measured: not measured.
 """
 

@@ -2,10 +2,11 @@
 
     deepspeed --hostfile hosts --num_nodes 32 --num_gpus 8 recipes/llama3_1_405b_zero1_pp16_tp8.py
 
-A stage is one host: its eight GPUs are tensor peers, and inside a pipeline only hidden states cross the network. Each
-rank reads only its own slices of the weights. `hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each host.
-Needs: 256 x 80 GB GPUs (35.6 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
-With 128 micro-batches a pipeline idles (16 - 1) / (128 + 16 - 1) = 10 % of a step.
+A stage is one host: its eight GPUs are tensor peers, and inside a pipeline only hidden states cross
+the network. Each rank reads only its own slices of the weights. `hosts` is a DeepSpeed hostfile,
+one line `NAME slots=8` for each host.
+Needs: 256 x 80 GB GPUs (35.6 GiB of states each). Gated model: see recipes/README.md. Measured: not
+measured. With 128 micro-batches a pipeline idles (16 - 1) / (128 + 16 - 1) = 10 % of a step.
 """
 
 from recipekit import Recipe, run

@@ -2,10 +2,11 @@
 
     deepspeed --hostfile hosts --num_nodes 8 --num_gpus 8 recipes/llama3_1_70b_zero1_pp4_tp4.py
 
-Tensor peers are neighbours on one host, where links are fast. Pipeline stages are on different hosts and send little.
-`hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each host.
-Needs: 64 x 96 GB GPUs (37.7 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
-Fewer hosts: any multiple of 16 GPUs. The optimizer states are sharded over the data-parallel ranks that are left.
+Tensor peers are neighbours on one host, where links are fast. Pipeline stages are on different
+hosts and send little. `hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each host.
+Needs: 64 x 96 GB GPUs (37.7 GiB of states each). Gated model: see recipes/README.md. Measured: not
+measured. Fewer hosts: any multiple of 16 GPUs. The optimizer states are sharded over the
+data-parallel ranks that are left.
 """
 
 from recipekit import Recipe, run

@@ -2,11 +2,12 @@
 
     deepspeed --num_gpus 8 recipes/llama3_1_8b_zero1_pp4.py
 
-Each GPU holds a quarter of the layers. Only hidden states travel between GPUs, so slow links are enough (PCIe, or
-Ethernet between hosts). The cost is the bubble: with 32 micro-batches a pipeline idles (4 - 1) / (32 + 4 - 1) = 9 % of
-a step.
-Needs: 8 x 80 GB GPUs (22.9 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
-A smaller bubble: a larger --global_batch, or --pipeline_schedule dualpipev. Less memory: --activation_checkpointing.
+Each GPU holds a quarter of the layers. Only hidden states travel between GPUs, so slow links are
+enough (PCIe, or Ethernet between hosts). The cost is the bubble: with 32 micro-batches a pipeline
+idles (4 - 1) / (32 + 4 - 1) = 9 % of a step.
+Needs: 8 x 80 GB GPUs (22.9 GiB of states each). Gated model: see recipes/README.md. Measured: not
+measured. A smaller bubble: a larger --global_batch, or --pipeline_schedule dualpipev. Less memory:
+--activation_checkpointing.
 """
 
 from recipekit import Recipe, run

@@ -2,11 +2,11 @@
 
     deepspeed --num_gpus 8 recipes/llama3_1_8b_zero1_tp4.py
 
-Each layer is split over four neighbouring GPUs by the model's own plan, so weights are never gathered. ZeRO-3 sends
-weights, tensor parallelism sends activations. Sending activations costs less when rows are short and links are fast
-(NVLink).
-Needs: 8 x 80 GB GPUs with NVLink (22.4 GiB of states each). Gated model: see recipes/README.md. Measured: not measured.
-Less memory: --activation_checkpointing.
+Each layer is split over four neighbouring GPUs by the model's own plan, so weights are never
+gathered. ZeRO-3 sends weights, tensor parallelism sends activations. Sending activations costs less
+when rows are short and links are fast (NVLink).
+Needs: 8 x 80 GB GPUs with NVLink (22.4 GiB of states each). Gated model: see recipes/README.md.
+Measured: not measured. Less memory: --activation_checkpointing.
 """
 
 from recipekit import Recipe, run

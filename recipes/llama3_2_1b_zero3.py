@@ -1,11 +1,12 @@
-"""Llama 3.2 1B trained on more German with ZeRO-3: parameters, gradients and optimizer states are all sharded.
+"""Llama 3.2 1B trained on more German with ZeRO-3: parameters, gradients and optimizer states are
+all sharded.
 
     deepspeed --num_gpus 4 recipes/llama3_2_1b_zero3.py
 
-This is continued pre-training on one language of FineWeb-2. For another language, add a flag: --subset fra_Latn.
-Needs: 4 x 24 GB GPUs (5.2 GiB of states each; activations of one row add 3.4, predicted). Gated model: see
-recipes/README.md. Measured: not measured.
-More memory: --micro_batch 4 on 80 GB.
+This is continued pre-training on one language of FineWeb-2. For another language, add a flag:
+--subset fra_Latn.
+Needs: 4 x 24 GB GPUs (5.2 GiB of states each; activations of one row add 3.4, predicted). Gated
+model: see recipes/README.md. Measured: not measured. More memory: --micro_batch 4 on 80 GB.
 """
 
 from recipekit import Recipe, run

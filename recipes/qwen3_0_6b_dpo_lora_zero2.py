@@ -1,12 +1,14 @@
-"""A LoRA adapter for Qwen3-0.6B trained by DPO with ZeRO-2: the reference is the model without the adapter.
+"""A LoRA adapter for Qwen3-0.6B trained by DPO with ZeRO-2: the reference is the model without the
+adapter.
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_dpo_lora_zero2.py
 
-Before step 1 the adapter adds nothing, so the reference log-probabilities computed then are the base model's. The run
-exports the adapter in peft's format. With --merge it exports the full model, with the adapter added to its weights.
-Needs: 2 x 16 GB GPUs (1.2 GiB of states each; checkpointed activations of two pairs as in qwen3_0_6b_dpo_zero3.py, and
-the adapter's). Measured: not measured.
-All weights: qwen3_0_6b_dpo_zero3.py.
+Before step 1 the adapter adds nothing, so the reference log-probabilities computed then are the
+base model's. The run exports the adapter in peft's format. With --merge it exports the full model,
+with the adapter added to its weights.
+Needs: 2 x 16 GB GPUs (1.2 GiB of states each; checkpointed activations of two pairs as in
+qwen3_0_6b_dpo_zero3.py, and the adapter's). Measured: not measured. All weights:
+qwen3_0_6b_dpo_zero3.py.
 """
 
 from typing import Any

@@ -1,11 +1,13 @@
-"""Qwen3-0.6B trained on pairs of answers by DPO with ZeRO-3: no reward model, and no second model in memory.
+"""Qwen3-0.6B trained on pairs of answers by DPO with ZeRO-3: no reward model, and no second model
+in memory.
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_dpo_zero3.py
 
-A row is a pair: prompt, chosen and rejected answer. The reference log-probabilities of all pairs are computed once,
-before step 1, on all GPUs. They are kept beside the cached tokens (recipes/DATA.md). For your own pairs give --dataset
-pairs.jsonl.
-Needs: 2 x 16 GB GPUs (5.0 GiB of states each; checkpointed activations of two pairs add 1.1, predicted).
+A row is a pair: prompt, chosen and rejected answer. The reference log-probabilities of all pairs
+are computed once, before step 1, on all GPUs. They are kept beside the cached tokens
+(recipes/DATA.md). For your own pairs give --dataset pairs.jsonl.
+Needs: 2 x 16 GB GPUs (5.0 GiB of states each; checkpointed activations of two pairs add 1.1,
+predicted).
 Measured: not measured.
 Less memory: qwen3_0_6b_dpo_lora_zero2.py trains an adapter instead.
 """

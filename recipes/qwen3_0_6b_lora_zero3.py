@@ -1,10 +1,13 @@
-"""A LoRA adapter for Qwen3-0.6B that learns one task, summarising, with ZeRO-3: the frozen weights are sharded as well.
+"""A LoRA adapter for Qwen3-0.6B that learns one task, summarising, with ZeRO-3: the frozen weights
+are sharded as well.
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_lora_zero3.py
 
-The run exports the adapter in peft's format. With --merge it exports the full model, with the adapter added to its
-weights. `adapt` is the only code that differs from other recipes. It can be any function from model to model.
-Needs: 2 x 16 GB GPUs (0.7 GiB of states each; checkpointed activations and logits of one row add about 5).
+The run exports the adapter in peft's format. With --merge it exports the full model, with the
+adapter added to its weights. `adapt` is the only code that differs from other recipes. It can be
+any function from model to model.
+Needs: 2 x 16 GB GPUs (0.7 GiB of states each; checkpointed activations and logits of one row add
+about 5).
 Measured: not measured.
 Another task: --subset everyday-conversations, or your own chats with --dataset chats.jsonl.
 """
@@ -18,7 +21,8 @@ def adapt(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    # The adapter stays in the model's dtype (ZeRO-3 allows one only); the optimizer keeps its fp32 master weights.
+    # The adapter stays in the model's dtype (ZeRO-3 allows one only); the optimizer keeps its fp32
+    # master weights.
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 

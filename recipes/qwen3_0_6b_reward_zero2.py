@@ -2,10 +2,11 @@
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_reward_zero2.py
 
-A row is a pair: prompt, chosen and rejected answer. The head gives one score at the last token of an answer. It is new
-and randomly initialised from the seed. AutoModelForSequenceClassification of transformers loads the export, and so do
-trainers of GRPO or PPO.
-Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of two pairs add 1.1, predicted).
+A row is a pair: prompt, chosen and rejected answer. The head gives one score at the last token of
+an answer. It is new and randomly initialised from the seed. AutoModelForSequenceClassification of
+transformers loads the export, and so do trainers of GRPO or PPO.
+Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of two pairs add 1.1,
+predicted).
 Measured: not measured.
 Your own pairs: --dataset pairs.jsonl, with columns prompt, chosen and rejected (recipes/DATA.md).
 """

@@ -1,10 +1,12 @@
-"""Qwen3-0.6B fine-tuned on chats with ZeRO-2: loss on the assistant's answers only, several chats packed in a row.
+"""Qwen3-0.6B fine-tuned on chats with ZeRO-2: loss on the assistant's answers only, several chats
+packed in a row.
 
     deepspeed --num_gpus 2 recipes/qwen3_0_6b_sft_zero2.py
 
-Every parameter is trained. For your own chats give --dataset chats.jsonl, with one chat on each line: {"messages":
-[{"role": "user", "content": "..."}, ...]}.
-Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of one row add 0.5, predicted).
+Every parameter is trained. For your own chats give --dataset chats.jsonl, with one chat on each
+line: {"messages": [{"role": "user", "content": "..."}, ...]}.
+Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of one row add 0.5,
+predicted).
 Measured: not measured.
 Less memory: qwen3_0_6b_lora_zero3.py trains an adapter instead.
 """

@@ -1,9 +1,11 @@
-"""Qwen3-30B-A3B, a mixture of 128 experts, as 4 expert-parallel ranks in each group of GPUs, with ZeRO-1.
+"""Qwen3-30B-A3B, a mixture of 128 experts, as 4 expert-parallel ranks in each group of GPUs, with
+ZeRO-1.
 
     deepspeed --hostfile hosts --num_nodes 4 --num_gpus 8 recipes/qwen3_30b_a3b_zero1_ep4.py
 
-Each GPU holds a quarter of the experts of every layer (DeepSpeed's AutoEP). Tokens travel to the GPU that holds their
-expert. Everything else is data parallel. `hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each host.
+Each GPU holds a quarter of the experts of every layer (DeepSpeed's AutoEP). Tokens travel to the
+GPU that holds their expert. Everything else is data parallel. `hosts` is a DeepSpeed hostfile, one
+line `NAME slots=8` for each host.
 Needs: 32 x 141 GB GPUs (59.8 GiB of states each). Measured: not measured.
 Less memory: --ep 8.
 """

@@ -1,14 +1,17 @@
-"""ResNet-152 trained from scratch on ImageNet-1k as 4 pipeline stages with ZeRO-1 and SGD: its 50 blocks as one chain.
+"""ResNet-152 trained from scratch on ImageNet-1k as 4 pipeline stages with ZeRO-1 and SGD: its 50
+blocks as one chain.
 
     deepspeed --num_gpus 4 recipes/resnet152_imagenet_zero1_pp4.py
 
-The model holds its blocks in four lists, each with its own width and image size. The task's plan makes one chain of
-them, which can be split at any block. Stages are balanced by parameters: 23, 15, 10 and 2 blocks. Blocks of all widths
-compute about as much, so the first stage is the slowest. BatchNorm normalises each micro-batch of 32 images, and 32
-micro-batches a step fill the pipeline. The hyperparameters are the same as in resnet50_imagenet_zero1.
-Needs: 4 x 24 GB GPUs (0.2 GiB of states each). Gated data: see recipes/README.md. Measured: not measured.
-The four micro-batches in the first stage keep 7.0 GiB for their backward passes, counted in bf16 on a CPU.
-More GPUs: 8 are two pipelines. Less memory: --activation_checkpointing lowers the 7.0 GiB to 2.5.
+The model holds its blocks in four lists, each with its own width and image size. The task's plan
+makes one chain of them, which can be split at any block. Stages are balanced by parameters: 23, 15,
+10 and 2 blocks. Blocks of all widths compute about as much, so the first stage is the slowest.
+BatchNorm normalises each micro-batch of 32 images, and 32 micro-batches a step fill the pipeline.
+The hyperparameters are the same as in resnet50_imagenet_zero1.
+Needs: 4 x 24 GB GPUs (0.2 GiB of states each). Gated data: see recipes/README.md. Measured: not
+measured. The four micro-batches in the first stage keep 7.0 GiB for their backward passes, counted
+in bf16 on a CPU. More GPUs: 8 are two pipelines. Less memory: --activation_checkpointing lowers the
+7.0 GiB to 2.5.
 """
 
 from recipekit import Recipe, run

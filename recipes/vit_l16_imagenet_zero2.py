@@ -1,13 +1,15 @@
-"""ViT-L/16 fine-tuned on ImageNet-1k with ZeRO-2: an image classifier in the same training loop as language models.
+"""ViT-L/16 fine-tuned on ImageNet-1k with ZeRO-2: an image classifier in the same training loop as
+language models.
 
     deepspeed --num_gpus 2 recipes/vit_l16_imagenet_zero2.py
 
-The task makes the difference: a row is an image, its loss is the loss of its class, and there are no tokens. Each epoch
-samples a new random crop of each image, and the crop is the same on any number of GPUs. Four epochs. To train on your
-own images, give --dataset a folder with a folder for each class, or files (recipes/DATA.md).
-Needs: 2 x 24 GB GPUs (2.8 GiB of states each; activations of 64 images add about 11). Gated data: see
-recipes/README.md. Measured: not measured.
-More memory: --micro_batch 256 on 80 GB. Less memory: --deepspeed_config zero3.json, or --activation_checkpointing.
+The task makes the difference: a row is an image, its loss is the loss of its class, and there are
+no tokens. Each epoch samples a new random crop of each image, and the crop is the same on any
+number of GPUs. Four epochs. To train on your own images, give --dataset a folder with a folder for
+each class, or files (recipes/DATA.md).
+Needs: 2 x 24 GB GPUs (2.8 GiB of states each; activations of 64 images add about 11). Gated data:
+see recipes/README.md. Measured: not measured. More memory: --micro_batch 256 on 80 GB. Less memory:
+--deepspeed_config zero3.json, or --activation_checkpointing.
 """
 
 from recipekit import Recipe, run

@@ -18,10 +18,13 @@ import pyarrow.parquet as pq
 import pytest
 from pool import BEGAN_WITH, FOLDERS, OF_A_GPU, ROOT, Pools, environment
 
-os.environ.setdefault(BEGAN_WITH, json.dumps({name: os.environ[name] for name in OF_A_GPU if name in os.environ}))
+os.environ.setdefault(
+    BEGAN_WITH, json.dumps({name: os.environ[name] for name in OF_A_GPU if name in os.environ})
+)
 os.environ.update(environment())
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup, which every process of the tests would inherit
+# under nohup, which every process of the tests would inherit
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,7 +40,9 @@ for name in sys.argv[1:]:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are named by their argument: workers of pytest-xdist must agree on every name, and compressed bytes hold the time."""
+    """Bytes are named by their argument: workers of pytest-xdist must agree on every name, and
+    compressed bytes hold the time.
+    """
     return argname if isinstance(val, bytes) else None
 
 
@@ -45,27 +50,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"pools", "ops"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
-    items.sort(key=lambda item: item.get_closest_marker("processes") is not None)  # the others run while the ops are compiled
+    # the others run while the ops are compiled
+    items.sort(key=lambda item: item.get_closest_marker("processes") is not None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """FAIL_ON_SKIP allows no skipped test. SKIPPED_TO allows those whose reason names a package to install, and gets their node ids, a line each.
+    """FAIL_ON_SKIP allows no skipped test.
+
+    SKIPPED_TO allows those whose reason names a package to install, and gets their node ids, a line
+    each.
 
     They can be run later with the packages: `pytest @FILE`.
     """
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(session.config, "workerinput"):  # the reports of xdist's workers come to the controller
+    # the reports of xdist's workers come to the controller
+    if reporter is None or hasattr(session.config, "workerinput"):
         return
     skipped = reporter.stats.get("skipped", [])
     wrong = skipped if os.environ.get("FAIL_ON_SKIP") else []
     if file := os.environ.get("SKIPPED_TO"):
-        listed = subprocess.run(["bash", ROOT / "tests" / "system_packages.sh", "--list"], capture_output=True, text=True, check=True).stdout.split()
+        listed = subprocess.run(
+            ["bash", ROOT / "tests" / "system_packages.sh", "--list"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
         reasons = {report: report.longrepr[2] for report in skipped}
-        wrong = [report for report in skipped if not {word.strip(".") for word in re.findall(r"[\w.+-]+", reasons[report])} & set(listed)]
+        wrong = [
+            report
+            for report in skipped
+            if not {word.strip(".") for word in re.findall(r"[\w.+-]+", reasons[report])}
+            & set(listed)
+        ]
         with open(file, "a") as lines:
             lines.writelines(f"{report.nodeid}\n" for report in skipped if report not in wrong)
         for report in wrong:
-            reporter.write_line(f"\n{report.nodeid}: its reason names no package of tests/system_packages.sh: {reasons[report]}", red=True)
+            reporter.write_line(
+                f"\n{report.nodeid}: its reason names no package of tests/system_packages.sh:"
+                f" {reasons[report]}",
+                red=True,
+            )
     if wrong:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -77,10 +101,17 @@ def ops_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiling(ops_log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """DeepSpeed's ops, compiled one after the other in the background from the start of the session."""
+    """DeepSpeed's ops, compiled one after the other in the background from the start of the
+    session.
+    """
     wanted = [name for name in OPS if name != "async_io" or Path("/usr/include/libaio.h").exists()]
     log = ops_log.open("wb")
-    process = subprocess.Popen([sys.executable, "-c", BUILD, *wanted], stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUILD, *wanted],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     yield process
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)  # with its ninja and compilers
@@ -97,7 +128,11 @@ def compile_early(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(scope="session")
 def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], None]:
-    """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it cannot be. Who starts ranks takes it, whatever they need."""
+    """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it
+    cannot be.
+
+    Who starts ranks takes it, whatever they need.
+    """
 
     def wait(name: str) -> None:
         if name not in OPS:  # one that few tests need
@@ -107,7 +142,9 @@ def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], No
         while line not in ops_log.read_text():
             if compiling.poll() is not None and line not in ops_log.read_text():
                 if name == "async_io" and not Path("/usr/include/libaio.h").exists():
-                    pytest.skip("needs Debian's libaio-dev to compile async_io (tests/system_packages.sh)")
+                    pytest.skip(
+                        "needs Debian's libaio-dev to compile async_io (tests/system_packages.sh)"
+                    )
                 raise AssertionError(f"{name} was not compiled:\n{ops_log.read_text()[-3000:]}")
             time.sleep(0.2)
 
@@ -138,11 +175,24 @@ def pixels() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def fashion(tmp_path_factory: pytest.TempPathFactory, pixels: tuple[np.ndarray, np.ndarray]) -> Path:
-    """The pictures as PNG in two Parquet files, as `datasets` stores them; the file raw.parquet beside has them as rows of pixels."""
+def fashion(
+    tmp_path_factory: pytest.TempPathFactory, pixels: tuple[np.ndarray, np.ndarray]
+) -> Path:
+    """The pictures as PNG in two Parquet files, as `datasets` stores them; the file raw.parquet
+    beside has them as rows of pixels.
+    """
     folder = tmp_path_factory.mktemp("fashion")
-    encoded = pa.table({"image": [{"bytes": fashion_mnist.png(image), "path": None} for image in pixels[0]], "label": pixels[1]})
+    encoded = pa.table(
+        {
+            "image": [{"bytes": fashion_mnist.png(image), "path": None} for image in pixels[0]],
+            "label": pixels[1],
+        }
+    )
     for number in range(2):
-        pq.write_table(encoded.slice(500 * number, 500), folder / f"{number}.parquet", row_group_size=128)
-    pq.write_table(pa.table({"image": pixels[0].tolist(), "label": pixels[1]}), folder.with_name("raw.parquet"))
+        pq.write_table(
+            encoded.slice(500 * number, 500), folder / f"{number}.parquet", row_group_size=128
+        )
+    pq.write_table(
+        pa.table({"image": pixels[0].tolist(), "label": pixels[1]}), folder.with_name("raw.parquet")
+    )
     return folder

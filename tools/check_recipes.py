@@ -1,12 +1,14 @@
-"""Run recipes with --tiny on the CPU, and write the date of each success to recipes/checked.json and README.md's table.
+"""Run recipes with --tiny on the CPU, and write the date of each success to recipes/checked.json
+and README.md's table.
 
     python tools/check_recipes.py                     # all recipes, about a minute each
     python tools/check_recipes.py llama_nano_zero2    # only the named recipes
     python tools/check_recipes.py --no-run            # only update the GPU figures and the table
 
-Each recipe trains 3 steps with 2 processes, without GPU and network. If it ends with exit code 0, its CPU date is today.
-If it fails, it keeps its date, and the tool ends with exit code 1. GPU figures come from the `Measured:` line of the
-recipes' docstrings, as in `Measured: 2026-11-21, 8 x H200, torch 2.13.0: 1,234 tokens/s.` "-" means not measured.
+Each recipe trains 3 steps with 2 processes, without GPU and network. If it ends with exit code 0,
+its CPU date is today. If it fails, it keeps its date, and the tool ends with exit code 1. GPU
+figures come from the `Measured:` line of the recipes' docstrings, as in `Measured: 2026-11-21, 8 x
+H200, torch 2.13.0: 1,234 tokens/s.` "-" means not measured.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from recipekit.spec.packages import require_packages
 from recipekit.spec.whole_file import write_whole
 
 README = ROOT / "README.md"
-TINY = ("--tiny", "--steps", "3", "--eval_every", "1")  # as in test_recipe_trains_tiny_by_its_command
+# as in test_recipe_trains_tiny_by_its_command
+TINY = ("--tiny", "--steps", "3", "--eval_every", "1")
 ON_CPU = {
     "OMP_NUM_THREADS": "1",
     "DS_ACCELERATOR": "cpu",
@@ -40,16 +43,28 @@ ON_CPU = {
     "WANDB_MODE": "offline",
     "TOKENIZERS_PARALLELISM": "false",
 }
-MEASURED = re.compile(r"\bMeasured: (\d{4}-\d\d-\d\d), (\d+ x [A-Z][\w-]*)[^:]*: .*?([\d,.]+ (?:tokens|samples)/s)")
-ROW = re.compile(r"^(\| `(\w+)` \|(?:[^|\n]+\|){3}) [^|\n]+ \|$", re.MULTILINE)  # of a recipe in README.md; `checked` is the last of 5 cells
+MEASURED = re.compile(
+    r"\bMeasured: (\d{4}-\d\d-\d\d), (\d+ x [A-Z][\w-]*)[^:]*: .*?([\d,.]+ (?:tokens|samples)/s)"
+)
+# of a recipe in README.md; `checked` is the last of 5 cells
+ROW = re.compile(r"^(\| `(\w+)` \|(?:[^|\n]+\|){3}) [^|\n]+ \|$", re.MULTILINE)
 LIMIT = 480.0  # seconds of a recipe; offload compiles its operators in the first run
 LAST_LINES = 20  # of the output of a recipe that failed
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="recipes to run (default: all)")
-    parser.add_argument("--no-run", "--no_run", action="store_true", help="run no recipe; only update the GPU figures and the table")
+    parser.add_argument(
+        "--no-run",
+        "--no_run",
+        action="store_true",
+        help="run no recipe; only update the GPU figures and the table",
+    )
     arguments = parser.parse_args(argv)
     if unknown := [name for name in arguments.names if name not in shipped.recipes()]:
         parser.error(f"{', '.join(unknown)}: not a recipe; recipekit ls lists the names")
@@ -80,7 +95,17 @@ def main(argv: list[str] | None = None) -> int:
 def command(recipe: Path, out: Path) -> list[str]:
     """Return the command that trains a recipe with --tiny."""
     deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
-    return [deepspeed, "--num_gpus", "2", "--master_port", str(free_port()), str(recipe), *TINY, "--out", str(out)]
+    return [
+        deepspeed,
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+        str(recipe),
+        *TINY,
+        "--out",
+        str(out),
+    ]
 
 
 def run_tiny(recipe: Path, seconds: float = LIMIT) -> str:
@@ -96,7 +121,8 @@ def run_tiny(recipe: Path, seconds: float = LIMIT) -> str:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # the launcher and its ranks are one process group, which ends with the time limit
+                # the launcher and its ranks are one process group, which ends with the time limit
+                start_new_session=True,
             )
             try:
                 code = process.wait(seconds)
@@ -114,10 +140,15 @@ def run_tiny(recipe: Path, seconds: float = LIMIT) -> str:
 
 
 def record(dates: dict[str, str]) -> None:
-    """Write new CPU dates, all GPU figures and the table; recipes that were removed lose their entry."""
+    """Write new CPU dates, all GPU figures and the table; recipes that were removed lose their
+    entry.
+    """
     known = json.loads(shipped.CHECKED.read_text()) if shipped.CHECKED.exists() else {}
     entries = {
-        name: {"cpu": dates.get(name) or known.get(name, {}).get("cpu", shipped.NOT_CHECKED), "gpu": gpu_figure(file.read_text())}
+        name: {
+            "cpu": dates.get(name) or known.get(name, {}).get("cpu", shipped.NOT_CHECKED),
+            "gpu": gpu_figure(file.read_text()),
+        }
         for name, file in shipped.recipes().items()
     }
     write_whole(shipped.CHECKED, json.dumps(entries, indent=1) + "\n")

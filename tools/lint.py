@@ -1,4 +1,7 @@
-"""Check a DeepSpeed JSON: the same as `recipekit lint`. A script may import `lint` and `verdict` from here."""
+"""Check a DeepSpeed JSON: the same as `recipekit lint`.
+
+A script may import `lint` and `verdict` from here.
+"""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,12 @@
-"""Do the main job from end to end: train a small Llama with DeepSpeed, export it, and prove that transformers agrees.
+"""Do the main job from end to end: train a small Llama with DeepSpeed, export it, and prove that
+transformers agrees.
 
     make quickstart
 
-The quickstart trains recipes/llama_nano_zero2.py with 2 processes on a CPU machine, one for each GPU elsewhere, or
-`--ranks N`. It loads the exported Hugging Face files with plain transformers and compares the loss on held-out text
-with the engine's loss. Then it prints a sample and draws loss.png.
+The quickstart trains recipes/llama_nano_zero2.py with 2 processes on a CPU machine, one for each
+GPU elsewhere, or `--ranks N`. It loads the exported Hugging Face files with plain transformers and
+compares the loss on held-out text with the engine's loss. Then it prints a sample and draws
+loss.png.
 """
 
 import argparse
@@ -29,7 +31,8 @@ from recipekit.spec.paths import path_of
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 PROMPT, CONTINUATION = 60, 120  # tokens of a sample
-TOLERANCE = 2e-3  # relative: the engine and transformers run the same weights, on other batch shapes
+# relative: the engine and transformers run the same weights, on other batch shapes
+TOLERANCE = 2e-3
 
 
 def read_arguments() -> argparse.Namespace:
@@ -41,8 +44,20 @@ def read_arguments() -> argparse.Namespace:
         metavar="FOLDER",
         help="Run folder. If it has a finished run, that run is used. (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=None, metavar="N", help="Number of optimizer steps. (default: the recipe's)")
-    parser.add_argument("--ranks", type=int, default=None, metavar="N", help="Number of training processes. (default: one for each GPU, or 2 without GPUs)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Number of optimizer steps. (default: the recipe's)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=None,
+        metavar="N",
+        help="Number of training processes. (default: one for each GPU, or 2 without GPUs)",
+    )
     arguments = parser.parse_args()
     if arguments.ranks is not None and arguments.ranks < 1:
         parser.error(f"--ranks {arguments.ranks}: must be at least 1")
@@ -59,14 +74,25 @@ def main() -> int:
 
     deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     if deepspeed is None:
-        print("the deepspeed command is not installed beside this Python. Run make setup", file=sys.stderr)
+        print(
+            "the deepspeed command is not installed beside this Python. Run make setup",
+            file=sys.stderr,
+        )
         return 1
     gpus = torch.cuda.device_count()
     port, note = launcher_port(os.environ)
-    command = [deepspeed, "--master_port", str(port), *training(arguments.ranks or gpus or 2, arguments.out, arguments.steps)]
+    command = [
+        deepspeed,
+        "--master_port",
+        str(port),
+        *training(arguments.ranks or gpus or 2, arguments.out, arguments.steps),
+    ]
     if not gpus and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         command += ["--deepspeed_config", str(strategy_in_fp32(arguments.out))]
-        print("  in fp32: this CPU has no instructions for bf16, which would take ten times as long", flush=True)
+        print(
+            "  in fp32: this CPU has no instructions for bf16, which would take ten times as long",
+            flush=True,
+        )
     if note:
         print(f"  {note}")
     print("  " + " ".join(command), flush=True)
@@ -76,16 +102,27 @@ def main() -> int:
         return 1
     ended(begun)
 
-    begun = phase(2, "load the export with plain transformers and compare the loss on held-out text")
+    begun = phase(
+        2, "load the export with plain transformers and compare the loss on held-out text"
+    )
     from recipekit.architectures.export_folder import find_export
     from recipekit.commands.sample import load
     from recipekit.data.held_out import eval_rows
     from recipekit.data.request import request_of
     from recipekit.spec.recipe import Recipe
-    from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY, read_metrics
+    from recipekit.spec.run_folder import (
+        CHECKPOINTS,
+        EXPORT,
+        FACTS,
+        METRICS,
+        STRATEGY,
+        read_metrics,
+    )
 
     facts = json.loads((arguments.out / FACTS).read_text())["recipe"]
-    recipe = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
+    recipe = Recipe(
+        **{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__}
+    )
     lines = read_metrics(arguments.out)
     generator = load(find_export(arguments.out))
     tokenizer = generator.tokenizer
@@ -93,7 +130,11 @@ def main() -> int:
     engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(generator.model, rows)
     print(f"  engine {engine_loss:.6f}, transformers {plain_loss:.6f}")
     if abs(plain_loss - engine_loss) > TOLERANCE * engine_loss:
-        print(f"they differ by more than {TOLERANCE:g} relative: the export is not the model that was trained", file=sys.stderr)
+        print(
+            f"they differ by more than {TOLERANCE:g} relative: the export is not the model that was"
+            " trained",
+            file=sys.stderr,
+        )
         return 1
     ended(begun)
 
@@ -106,24 +147,45 @@ def main() -> int:
     ended(begun)
 
     first, last, uniform = lines[0]["loss"], lines[-1]["loss"], math.log(len(tokenizer))
-    print(f"done in {time.perf_counter() - began:.0f} s: loss {first:.3f} -> {last:.3f}, {last / uniform:.0%} of ln(vocabulary) = {uniform:.3f}")
-    print("what the run left: " + ", ".join(str(arguments.out / name) for name in (METRICS, FACTS, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")))
+    print(
+        f"done in {time.perf_counter() - began:.0f} s: loss {first:.3f} -> {last:.3f},"
+        f" {last / uniform:.0%} of ln(vocabulary) = {uniform:.3f}"
+    )
+    print(
+        "what the run left: "
+        + ", ".join(
+            str(arguments.out / name)
+            for name in (METRICS, FACTS, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")
+        )
+    )
     return 0
 
 
 def training(ranks: int, out: Path, steps: int | None) -> list[str]:
-    """Returns the words after `deepspeed` on the command line; raises a global batch that the ranks cannot share evenly."""
+    """Returns the words after `deepspeed` on the command line; raises a global batch that the ranks
+    cannot share evenly.
+    """
     from recipekit.spec.command import recipe_of
     from recipekit.spec.mesh import fit_batch
 
     recipe = recipe_of(RECIPE)
     _, rows = fit_batch(ranks, recipe.micro_batch, recipe.global_batch, frozenset())
     batch = ["--global_batch", str(rows)] if rows != recipe.global_batch else []
-    return ["--num_gpus", str(ranks), str(RECIPE), "--out", str(out), *batch, *(["--steps", str(steps)] if steps else [])]
+    return [
+        "--num_gpus",
+        str(ranks),
+        str(RECIPE),
+        "--out",
+        str(out),
+        *batch,
+        *(["--steps", str(steps)] if steps else []),
+    ]
 
 
 def strategy_in_fp32(out: Path) -> Path:
-    """Write the recipe's DeepSpeed JSON without bf16 beside the run folder `out`, and return its path."""
+    """Write the recipe's DeepSpeed JSON without bf16 beside the run folder `out`, and return its
+    path.
+    """
     from recipekit.spec.command import recipe_of
 
     config = json.loads((ROOT / "ds_configs" / str(recipe_of(RECIPE).ds_config)).read_text())
@@ -136,21 +198,29 @@ def strategy_in_fp32(out: Path) -> Path:
 
 
 def held_out_loss(model, rows) -> float:
-    """Compute the token-mean loss of a plain transformers model on the rows that the run held out."""
+    """Compute the token-mean loss of a plain transformers model on the rows that the run held
+    out.
+    """
     import torch
 
     total, tokens = 0.0, 0
     with torch.no_grad():
         for batch in rows:
             batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()
-            total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum").item()
+            logits = model(
+                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+            ).logits.float()
+            total += torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
+            ).item()
             tokens += int((batch["labels"] != -100).sum())
     return total / tokens
 
 
 def continue_excerpt(generator: Any, rows: list[Any]) -> None:
-    """Print a prompt from held-out text, what the model writes after it, and what the text continues with."""
+    """Print a prompt from held-out text, what the model writes after it, and what the text
+    continues with.
+    """
     import torch
     from recipekit.commands.sample import without_trailing_blanks, write
 
@@ -158,19 +228,38 @@ def continue_excerpt(generator: Any, rows: list[Any]) -> None:
     tokenizer = generator.tokenizer
     prompt, truth = excerpt(rows, tokenizer)
     sample = write(generator, prompt, len(truth))
-    print("  prompt, from held-out text:\n" + textwrap.indent(without_trailing_blanks(tokenizer.decode(prompt)), "    ") + "\n")
-    texts = ("the model writes", sample.text), ("the text continues", without_trailing_blanks(tokenizer.decode(truth)))
+    print(
+        "  prompt, from held-out text:\n"
+        + textwrap.indent(without_trailing_blanks(tokenizer.decode(prompt)), "    ")
+        + "\n"
+    )
+    texts = (
+        ("the model writes", sample.text),
+        ("the text continues", without_trailing_blanks(tokenizer.decode(truth))),
+    )
     print(textwrap.indent(side_by_side(*texts), "    ") + f"\n\n  {sample.end}")
 
 
 def excerpt(rows: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return (tokens of a prompt, the tokens that follow it) from one held-out document, if possible from a line's start."""
+    """Return (tokens of a prompt, the tokens that follow it) from one held-out document, if
+    possible from a line's start.
+    """
     for batch in rows:
-        for ids, positions in zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True):
-            bounds = [number for number, position in enumerate(positions) if number and position == 0]
+        for ids, positions in zip(
+            batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True
+        ):
+            bounds = [
+                number for number, position in enumerate(positions) if number and position == 0
+            ]
             for start, stop in itertools.pairwise([0, *bounds, len(ids)]):
-                document = [token for token in ids[start:stop] if token not in tokenizer.all_special_ids]
-                lines = (number for number, token in enumerate(document[:PROMPT], 1) if "\n" in tokenizer.decode([token]))
+                document = [
+                    token for token in ids[start:stop] if token not in tokenizer.all_special_ids
+                ]
+                lines = (
+                    number
+                    for number, token in enumerate(document[:PROMPT], 1)
+                    if "\n" in tokenizer.decode([token])
+                )
                 if len(document) >= 2 * PROMPT + CONTINUATION:
                     first = next(lines, 0)
                     middle = first + PROMPT
@@ -189,7 +278,11 @@ def side_by_side(left: tuple[str, str], right: tuple[str, str], width: int = 50)
 def cut(text: str, width: int) -> list[str]:
     """Cut a text into lines of at most `width` characters."""
     lines = text.expandtabs(4).split("\n")
-    return [line[start : start + width] for line in lines for start in range(0, max(1, len(line)), width)]
+    return [
+        line[start : start + width]
+        for line in lines
+        for start in range(0, max(1, len(line)), width)
+    ]
 
 
 def draw(lines: list[dict], vocabulary: int, path: Path) -> None:
@@ -201,7 +294,12 @@ def draw(lines: list[dict], vocabulary: int, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], label="training")
     evaluated = [line for line in lines if "eval_loss" in line]
-    axes.plot([line["step"] for line in evaluated], [line["eval_loss"] for line in evaluated], "o", label="held-out")
+    axes.plot(
+        [line["step"] for line in evaluated],
+        [line["eval_loss"] for line in evaluated],
+        "o",
+        label="held-out",
+    )
     axes.axhline(math.log(vocabulary), color="grey", linestyle=":", label="ln(vocabulary)")
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)", title="llama_nano_zero2")
     axes.legend()

@@ -4,7 +4,10 @@ import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036 (told before a line that an older Python cannot run)
     found = f"{sys.executable} is Python {'.'.join(map(str, sys.version_info[:3]))}"
-    sys.exit(f"refused: {found}: the recipes need 3.11 or newer. Activate the environment: . .venv/bin/activate (make setup makes it)")
+    sys.exit(
+        f"refused: {found}: the recipes need 3.11 or newer. Activate the environment: ."
+        " .venv/bin/activate (make setup makes it)"
+    )
 
 from .spec.shadows import refuse_shadows
 

@@ -71,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def help_text() -> str:
     lines = [f"  {name:<9} {command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(["usage: recipekit [COMMAND ...]", "", (__doc__ or "").strip(), "", "commands:", *lines])
+    return "\n".join(
+        ["usage: recipekit [COMMAND ...]", "", (__doc__ or "").strip(), "", "commands:", *lines]
+    )
 
 
 def wrong(where: str, rule: str, fix: str) -> int:
@@ -90,7 +92,11 @@ def nearest(name: str) -> str:
 def complete(words: list[str]) -> int:
     """Print the completion script of a shell."""
     if len(words) != 1 or words[0] not in SHELLS:
-        return wrong(" ".join(["--completion", *words]), "requires the name of a shell", f"use one of {', '.join(SHELLS)}")
+        return wrong(
+            " ".join(["--completion", *words]),
+            "requires the name of a shell",
+            f"use one of {', '.join(SHELLS)}",
+        )
     from .spec.completion import script
 
     print(script(words[0], tuple(COMMANDS)), end="")

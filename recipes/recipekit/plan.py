@@ -1,4 +1,6 @@
-"""From a command line to everything a run needs to know, with every mistake found before anything is started."""
+"""From a command line to everything a run needs to know, with every mistake found before anything
+is started.
+"""
 
 import contextlib
 import dataclasses
@@ -38,17 +40,24 @@ from .spec.task_specs import TASKS, Facts, own_fields
 
 TINY_SEQ_LEN = 128
 POSITIONS = {  # by model_type: what bounds the length of its rows (transformers 5.22.2)
-    **dict.fromkeys(("gpt2", "gpt_bigcode", "openai-gpt", "gptj", "codegen", "ctrl"), "n_positions"),
+    **dict.fromkeys(
+        ("gpt2", "gpt_bigcode", "openai-gpt", "gptj", "codegen", "ctrl"), "n_positions"
+    ),
     **dict.fromkeys(("gpt_neo", "opt", "biogpt"), "max_position_embeddings"),
     "mpt": "max_seq_len",
 }
-BEHIND_PADDING = (*ROBERTAS, "mpnet")  # encoders whose first place is the one behind that of the padding token
-ENCODERS = ("albert", "bert", "distilbert", "electra", "ernie", *BEHIND_PADDING)  # the same of rows of masked_lm: max_position_embeddings
+# encoders whose first place is the one behind that of the padding token
+BEHIND_PADDING = (*ROBERTAS, "mpnet")
+# the same of rows of masked_lm: max_position_embeddings
+ENCODERS = ("albert", "bert", "distilbert", "electra", "ernie", *BEHIND_PADDING)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is about to run. `ds_config` is resolved: numbers only. `model_config` is None until a hub model is fetched."""
+    """What is about to run.
+
+    `ds_config` is resolved: numbers only. `model_config` is None until a hub model is fetched.
+    """
 
     command: Command
     recipe: Recipe
@@ -59,7 +68,8 @@ class Plan:
     out: Path
     resume_from: Path | None  # run or step folder; None: a new run
     notes: tuple[str, ...]  # what was decided for the user, one line each
-    day: str = ""  # ISO date of the run's first start, for chat templates; known when the ranks have met
+    # ISO date of the run's first start, for chat templates; known when the ranks have met
+    day: str = ""
     again: str = ""  # the command that continues the run; "" if it cannot be found
 
     @property
@@ -81,17 +91,24 @@ class Plan:
 
 
 def make_plan(command: Command) -> Plan:
-    """Resolves a command for its world size; raises one `Refusal` with every problem. Reads files, changes nothing."""
+    """Resolves a command for its world size; raises one `Refusal` with every problem.
+
+    Reads files, changes nothing.
+    """
     problems: list[Problem] = []
     if unusable := _check_usable(command):
         raise Refusal(unusable)
     recipe, notes = command.fitted()
     notes += say_unused(command.recipe.dataset, command.unused) + say_trial(command.out)
     asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
-    before = "never" if command.dry_run and recipe.resume == "auto" else recipe.resume  # a question is not answered by an older run
+    # a question is not answered by an older run
+    before = "never" if command.dry_run and recipe.resume == "auto" else recipe.resume
     recipe = dataclasses.replace(recipe, **pins(before, command.out, asked))
     problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
-    recipe = recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)  # that it is none has been told
+    # that it is none has been told
+    recipe = (
+        recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)
+    )
     problems += check_environment(os.environ) if recipe.deterministic else []
     problems += _check_read(recipe, command.typed) + baseline.check_engine(recipe, command.typed)
     config, path = dict[str, Any](), None
@@ -100,18 +117,28 @@ def make_plan(command: Command) -> Plan:
             config, path = json_file.load(recipe.ds_config, command.folder)
             notes += json_file.differences(config, path)
     of_json = baseline.own_optimizer(config)
-    notes += baseline.say_engine(recipe.engine, recipe.precision, recipe.ds_config, command.typed, of_json)
+    notes += baseline.say_engine(
+        recipe.engine, recipe.precision, recipe.ds_config, command.typed, of_json
+    )
     problems += baseline.check_optimizer(recipe.engine, recipe.precision, of_json)
     if recipe.engine != "deepspeed":
         config, path = baseline.own_config(of_json), None
     recipe, written = _merge_json(recipe, config, command.typed, notes)
     bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
     trial = command.tiny, command.dry_run and not is_offline(os.environ)
-    model_config = _config_of_model((recipe.model, recipe.model_revision), recipe.task, trial, bytes_only, notes, problems)
-    if model_config is not None and (not command.tiny or recipe.facts.labels or "num_labels" in command.typed):
-        model_config = lookup.with_labels(model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset))
+    model_config = _config_of_model(
+        (recipe.model, recipe.model_revision), recipe.task, trial, bytes_only, notes, problems
+    )
+    if model_config is not None and (
+        not command.tiny or recipe.facts.labels or "num_labels" in command.typed
+    ):
+        model_config = lookup.with_labels(
+            model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset)
+        )
     limits = shapes.limiting(model_config, recipe.facts.rows)
-    lay_out = partial(_lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny)
+    lay_out = partial(
+        _lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny
+    )
     laid = lay_out(command.world)
     recipe, mesh = laid.recipe, laid.mesh
     notes += laid.notes
@@ -120,13 +147,31 @@ def make_plan(command: Command) -> Plan:
         notes += beyond_positions(model_config, recipe.seq_len)
     problems += _check_inputs(recipe, model_config, command.tiny, notes)
     needs_weights = recipe.init == "pretrained" and not command.dry_run
-    problems += check_offline(recipe.model, recipe.model_revision, needs_weights or not (model_config or command.tiny))
-    problems += check_revisions(recipe.model, recipe.model_revision, recipe.dataset, recipe.dataset_revision, recipe.split, recipe.subset)
+    problems += check_offline(
+        recipe.model, recipe.model_revision, needs_weights or not (model_config or command.tiny)
+    )
+    problems += check_revisions(
+        recipe.model,
+        recipe.model_revision,
+        recipe.dataset,
+        recipe.dataset_revision,
+        recipe.split,
+        recipe.subset,
+    )
     with collecting(problems):
-        problems += _check_run_folder(command, recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer)
+        problems += _check_run_folder(
+            command, recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer
+        )
     resume_from, older = None, list[Problem]()
     with collecting(older if before != recipe.resume else problems):
-        resume_from = find_resume(dataclasses.replace(recipe, **command.revisions), command.out, model_config, command.tiny, command.typed, command.unused)
+        resume_from = find_resume(
+            dataclasses.replace(recipe, **command.revisions),
+            command.out,
+            model_config,
+            command.tiny,
+            command.typed,
+            command.unused,
+        )
     if older:
         notes.append(f"a start will be refused while {command.out} holds this run: {older[0]}")
     if config or not problems:
@@ -135,16 +180,25 @@ def make_plan(command: Command) -> Plan:
     else:
         problems += laid.problems
     if problems:
-        raise Refusal(list(dict.fromkeys(problems)))  # the JSON may give a degree that the recipe has, too
+        # the JSON may give a degree that the recipe has, too
+        raise Refusal(list(dict.fromkeys(problems)))
     resolved, more = resolve.resolve(config, recipe, mesh, limits)
     notes += more
     outputs.expand_outputs(resolved, command.out)
-    return Plan(command, recipe, mesh, resolved, path, model_config, command.out, resume_from, tuple(notes))
+    return Plan(
+        command, recipe, mesh, resolved, path, model_config, command.out, resume_from, tuple(notes)
+    )
 
 
 def _check_usable(command: Command) -> list[Problem]:
-    """Refuse values that cannot be planned with: files without a name, searches of hours, a run folder named s3:."""
-    problems = check_kinds(vars(command.recipe)) + check_values(vars(command.recipe)) + check_variables(os.environ)
+    """Refuse values that cannot be planned with: files without a name, searches of hours, a run
+    folder named s3:.
+    """
+    problems = (
+        check_kinds(vars(command.recipe))
+        + check_values(vars(command.recipe))
+        + check_variables(os.environ)
+    )
     with collecting(problems):
         _ = command.out
     return problems
@@ -160,8 +214,12 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
 
 
 def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
-    """Refuses flags that the task does not read, and a loss in chunks that the recipe's file demands of its own task; else a file may say more."""
-    demanded = {"loss"} if recipe.loss == "chunked" and not {"loss", "task"} & typed else frozenset[str]()
+    """Refuses flags that the task does not read, and a loss in chunks that the recipe's file
+    demands of its own task; else a file may say more.
+    """
+    demanded = (
+        {"loss"} if recipe.loss == "chunked" and not {"loss", "task"} & typed else frozenset[str]()
+    )
     return [
         Problem(
             f"{f'--{name} ' if name in typed else f'{name} = '}{getattr(recipe, name)}",
@@ -173,12 +231,22 @@ def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     ]
 
 
-def _merge_json(recipe: Recipe, config: dict[str, Any], typed: frozenset[str], notes: list[str]) -> tuple[Recipe, frozenset[str]]:
-    """Returns the recipe with the numbers that the JSON gives for its fields, and the names of these; what was typed stays."""
-    written = {name: value for name, value in {**literals(config), **degrees(config)}.items() if name not in typed}
+def _merge_json(
+    recipe: Recipe, config: dict[str, Any], typed: frozenset[str], notes: list[str]
+) -> tuple[Recipe, frozenset[str]]:
+    """Returns the recipe with the numbers that the JSON gives for its fields, and the names of
+    these; what was typed stays.
+    """
+    written = {
+        name: value
+        for name, value in {**literals(config), **degrees(config)}.items()
+        if name not in typed
+    }
     for name, value in written.items():
         if getattr(recipe, name) != value:
-            notes.append(f"{name}: {value} of the JSON overrides {getattr(recipe, name)} of the recipe")
+            notes.append(
+                f"{name}: {value} of the JSON overrides {getattr(recipe, name)} of the recipe"
+            )
     return dataclasses.replace(recipe, **written), frozenset(written)
 
 
@@ -186,11 +254,18 @@ SHIP = "put the file in recipes/recipekit/architectures/ORG--NAME.json"
 
 
 def _config_of_model(
-    named: tuple[str, str], task: str, trial: tuple[bool, bool], bytes_only: bool, notes: list[str], problems: list[Problem]
+    named: tuple[str, str],
+    task: str,
+    trial: tuple[bool, bool],
+    bytes_only: bool,
+    notes: list[str],
+    problems: list[Problem],
 ) -> dict[str, Any] | None:
-    """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is not on this machine.
+    """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is
+    not on this machine.
 
-    `trial`: (the run is tiny, a dry run may ask the hub for a config.json that is not on this machine).
+    `trial`: (the run is tiny, a dry run may ask the hub for a config.json that is not on this
+    machine).
     """
     model, revision = named
     tiny, asks = trial
@@ -203,11 +278,19 @@ def _config_of_model(
         problems += refusal.problems
         return None
     if (model_config or {}).get("auto_map"):
-        notes.append("auto_map: the model's own code is never run, and transformers' class is used instead")
+        notes.append(
+            "auto_map: the model's own code is never run, and transformers' class is used instead"
+        )
     reads_text = "tokenizer" in facts.reads
     if model_config is None and tiny:
-        rule = f"requires the config.json of {revision or 'the model'}, which is {'not' if revision else 'neither shipped nor'} in the local cache"
-        fix = f"give {'a folder' if revision else 'its folder'} with --model, or {'leave --model_revision out' if revision else SHIP}"
+        rule = (
+            f"requires the config.json of {revision or 'the model'}, which is"
+            f" {'not' if revision else 'neither shipped nor'} in the local cache"
+        )
+        fix = (
+            f"give {'a folder' if revision else 'its folder'} with --model, or"
+            f" {'leave --model_revision out' if revision else SHIP}"
+        )
         problems.append(Problem(f"--tiny with model = {model}", rule, fix))
     elif model_config is not None and tiny:
         return shrink(model_config, BYTE_VOCAB if reads_text else 0, facts.tiny)
@@ -216,24 +299,41 @@ def _config_of_model(
     return model_config
 
 
-def _check_strategy(config: dict[str, Any], command: Command, model_config: dict[str, Any] | None, lay_out: Callable[[int], "LaidOut"]) -> list[Problem]:
-    """Returns what of the JSON and the degrees does not fit the ranks, and names numbers of ranks that do."""
-    given: Any = {"model_config": model_config, "typed": command.typed, "local": 0 if command.dry_run else command.local_ranks}
+def _check_strategy(
+    config: dict[str, Any],
+    command: Command,
+    model_config: dict[str, Any] | None,
+    lay_out: Callable[[int], "LaidOut"],
+) -> list[Problem]:
+    """Returns what of the JSON and the degrees does not fit the ranks, and names numbers of ranks
+    that do.
+    """
+    given: Any = {
+        "model_config": model_config,
+        "typed": command.typed,
+        "local": 0 if command.dry_run else command.local_ranks,
+    }
     here = lay_out(command.world)
 
     def check_on(world: int | None) -> list[Problem]:
         if world is None:
             return check.check(config, recipe=here.recipe, **given)
         laid = lay_out(world)
-        return laid.problems or check.check(config, world=world, mesh=laid.mesh, recipe=laid.recipe, **given)
+        return laid.problems or check.check(
+            config, world=world, mesh=laid.mesh, recipe=laid.recipe, **given
+        )
 
-    problems = here.problems + check.check(config, world=command.world, mesh=here.mesh, recipe=here.recipe, **given)
+    problems = here.problems + check.check(
+        config, world=command.world, mesh=here.mesh, recipe=here.recipe, **given
+    )
     step = math.prod(max(1, getattr(here.recipe, axis)) for axis in AXES)
     return divisions.name_worlds(problems, command.world, step, check_on)
 
 
 def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -> list[Problem]:
-    """Refuses rows longer than a model without rotary positions has places for: its forward pass ends in an IndexError."""
+    """Refuses rows longer than a model without rotary positions has places for: its forward pass
+    ends in an IndexError.
+    """
     kind = model_config.get("model_type", "")
     key = "max_position_embeddings" if masked and kind in ENCODERS else POSITIONS.get(kind, "")
     limit = model_config.get(key)
@@ -242,24 +342,40 @@ def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -
         limit -= (1 if padding is None else padding) + 1
     if not isinstance(limit, int) or seq_len <= limit:
         return []
-    return [Problem(f"seq_len = {seq_len}", f"must not exceed the {limit} positions of a {kind} ({key} in its config.json)", f"use --seq_len {limit} or less")]
+    return [
+        Problem(
+            f"seq_len = {seq_len}",
+            f"must not exceed the {limit} positions of a {kind} ({key} in its config.json)",
+            f"use --seq_len {limit} or less",
+        )
+    ]
 
 
-def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: bool, notes: list[str]) -> list[Problem]:
-    """Looks at local data, the model's files and the tokenizer: at the first row, at headers and names. The hub is not asked.
+def _check_inputs(
+    recipe: Recipe, model_config: dict[str, Any] | None, tiny: bool, notes: list[str]
+) -> list[Problem]:
+    """Looks at local data, the model's files and the tokenizer: at the first row, at headers and
+    names.
+
+    The hub is not asked.
 
     Adds to `notes` which files are read and which are left out.
     """
     problems: list[Problem] = []
     domains, streamed = list[Domain](), list[str]()
     with collecting(problems):
-        domains = domains_of(recipe.dataset, recipe.subset) if isinstance(recipe.dataset, str) else []  # `check_recipe` has told of another type
+        # `check_recipe` has told of another type
+        domains = (
+            domains_of(recipe.dataset, recipe.subset) if isinstance(recipe.dataset, str) else []
+        )
     problems += check_mixture(recipe.facts, domains)
     for domain in domains:
         with collecting(problems):
             if domain.dataset == "builtin":
                 continue
-            request = dataclasses.replace(request_of(recipe), dataset=domain.dataset, subset=domain.subset)
+            request = dataclasses.replace(
+                request_of(recipe), dataset=domain.dataset, subset=domain.subset
+            )
             which = "image" in request.names, request.split, request.subset
             if (files := local_files(domain.dataset, *which)) is not None:
                 check_first_row(files, domain.dataset, request)
@@ -275,33 +391,55 @@ def _check_inputs(recipe: Recipe, model_config: dict[str, Any] | None, tiny: boo
     with collecting(problems):
         if model_config is not None and Path(recipe.model).is_dir():
             check_generation_file(Path(recipe.model))
-    problems += lookup.check_own_names(recipe.model, recipe.init, recipe.tokenizer if "tokenizer" in recipe.facts.reads else None)
+    problems += lookup.check_own_names(
+        recipe.model, recipe.init, recipe.tokenizer if "tokenizer" in recipe.facts.reads else None
+    )
     with collecting(problems):
         if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
             check_cache(f"--token_cache {recipe.token_cache}", recipe.token_cache)
     with collecting(problems):
-        if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_config is not None):  # else the model is told of already, or is not here
+        # else the model is told of already, or is not here
+        if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_config is not None):
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)
     return problems
 
 
 def _check_run_folder(command: Command, dataset: Any, **folders: str) -> list[Problem]:
-    """Refuse a run folder that would mix with what is read or that, in a dry run, a start could not make."""
+    """Refuse a run folder that would mix with what is read or that, in a dry run, a start could not
+    make.
+    """
     is_blank = "out" in command.typed and not command.recipe.out.strip()
     problems = check_out(command.out, is_blank, _read_paths(dataset, **folders))
     return problems or (check_writable(command.out) if command.dry_run else [])
 
 
 def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
-    """List the local files and folders that a run reads: (description, path). A glob stands for its folder without wildcards."""
-    found = [(f"the folder of --{name} {value}", Path(value).expanduser()) for name, value in folders.items() if value]
+    """List the local files and folders that a run reads: (description, path).
+
+    A glob stands for its folder without wildcards.
+    """
+    found = [
+        (f"the folder of --{name} {value}", Path(value).expanduser())
+        for name, value in folders.items()
+        if value
+    ]
     for domain in domains_of(dataset) if isinstance(dataset, str) else []:
         entries = [domain.dataset] if is_there(domain.dataset) else domain.dataset.split(",")
         for part in map(str.strip, entries):
             path = Path(part).expanduser()
-            wild = next((number for number, name in enumerate(path.parts) if set(name) & set("*?[")), None)
-            found.append((f"the data of --dataset {part}", path if path.exists() or wild is None else Path(*path.parts[:wild])))
-            found += [(f"the data of --dataset {part}, to which a link leads", target) for target in targets(path)]
+            wild = next(
+                (number for number, name in enumerate(path.parts) if set(name) & set("*?[")), None
+            )
+            found.append(
+                (
+                    f"the data of --dataset {part}",
+                    path if path.exists() or wild is None else Path(*path.parts[:wild]),
+                )
+            )
+            found += [
+                (f"the data of --dataset {part}, to which a link leads", target)
+                for target in targets(path)
+            ]
     return [(what, path.resolve()) for what, path in found if path.exists()]
 
 
@@ -309,12 +447,21 @@ def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:
     """Refuses several corpora where a task takes one."""
     if len(domains) < 2 or "mixture" not in facts.lacks:
         return []
-    return [Problem(f"--dataset of {len(domains)} corpora", facts.lacks["mixture"], "set --dataset to a single data set")]
+    return [
+        Problem(
+            f"--dataset of {len(domains)} corpora",
+            facts.lacks["mixture"],
+            "set --dataset to a single data set",
+        )
+    ]
 
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A recipe as it runs on some number of ranks. Where the degrees do not fit, the mesh is that of one rank."""
+    """A recipe as it runs on some number of ranks.
+
+    Where the degrees do not fit, the mesh is that of one rank.
+    """
 
     recipe: Recipe
     mesh: Mesh
@@ -322,7 +469,13 @@ class LaidOut:
     problems: list[Problem]
 
 
-def _lay_out(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fixed: frozenset[str], tiny: bool) -> LaidOut:
+def _lay_out(
+    recipe: Recipe,
+    world: int,
+    model_config: dict[str, Any] | None,
+    fixed: frozenset[str],
+    tiny: bool,
+) -> LaidOut:
     """Fits a recipe to `world` ranks; nothing in `fixed` is changed."""
     notes, problems, mesh = [], [], Mesh()
     if tiny:
@@ -331,38 +484,76 @@ def _lay_out(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fi
         mesh = make_mesh(world, **{axis: getattr(recipe, axis) for axis in AXES})
     except Refusal as refusal:
         problems = refusal.problems
-    if recipe.pp == 1 and ("pp" in fixed or tiny) and recipe.pipeline_schedule != "1f1b" and "pipeline_schedule" not in fixed:
-        notes.append(f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe is ignored, because pp is 1")
+    if (
+        recipe.pp == 1
+        and ("pp" in fixed or tiny)
+        and recipe.pipeline_schedule != "1f1b"
+        and "pipeline_schedule" not in fixed
+    ):
+        notes.append(
+            f"pipeline_schedule: {recipe.pipeline_schedule} of the recipe is ignored, because pp"
+            " is 1"
+        )
         recipe = dataclasses.replace(recipe, pipeline_schedule="1f1b")
     if tiny and recipe.micro_batch > 0:
         rows = 2 * mesh.dp * mesh.pp * recipe.micro_batch
-        micro_batch, global_batch = fit_batch(mesh.dp, recipe.micro_batch, recipe.global_batch if "global_batch" in fixed else rows, fixed)
-        ramp = recipe.batch_ramp if "batch_ramp" in fixed else scaled(recipe.batch_ramp, recipe.global_batch, global_batch)
-        recipe = dataclasses.replace(recipe, micro_batch=micro_batch, global_batch=global_batch, batch_ramp=ramp)
+        micro_batch, global_batch = fit_batch(
+            mesh.dp,
+            recipe.micro_batch,
+            recipe.global_batch if "global_batch" in fixed else rows,
+            fixed,
+        )
+        ramp = (
+            recipe.batch_ramp
+            if "batch_ramp" in fixed
+            else scaled(recipe.batch_ramp, recipe.global_batch, global_batch)
+        )
+        recipe = dataclasses.replace(
+            recipe, micro_batch=micro_batch, global_batch=global_batch, batch_ramp=ramp
+        )
     return LaidOut(recipe, mesh, notes, problems)
 
 
-def _lower(recipe: Recipe, world: int, model_config: dict[str, Any] | None, fixed: frozenset[str]) -> tuple[Recipe, list[str]]:
-    """Lowers the degrees until they fit `world` ranks and the tiny model; returns the recipe and the line that says so."""
+def _lower(
+    recipe: Recipe, world: int, model_config: dict[str, Any] | None, fixed: frozenset[str]
+) -> tuple[Recipe, list[str]]:
+    """Lowers the degrees until they fit `world` ranks and the tiny model; returns the recipe and
+    the line that says so.
+    """
     degrees = {axis: getattr(recipe, axis) for axis in AXES}
     divisible = shapes.divisible(model_config, recipe.seq_len)
     layers = shapes.count_layers(model_config)
-    most = max(1, layers // (2 if recipe.pipeline_schedule == "dualpipev" else 1)) if layers else degrees["pp"]
+    most = (
+        max(1, layers // (2 if recipe.pipeline_schedule == "dualpipev" else 1))
+        if layers
+        else degrees["pp"]
+    )
     capped = degrees if "pp" in fixed else degrees | {"pp": min(most, degrees["pp"])}
-    fitted = fit_degrees(world, capped, fixed, {axis: tuple(numbers.values()) for axis, numbers in divisible.items()})
+    fitted = fit_degrees(
+        world, capped, fixed, {axis: tuple(numbers.values()) for axis, numbers in divisible.items()}
+    )
     if fitted == degrees:
         return recipe, []
     lowered = [axis for axis in degrees if fitted[axis] < degrees[axis]]
     limits = [f"{world} rank{'s' if world > 1 else ''}"]
     for axis in lowered:
-        limits += [f"{number} {name}" for name, number in divisible.get(axis, {}).items() if number % degrees[axis]]
+        limits += [
+            f"{number} {name}"
+            for name, number in divisible.get(axis, {}).items()
+            if number % degrees[axis]
+        ]
     limits += [f"{layers} layers"] if capped != degrees else []
     listed = ", ".join(f"{axis} {degrees[axis]} -> {fitted[axis]}" for axis in lowered)
-    return dataclasses.replace(recipe, **fitted), [f"--tiny lowered {listed} to fit {', '.join(limits[:-1])}{' and ' if limits[1:] else ''}{limits[-1]}"]
+    return dataclasses.replace(recipe, **fitted), [
+        f"--tiny lowered {listed} to fit"
+        f" {', '.join(limits[:-1])}{' and ' if limits[1:] else ''}{limits[-1]}"
+    ]
 
 
 def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
-    """Shrinks everything but the layout to what a laptop can hold; nothing in `fixed` is touched."""
+    """Shrinks everything but the layout to what a laptop can hold; nothing in `fixed` is
+    touched.
+    """
     small: dict[str, Any] = {
         "micro_batch": 2,
         "seq_len": min(recipe.seq_len, TINY_SEQ_LEN),
@@ -374,4 +565,6 @@ def _tiny(recipe: Recipe, fixed: frozenset[str]) -> Recipe:
         "init": "random",
     }
     unread = {name for name, tasks in own_fields().items() if recipe.task not in tasks}
-    return dataclasses.replace(recipe, **{name: value for name, value in small.items() if name not in fixed | unread})
+    return dataclasses.replace(
+        recipe, **{name: value for name, value in small.items() if name not in fixed | unread}
+    )

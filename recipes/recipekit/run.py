@@ -1,4 +1,6 @@
-"""`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can start."""
+"""`run(RECIPE)`: the one way every recipe starts. Light until it is certain that the run can
+start.
+"""
 
 import contextlib
 import json
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 
 
 def run(recipe: Recipe, argv: list[str] | None = None) -> None:
-    """Reads the command line, refuses what cannot work, trains, and exits: 0 done, 1 refused or failed, 2 usage, 75 start again,
-    143 stopped by a signal after a checkpoint (128 + the number of another signal, so 130 by Ctrl-C)."""
+    """Reads the command line, refuses what cannot work, trains, and exits: 0 done, 1 refused or
+    failed, 2 usage, 75 start again, 143 stopped by a signal after a checkpoint (128 + the number of
+    another signal, so 130 by Ctrl-C).
+    """
     from .runtime.stopping import ignore_stops, quiet_interrupts, start_launcher_watch
 
     quiet_interrupts()
@@ -53,14 +57,23 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             return
         _report(plan.out)
         held = _lock(plan.out) if command.rank == 0 else None
-        notes = (*notes, *plan.notes, *environment.complete(os.environ, plan.ds_config, command.local_ranks or 1))  # before the import of torch
+        # before the import of torch
+        notes = (
+            *notes,
+            *plan.notes,
+            *environment.complete(os.environ, plan.ds_config, command.local_ranks or 1),
+        )
         plan = replace(plan, notes=notes)
         from .hosts.checks import check_start
 
         if problems := check_start(plan):
             raise Refusal(problems)
         if plan.recipe.wandb and wandb_disabled():
-            plan = replace(plan, recipe=replace(plan.recipe, wandb=False), notes=(*notes, "W&B is off, because WANDB_DISABLED is set"))
+            plan = replace(
+                plan,
+                recipe=replace(plan.recipe, wandb=False),
+                notes=(*notes, "W&B is off, because WANDB_DISABLED is set"),
+            )
         _single_process_defaults()
         from .train import main
 
@@ -85,7 +98,10 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
 
 
 def _plan(command: Command) -> "Plan":
-    """Return the plan of a command. Raises `Refusal` with every problem; imports nothing heavy, and takes about a second."""
+    """Return the plan of a command.
+
+    Raises `Refusal` with every problem; imports nothing heavy, and takes about a second.
+    """
     from .plan import make_plan
 
     problems: list[Problem] = []
@@ -116,7 +132,9 @@ def _dry_run(plan: "Plan") -> None:
 
 
 def _report(out: Path) -> None:
-    """Report the run folder to `python -m launch`, once for each host: a restart looks there for the newest checkpoint."""
+    """Report the run folder to `python -m launch`, once for each host: a restart looks there for
+    the newest checkpoint.
+    """
     if "LAUNCH_PIPE" not in os.environ or os.environ.get("LOCAL_RANK") != "0":
         return
     report = json.dumps({"run_folder": os.path.abspath(out), "pid": os.getpid()})
@@ -129,25 +147,33 @@ def _report(out: Path) -> None:
 def _lock(out: Path) -> IO[str]:
     """Hold `out` for this job until the process ends. Raises `Refusal` if another job holds it.
 
-    The exit code is START_AGAIN if the disk of a run with checkpoints fails: a restart may find it well.
+    The exit code is START_AGAIN if the disk of a run with checkpoints fails: a restart may find it
+    well.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         file = open(out.parent / f".{out.name}.lock", "w")  # noqa: SIM115 (held until the run ends)
         if out.exists():
-            tempfile.TemporaryFile(dir=out).close()  # fails where the run would: no folder, no permission, a read-only disk
+            # fails where the run would: no folder, no permission, a read-only disk
+            tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         again = error.errno in FAILING and (out / CHECKPOINTS).is_dir()
         raise Refusal([unwritable(out, error)], START_AGAIN if again else 1) from None
     try:
         lock(file, f"out = {out}", "choose a folder on another disk with --out")
     except BlockingIOError:
-        raise refuse(f"out = {out}", "another job is running in this folder", "wait for it, stop it, or set --out to another folder") from None
+        raise refuse(
+            f"out = {out}",
+            "another job is running in this folder",
+            "wait for it, stop it, or set --out to another folder",
+        ) from None
     return file
 
 
 def _single_process_defaults() -> None:
-    """Sets the variables that a launcher would have set (without them DeepSpeed looks for mpi4py) and the folder of compiled ops."""
+    """Sets the variables that a launcher would have set (without them DeepSpeed looks for mpi4py)
+    and the folder of compiled ops.
+    """
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("LOCAL_RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
@@ -158,5 +184,6 @@ def _single_process_defaults() -> None:
     import torch
 
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no other
+        # else DeepSpeed warns that it found no other
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault(op_cache.VARIABLE, str(op_cache.folder()))

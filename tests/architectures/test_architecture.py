@@ -1,4 +1,6 @@
-"""The tiny copy of a model: small, of the same class, with the same structure; and where a config.json is looked up."""
+"""The tiny copy of a model: small, of the same class, with the same structure; and where a
+config.json is looked up.
+"""
 
 import json
 import re
@@ -13,7 +15,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-SHIPPED_SHAPES = {path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
+SHIPPED_SHAPES = {
+    path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))
+}
 SHAPES = {name: config for name, config in SHIPPED_SHAPES.items() if fitting_task(config) == "pretrain"} | {
     "mixtral": dict(
         model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
@@ -39,27 +43,43 @@ every_shape = pytest.mark.parametrize("kind", SHAPES)
 def numbers(config: dict) -> tuple[int, int, int]:
     """Hidden size, query heads, key-value heads."""
     queries = config.get("num_attention_heads") or config["n_head"]
-    return config.get("hidden_size") or config["n_embd"], queries, config.get("num_key_value_heads") or queries
+    return (
+        config.get("hidden_size") or config["n_embd"],
+        queries,
+        config.get("num_key_value_heads") or queries,
+    )
 
 
 @every_shape
 def test_tiny_model_keeps_its_traits(kind):
     config = SHAPES[kind]
     tiny = shrink(config, BYTE_VOCAB)
-    same = ("model_type", "architectures", "tie_word_embeddings", "attn_logit_softcapping", "final_logit_softcapping", "hidden_act", "activation_function")
+    same = (
+        "model_type",
+        "architectures",
+        "tie_word_embeddings",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "hidden_act",
+        "activation_function",
+    )
     assert {key: tiny.get(key) for key in same} == {key: config.get(key) for key in same}
     hidden, queries, key_values = numbers(config)
     tiny_hidden, tiny_queries, tiny_key_values = numbers(tiny)
     assert tiny_queries / tiny_key_values == min(queries / key_values, 8)  # 405B has 16
     if config.get("head_dim"):
-        assert (tiny["head_dim"] * tiny_queries == tiny_hidden) == (config["head_dim"] * queries == hidden)
+        assert (tiny["head_dim"] * tiny_queries == tiny_hidden) == (
+            config["head_dim"] * queries == hidden
+        )
     assert tiny.keys() - config.keys() <= {"bos_token_id", "eos_token_id", "pad_token_id"}
     for key in ("num_local_experts", "num_experts"):
         assert (tiny.get(key) == 4) == bool(config.get(key))
     if config.get("sliding_window"):
         assert 0 < tiny["sliding_window"] <= 128  # shorter than a tiny row, so that it matters
     assert set(tiny.get("layer_types") or ()) == set(config.get("layer_types") or ())
-    assert (tiny.get("rope_parameters") or ROPE)["rope_type"] == (config.get("rope_parameters") or ROPE)["rope_type"]
+    assert (tiny.get("rope_parameters") or ROPE)["rope_type"] == (
+        config.get("rope_parameters") or ROPE
+    )["rope_type"]
 
 
 @every_shape
@@ -69,23 +89,43 @@ def test_tiny_model_is_small_and_tensor_parallelism_can_cut_it(kind):
 
     tiny = shrink(SHAPES[kind], BYTE_VOCAB)
     hidden, queries, key_values = numbers(tiny)
-    cut = [queries, tiny["vocab_size"], tiny.get("intermediate_size") or hidden * 4, *([key_values] if key_values > 1 else [])]
+    cut = [
+        queries,
+        tiny["vocab_size"],
+        tiny.get("intermediate_size") or hidden * 4,
+        *([key_values] if key_values > 1 else []),
+    ]
     assert not any(number % 4 for number in cut)
     options = dict(tiny)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(options.pop("model_type"), **options))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(options.pop("model_type"), **options)
+    )
     assert type(model).__name__ in (SHAPES[kind].get("architectures") or [type(model).__name__])
     assert 50_000 < sum(parameter.numel() for parameter in model.parameters()) < 1_100_000
     logits = model(input_ids=torch.arange(256).view(2, 128), use_cache=False).logits
     assert logits.shape == (2, 128, BYTE_VOCAB) and logits.isfinite().all()
 
 
-# Types that transformers 5.22.2 registers as causal language models, and of which no model can be built and trained alone.
+# Types that transformers 5.22.2 registers as causal language models, and of which no model can be
+# built and trained alone.
 CANNOT = {
     "blt": "four stacks whose widths depend on one another, and no layers or width of its own",
-    "gemma4_assistant": "a draft model that reads its target's keys and values; its default config is refused by Gemma4TextConfig",
-    "gemma4_unified_assistant": "a draft model that reads its target's keys and values: Gemma4UnifiedTextAttention, shared_kv_states['sliding_attention']",
-    "musicgen": "AutoModelForCausalLM gives MusicgenConfig to MusicgenForCausalLM, which wants the MusicgenDecoderConfig in it",
-    "musicgen_melody": "AutoModelForCausalLM gives MusicgenMelodyConfig to a class that wants the MusicgenMelodyDecoderConfig in it",
+    "gemma4_assistant": (
+        "a draft model that reads its target's keys and values; its default config is refused by"
+        " Gemma4TextConfig"
+    ),
+    "gemma4_unified_assistant": (
+        "a draft model that reads its target's keys and values: Gemma4UnifiedTextAttention,"
+        " shared_kv_states['sliding_attention']"
+    ),
+    "musicgen": (
+        "AutoModelForCausalLM gives MusicgenConfig to MusicgenForCausalLM, which wants the"
+        " MusicgenDecoderConfig in it"
+    ),
+    "musicgen_melody": (
+        "AutoModelForCausalLM gives MusicgenMelodyConfig to a class that wants the"
+        " MusicgenMelodyDecoderConfig in it"
+    ),
 }
 QUICK = set(list(CAUSAL)[::4])  # the others are slow tests, together two minutes
 
@@ -95,7 +135,9 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
     return cannot + ([] if name in QUICK else [pytest.mark.slow])
 
 
-every_type = pytest.mark.parametrize("model_type", [pytest.param(name, marks=marks(name)) for name in CAUSAL])
+every_type = pytest.mark.parametrize(
+    "model_type", [pytest.param(name, marks=marks(name)) for name in CAUSAL]
+)
 
 
 def build(config):
@@ -114,8 +156,12 @@ def build(config):
 
 
 def parts(model) -> set[str]:
-    """The classes of the modules, and the names of the parameters without the number of the layer."""
-    return {type(module).__name__ for module in model.modules()} | {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_parameters()}
+    """The classes of the modules, and the names of the parameters without the number of the
+    layer.
+    """
+    return {type(module).__name__ for module in model.modules()} | {
+        re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_parameters()
+    }
 
 
 @every_type
@@ -130,9 +176,18 @@ def test_every_type_has_a_tiny_model_of_the_same_parts_that_trains(model_type):
         assert parts(model) == parts(build(default_config(model_type)))
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_500_000
     numbers = tiny | (tiny.get("text_config") or {})
-    cut = [number for key, number in numbers.items() if re.fullmatch(r".*(heads|head_dim|intermediate_size|ffn_dim|_rank)|vocab_size", key) and number]
+    cut = [
+        number
+        for key, number in numbers.items()
+        if re.fullmatch(r".*(heads|head_dim|intermediate_size|ffn_dim|_rank)|vocab_size", key)
+        and number
+    ]
     assert numbers["vocab_size"] == BYTE_VOCAB
-    assert all(each == 1 or each % 2 == 0 for number in cut for each in (number if isinstance(number, list) else [number]))
+    assert all(
+        each == 1 or each % 2 == 0
+        for number in cut
+        for each in (number if isinstance(number, list) else [number])
+    )
 
     ids = torch.randint(3, BYTE_VOCAB, (2, 48))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -141,14 +196,24 @@ def test_every_type_has_a_tiny_model_of_the_same_parts_that_trains(model_type):
         logits = model(input_ids=ids).logits  # (2, 48, BYTE_VOCAB)
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()))
         losses[-1].backward()
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+        assert all(
+            parameter.grad.isfinite().all()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        )
         optimizer.step()
     assert losses[0].isfinite() and losses[1].isfinite() and losses[0] != losses[1]
 
 
 def test_every_type_with_a_pipeline_plan_has_a_tiny_model():
-    classes = {name: [CONFIG_MAPPING[name], *CONFIG_MAPPING[name].sub_configs.values()] for name in CAUSAL}
-    planned = {name for name, configs in classes.items() if any(getattr(config, "base_model_pp_plan", None) for config in configs)}
+    classes = {
+        name: [CONFIG_MAPPING[name], *CONFIG_MAPPING[name].sub_configs.values()] for name in CAUSAL
+    }
+    planned = {
+        name
+        for name, configs in classes.items()
+        if any(getattr(config, "base_model_pp_plan", None) for config in configs)
+    }
     assert len(planned) >= 88  # transformers 5.22.2 has so many
     assert not planned & CANNOT.keys()
 
@@ -159,29 +224,67 @@ def test_every_type_with_a_pipeline_plan_has_a_tiny_model():
         (8, {"layer_types": ["a", "a", "a", "b"] * 2}, {"layer_types": ["a", "a", "a", "b"]}),
         (8, {"layer_types": ["a", "b"] * 4}, {"layer_types": ["a", "b", "a", "b"]}),
         (6, {"layer_types": [*"aaaaab"]}, {"layer_types": [*"aaab"]}),
-        (6, {"layer_types": [*"aaabaa"], "mlp_layer_types": [*"ddssss"]}, {"layer_types": [*"aaba"], "mlp_layer_types": [*"dsss"]}),
+        (
+            6,
+            {"layer_types": [*"aaabaa"], "mlp_layer_types": [*"ddssss"]},
+            {"layer_types": [*"aaba"], "mlp_layer_types": [*"dsss"]},
+        ),
         (9, {"first_k_dense_replace": 3}, {"first_k_dense_replace": 1}),
-        (9, {"moe_layer_start_index": 1, "moe_layer_end_index": 7}, {"moe_layer_start_index": 1, "moe_layer_end_index": 2}),
-        (8, {"layer_types": ["a", "b"] * 4, "num_kv_shared_layers": 4}, {"layer_types": ["a", "b", "a", "b"], "num_kv_shared_layers": 2}),
+        (
+            9,
+            {"moe_layer_start_index": 1, "moe_layer_end_index": 7},
+            {"moe_layer_start_index": 1, "moe_layer_end_index": 2},
+        ),
+        (
+            8,
+            {"layer_types": ["a", "b"] * 4, "num_kv_shared_layers": 4},
+            {"layer_types": ["a", "b", "a", "b"], "num_kv_shared_layers": 2},
+        ),
         (8, {"cross_attention_layers": [3, 7]}, {"cross_attention_layers": [3]}),
         (8, {"no_rope_layers": [1, 1, 1, 0] * 2}, {"no_rope_layers": [1, 1, 1, 0]}),
-        (6, {"per_layer_config": {"05": {"head_dim": 128}}, "head_dim": 64}, {"per_layer_config": {"3": {"head_dim": 32}}, "head_dim": 16}),
+        (
+            6,
+            {"per_layer_config": {"05": {"head_dim": 128}}, "head_dim": 64},
+            {"per_layer_config": {"3": {"head_dim": 32}}, "head_dim": 16},
+        ),
         (6, {"hybrid_override_pattern": "MMM-*-"}, {"hybrid_override_pattern": "MM-*"}),
     ],
 )
 def test_one_layer_of_each_kind_stays_and_the_lists_of_layers_agree(layers, says, kept):
-    tiny = shrink({"model_type": "any", "num_hidden_layers": layers, "num_attention_heads": 4, "hidden_size": 256, "vocab_size": 1000} | says, BYTE_VOCAB)
+    tiny = shrink(
+        {
+            "model_type": "any",
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "hidden_size": 256,
+            "vocab_size": 1000,
+        }
+        | says,
+        BYTE_VOCAB,
+    )
     assert tiny["num_hidden_layers"] == 4
     assert {key: tiny[key] for key in says} == kept
 
 
 def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
-    factors = {"rope_type": "longrope", "long_factor": [1.0] * 48, "short_factor": [2.0] * 48}  # of Phi-3: 96 dimensions a head
-    config = {"model_type": "phi3", "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 3072, "rope_scaling": factors}
-    assert shrink(config, BYTE_VOCAB)["rope_scaling"] == {"rope_type": "longrope", "long_factor": [1.0] * 8, "short_factor": [2.0] * 8}
+    # of Phi-3: 96 dimensions a head
+    factors = {"rope_type": "longrope", "long_factor": [1.0] * 48, "short_factor": [2.0] * 48}
+    config = {
+        "model_type": "phi3",
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_size": 3072,
+        "rope_scaling": factors,
+    }
+    assert shrink(config, BYTE_VOCAB)["rope_scaling"] == {
+        "rope_type": "longrope",
+        "long_factor": [1.0] * 8,
+        "short_factor": [2.0] * 8,
+    }
 
 
-# Image classifiers whose tiny copies are promised; recipes/SUPPORT.md says of the others what they do.
+# Image classifiers whose tiny copies are promised; recipes/SUPPORT.md says of the others what they
+# do.
 IMAGES = ("vit", "deit", "beit", "dinov2", "swin", "convnext", "resnet", "siglip", "clip")
 OF_IMAGES = TASKS["image_classification"].tiny
 VIT_L = {
@@ -194,7 +297,9 @@ VIT_L = {
 def classifier(tiny: dict):
     import transformers
 
-    return transformers.AutoModelForImageClassification.from_config(transformers.AutoConfig.for_model(**tiny))
+    return transformers.AutoModelForImageClassification.from_config(
+        transformers.AutoConfig.for_model(**tiny)
+    )
 
 
 @pytest.mark.parametrize("model_type", IMAGES)
@@ -211,21 +316,33 @@ def test_every_image_family_has_a_tiny_classifier_of_the_same_parts_that_trains(
     assert 20_000 < sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
     of_images = tiny.get("vision_config", tiny)
     assert of_images["image_size"] == 32 and of_images.get("patch_size", 1) <= 8
-    images, labels = torch.rand(4, of_images.get("num_channels", 3), 32, 32), torch.tensor([0, 3, 7, 9])  # (B, C, H, W)
+    # (B, C, H, W)
+    images, labels = (
+        torch.rand(4, of_images.get("num_channels", 3), 32, 32),
+        torch.tensor([0, 3, 7, 9]),
+    )
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.01), []
     for _ in range(2):
         logits = model(pixel_values=images).logits
         assert logits.shape == (4, 10)
         losses.append(torch.nn.functional.cross_entropy(logits, labels))
         losses[-1].backward()
-        assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+        assert all(
+            parameter.grad.isfinite().all()
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        )
         optimizer.step()
     assert losses[0].isfinite() and losses[1].isfinite() and losses[0] != losses[1]
 
 
 def test_the_numbers_of_a_tiny_vit_are_small_and_tp_can_cut_it():
     tiny = shrink(VIT_L, most=OF_IMAGES)
-    kept = {key: value for key, value in VIT_L.items() if not isinstance(value, int | dict) or isinstance(value, bool)}
+    kept = {
+        key: value
+        for key, value in VIT_L.items()
+        if not isinstance(value, int | dict) or isinstance(value, bool)
+    }
     assert {key: tiny[key] for key in kept} == kept
     assert {key: tiny[key] for key in tiny.keys() - kept} == {
         "hidden_size": 64,
@@ -238,7 +355,9 @@ def test_the_numbers_of_a_tiny_vit_are_small_and_tp_can_cut_it():
         "num_labels": 10,
     }
     small = shrink(VIT_L | {"image_size": [28, 28], "patch_size": 4}, most=OF_IMAGES)
-    assert small["image_size"] == [28, 28] and small["patch_size"] == 4, "what is small already stays"
+    assert small["image_size"] == [28, 28] and small["patch_size"] == 4, (
+        "what is small already stays"
+    )
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
@@ -246,14 +365,24 @@ def test_a_tower_that_leaves_its_numbers_to_its_class_is_shrunk_too(kind):
     """As CLIP and SigLIP are published."""
     tower = {"model_type": f"{kind}_vision_model"}
     tiny = shrink({"model_type": kind, "vision_config": tower, "text_config": {}}, most=OF_IMAGES)
-    assert tiny["vision_config"].items() >= (tower | {"hidden_size": 64, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8}).items()
+    assert (
+        tiny["vision_config"].items()
+        >= (
+            tower | {"hidden_size": 64, "num_hidden_layers": 4, "image_size": 32, "patch_size": 8}
+        ).items()
+    )
     assert sum(parameter.numel() for parameter in classifier(tiny).parameters()) < 300_000
 
 
 def test_an_image_model_that_names_no_width_is_refused():
-    with pytest.raises(Refusal, match=r"cannot shrink a odd: its config\.json has no hidden_sizes or embed_dim"):
+    with pytest.raises(
+        Refusal, match=r"cannot shrink a odd: its config\.json has no hidden_sizes or embed_dim"
+    ):
         shrink({"model_type": "odd", "depths": [2, 2], "width": 3}, most=OF_IMAGES)
-    with pytest.raises(Refusal, match=r"cannot shrink a odd: its config\.json has no num_hidden_layers, hidden_size"):
+    with pytest.raises(
+        Refusal,
+        match=r"cannot shrink a odd: its config\.json has no num_hidden_layers, hidden_size",
+    ):
         shrink({"model_type": "odd", "width": 3}, most=OF_IMAGES)
 
 
@@ -267,7 +396,10 @@ def test_shrinking_does_not_change_its_argument():
 
 
 def test_an_unknown_way_of_naming_is_refused():
-    with pytest.raises(Refusal, match=r"cannot shrink a clever: its config\.json has no num_hidden_layers, hidden_size"):
+    with pytest.raises(
+        Refusal,
+        match=r"cannot shrink a clever: its config\.json has no num_hidden_layers, hidden_size",
+    ):
         shrink({"model_type": "clever", "width": 2048, "n_heads": 16, "depth": 24}, BYTE_VOCAB)
 
 
@@ -289,7 +421,12 @@ def test_config_comes_from_the_folder_the_cache_or_the_shipped_file(tmp_path, mo
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    [(None, "contains no config.json"), ("{", "is not JSON"), ("[]", "has no model_type"), ('{"hidden_size": 3}', "has no model_type")],
+    [
+        (None, "contains no config.json"),
+        ("{", "is not JSON"),
+        ("[]", "has no model_type"),
+        ('{"hidden_size": 3}', "has no model_type"),
+    ],
 )
 def test_an_unusable_config_is_refused(tmp_path, text, rule):
     if text is not None:

@@ -1,4 +1,6 @@
-"""Safetensors files are read as the library reads them, and refused where they are not what they say."""
+"""Safetensors files are read as the library reads them, and refused where they are not what they
+say.
+"""
 
 import json
 from pathlib import Path
@@ -12,10 +14,24 @@ from safetensors.torch import load_file, save_file
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}, tmp_path / "one.safetensors", metadata={"format": "pt"})
-    save_file({"c": torch.tensor([7], dtype=torch.int64), "empty": torch.empty(0, 4)}, tmp_path / "two.safetensors")
-    weight_map = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors", "empty": "two.safetensors"}
-    (tmp_path / safetensors_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    save_file(
+        {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)},
+        tmp_path / "one.safetensors",
+        metadata={"format": "pt"},
+    )
+    save_file(
+        {"c": torch.tensor([7], dtype=torch.int64), "empty": torch.empty(0, 4)},
+        tmp_path / "two.safetensors",
+    )
+    weight_map = {
+        "a": "one.safetensors",
+        "b": "one.safetensors",
+        "c": "two.safetensors",
+        "empty": "two.safetensors",
+    }
+    (tmp_path / safetensors_files.INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return tmp_path
 
 
@@ -32,17 +48,28 @@ def test_every_tensor_lies_where_the_library_finds_it(folder: Path) -> None:
 
 
 def test_an_empty_file_is_one_that_the_library_reads(tmp_path: Path) -> None:
-    found = safetensors_files.create(tmp_path, "made.safetensors", {"x": ("BF16", (3,)), "y": ("F32", (2, 2)), "z": ("I64", ())})
+    found = safetensors_files.create(
+        tmp_path, "made.safetensors", {"x": ("BF16", (3,)), "y": ("F32", (2, 2)), "z": ("I64", ())}
+    )
     with (tmp_path / "made.safetensors").open("r+b") as file:
         file.seek(found["y"].offset)
         file.write(torch.full((2, 2), 2.5).numpy().tobytes())
     loaded = load_file(tmp_path / "made.safetensors")
-    assert loaded["y"].tolist() == [[2.5, 2.5], [2.5, 2.5]] and loaded["x"].tolist() == [0, 0, 0] and loaded["z"].shape == ()
+    assert (
+        loaded["y"].tolist() == [[2.5, 2.5], [2.5, 2.5]]
+        and loaded["x"].tolist() == [0, 0, 0]
+        and loaded["z"].shape == ()
+    )
 
 
 def test_an_index_that_leaves_the_folder_is_refused(folder: Path) -> None:
     save_file({"a": torch.ones(2)}, folder.parent / "outside.safetensors")
-    for name in ("../outside.safetensors", str(folder.parent / "outside.safetensors"), "sub/one.safetensors", "one.bin"):
+    for name in (
+        "../outside.safetensors",
+        str(folder.parent / "outside.safetensors"),
+        "sub/one.safetensors",
+        "one.bin",
+    ):
         (folder / safetensors_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(Refusal, match="is not a file of this folder"):
             safetensors_files.open_folder(folder)
@@ -92,7 +119,9 @@ def test_a_header_larger_than_the_file_is_not_read(folder: Path) -> None:
 
 def test_what_the_index_and_the_files_disagree_on_is_named(folder: Path) -> None:
     index = json.loads((folder / safetensors_files.INDEX).read_text())
-    (folder / safetensors_files.INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"d": "two.safetensors"}}))
+    (folder / safetensors_files.INDEX).write_text(
+        json.dumps({"weight_map": index["weight_map"] | {"d": "two.safetensors"}})
+    )
     with pytest.raises(Refusal, match="lacks 1 of the tensors that its index names, first d"):
         safetensors_files.open_folder(folder)
     (folder / safetensors_files.INDEX).write_text(json.dumps(index))

@@ -1,4 +1,6 @@
-"""A tokenizer's files that are empty, cut, or hold something else: refused by name, before anything is loaded."""
+"""A tokenizer's files that are empty, cut, or hold something else: refused by name, before anything
+is loaded.
+"""
 
 import json
 from collections.abc import Callable
@@ -22,14 +24,38 @@ def cut(file: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "empty": ("tokenizer.json", lambda file: file.write_text(""), "is empty (0 bytes). Download the tokenizer again"),
+    "empty": (
+        "tokenizer.json",
+        lambda file: file.write_text(""),
+        "is empty (0 bytes). Download the tokenizer again",
+    ),
     "blank": ("tokenizer.json", lambda file: file.write_text(" \n"), "is empty (2 bytes)"),
     "cut": ("tokenizer.json", cut, "is not JSON: "),
-    "another object": ("tokenizer.json", lambda file: file.write_text('{"error": "Not found"}'), "contains no tokenizer: its key model is missing"),
-    "a page": ("tokenizer.json", lambda file: file.write_text("<html>Sign in</html>"), "is not JSON: "),
-    "config empty": ("tokenizer_config.json", lambda file: file.write_text(""), "is empty (0 bytes)"),
-    "config a list": ("tokenizer_config.json", lambda file: file.write_text("[]"), "is not a JSON object"),
-    "map cut": ("special_tokens_map.json", lambda file: file.write_text('{"eos_token": "<'), "is not JSON: "),
+    "another object": (
+        "tokenizer.json",
+        lambda file: file.write_text('{"error": "Not found"}'),
+        "contains no tokenizer: its key model is missing",
+    ),
+    "a page": (
+        "tokenizer.json",
+        lambda file: file.write_text("<html>Sign in</html>"),
+        "is not JSON: ",
+    ),
+    "config empty": (
+        "tokenizer_config.json",
+        lambda file: file.write_text(""),
+        "is empty (0 bytes)",
+    ),
+    "config a list": (
+        "tokenizer_config.json",
+        lambda file: file.write_text("[]"),
+        "is not a JSON object",
+    ),
+    "map cut": (
+        "special_tokens_map.json",
+        lambda file: file.write_text('{"eos_token": "<'),
+        "is not JSON: ",
+    ),
     "model empty": ("tokenizer.model", lambda file: file.write_text(""), "is empty (0 bytes)"),
 }
 
@@ -48,18 +74,30 @@ def test_a_large_file_is_judged_by_its_ends(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(small_files, "PARSED", 1000)
     assert local_tokenizer(str(folder)) == folder
     cut(folder / "tokenizer.json")
-    with pytest.raises(Refusal, match=r"tokenizer.json: is truncated, or is not a JSON object\. Download the tokenizer again"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"tokenizer.json: is truncated, or is not a JSON object\. Download the tokenizer again"
+        ),
+    ):
         local_tokenizer(str(folder))
 
 
 def test_files_that_a_library_alone_can_judge_are_refused_when_loaded(folder: Path) -> None:
     whole = json.loads((folder / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(whole | {"model": whole["model"] | {"type": "Nope"}}))
-    with pytest.raises(Refusal, match=r"its tokenizer's files cannot be read: .*\. Download them again"):
+    (folder / "tokenizer.json").write_text(
+        json.dumps(whole | {"model": whole["model"] | {"type": "Nope"}})
+    )
+    with pytest.raises(
+        Refusal, match=r"its tokenizer's files cannot be read: .*\. Download them again"
+    ):
         load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 5}')
-    with pytest.raises(Refusal, match=r"its tokenizer's files cannot be read: AttributeError: .*\. Download them again"):
+    with pytest.raises(
+        Refusal,
+        match=r"its tokenizer's files cannot be read: AttributeError: .*\. Download them again",
+    ):
         load_tokenizer(str(folder))
 
 

@@ -1,4 +1,6 @@
-"""The GPU bench's arithmetic, what it keeps, its page, and, slow, every row of it in tiny shapes on a CPU."""
+"""The GPU bench's arithmetic, what it keeps, its page, and, slow, every row of it in tiny shapes on
+a CPU.
+"""
 
 import math
 import os
@@ -24,7 +26,13 @@ sys.path.insert(0, str(ROOT / "tools" / "bench"))
 import bench_gpu
 
 TOOL = ROOT / "tools" / "bench" / "bench_gpu.py"
-KEY = {"device": "NVIDIA H200", "torch": "2.11.0", "deepspeed": "0.19.8", "code": "c0de", "tiny": False}
+KEY = {
+    "device": "NVIDIA H200",
+    "torch": "2.11.0",
+    "deepspeed": "0.19.8",
+    "code": "c0de",
+    "tiny": False,
+}
 LINES = [[1, 4.0, 1.0], [2, 3.0, 0.5]]
 
 
@@ -35,13 +43,24 @@ def bench(*flags: object, limit: int = 60) -> subprocess.CompletedProcess[str]:
 
 def record(name: str, status: str = "pass", **changes: Any) -> dict[str, Any]:
     row = bench_gpu.BY_NAME[name]
-    told = {"row": name, "part": row.part, "status": status, "seconds": 9.0, "measured": f"what {name} | found", "bars": ""}
+    told = {
+        "row": name,
+        "part": row.part,
+        "status": status,
+        "seconds": 9.0,
+        "measured": f"what {name} | found",
+        "bars": "",
+    }
     return told | {"date": "2030-01-02", "commit": "abc", "key": KEY, "figures": {}} | changes
 
 
 def table(text: str) -> dict[str, list[str]]:
     """Name of a row -> the other cells of its line."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     assert {len(line) for line in cells} == {4}
     return {line[0]: line[1:] for line in cells if line[0] in bench_gpu.BY_NAME}
 
@@ -50,29 +69,47 @@ def a_bench(tmp_path: Path, **kept: dict[str, Any]) -> bench_gpu.Bench:
     return bench_gpu.Bench(tmp_path, False, KEY, kept)
 
 
-# Arithmetic -------------------------------------------------------------------------------------------------------
+# Arithmetic
+# --------------------------------------------------------------------------------------------------
 
 
 def test_losses_are_compared_step_by_step():
     assert bench_gpu.furthest(LINES, LINES) == 0
     assert bench_gpu.furthest([[1, 4.0, 1.0], [2, 3.03, 9.0]], LINES) == pytest.approx(0.01)
-    assert bench_gpu.furthest([[1, 4.0, 1.0]], LINES) == bench_gpu.furthest([], []) == float("inf"), "other steps are no match"
+    assert (
+        bench_gpu.furthest([[1, 4.0, 1.0]], LINES) == bench_gpu.furthest([], []) == float("inf")
+    ), "other steps are no match"
 
 
 def test_the_same_bits_are_of_losses_and_norms():
     assert bench_gpu.other_bits(LINES, [list(line) for line in LINES]) == ""
-    assert "from step 2 on" in bench_gpu.other_bits([LINES[0], [2, 3.0, math.nextafter(0.5, 1)]], LINES)
+    assert "from step 2 on" in bench_gpu.other_bits(
+        [LINES[0], [2, 3.0, math.nextafter(0.5, 1)]], LINES
+    )
     assert bench_gpu.other_bits(LINES[:1], LINES) == "1 steps, not 2"
     assert bench_gpu.other_bits([], []), "nothing is no proof"
 
 
 def test_the_plan_is_read_from_what_dry_run_prints():
-    one = "memory   accelerator, each rank: 12.50 GiB = parameters 2.00 + gradients 4.00 + optimizer states 6.50\n"
-    two = "memory   accelerator, each rank: 9.99 GiB always, 12.50 GiB while the loss is computed\n            1.11 GiB  parameters, bf16\n"
+    one = (
+        "memory   accelerator, each rank: 12.50 GiB = parameters 2.00 + gradients 4.00 + optimizer"
+        " states 6.50\n"
+    )
+    two = (
+        "memory   accelerator, each rank: 9.99 GiB always, 12.50 GiB while the loss is computed\n  "
+        "          1.11 GiB  parameters, bf16\n"
+    )
     host = "memory   host, each rank: 99.00 GiB = optimizer states\n"
-    for printed in (one, host + two, f"{two}{host}verdict  states fit, activations not counted: 9.99 GiB of 139 GiB"):
+    for printed in (
+        one,
+        host + two,
+        f"{two}{host}verdict  states fit, activations not counted: 9.99 GiB of 139 GiB",
+    ):
         assert bench_gpu.read_plan(printed) == {"bytes": 12.5 * 2**30, "activations": False}
-    besides = "memory   predicted activations of a micro-batch: 34.40 GiB, at most 57.34 GiB with the states above\n           34.15 GiB  all that 24 other layers keep\n"
+    besides = (
+        "memory   predicted activations of a micro-batch: 34.40 GiB, at most 57.34 GiB with the"
+        " states above\n           34.15 GiB  all that 24 other layers keep\n"
+    )
     assert bench_gpu.read_plan(f"{two}{besides}") == {"bytes": 57.34 * 2**30, "activations": True}
     assert bench_gpu.read_plan(host)["bytes"] is None
 
@@ -81,21 +118,34 @@ def test_the_plan_is_read_from_what_dry_run_prints():
     ("activations", "peak", "applies", "reached"),
     [
         *((True, 10.4, True, True), (True, 10.6, True, False), (True, 9.4, True, False)),
-        *((False, 17.0, True, True), (False, 9.6, True, True), (False, 9.4, True, False)),  # states alone are never more than the peak
+        # states alone are never more than the peak
+        *((False, 17.0, True, True), (False, 9.6, True, True), (False, 9.4, True, False)),
         (True, 99.0, False, None),
     ],
 )
-def test_the_peak_is_judged_by_what_the_plan_counts(activations: bool, peak: float, applies: bool, reached: bool | None):
-    words, (_, found) = bench_gpu.beside_plan({"bytes": 10 * 2**30, "activations": activations}, peak * 2**30, applies)
+def test_the_peak_is_judged_by_what_the_plan_counts(
+    activations: bool, peak: float, applies: bool, reached: bool | None
+):
+    words, (_, found) = bench_gpu.beside_plan(
+        {"bytes": 10 * 2**30, "activations": activations}, peak * 2**30, applies
+    )
     assert found is reached
-    assert f"peak {peak:.2f} GiB, planned 10.00" in words and ("without activations" in words) == (not activations)
+    assert f"peak {peak:.2f} GiB, planned 10.00" in words and ("without activations" in words) == (
+        not activations
+    )
     assert bench_gpu.beside_plan({"bytes": None, "activations": True}, 2**30, True)[1][1] is None
-    assert "planned 0.00" in bench_gpu.beside_plan({"bytes": 0.0, "activations": False}, 2**30, True)[0], "of a tiny model"
+    assert (
+        "planned 0.00"
+        in bench_gpu.beside_plan({"bytes": 0.0, "activations": False}, 2**30, True)[0]
+    ), "of a tiny model"
 
 
 def test_speed_has_the_bar_of_its_model():
     judged = lambda model, tiny=False, **figures: bench_gpu.fast_enough(figures, model, tiny)[1]  # noqa: E731
-    assert judged("1b", mfu=0.38, tokens_per_s=1) is True and judged("1b", mfu=0.379, tokens_per_s=1e9) is False
+    assert (
+        judged("1b", mfu=0.38, tokens_per_s=1) is True
+        and judged("1b", mfu=0.379, tokens_per_s=1e9) is False
+    )
     assert judged("3b", mfu=0.39, tokens_per_s=1) is False
     assert judged("8b", tokens_per_s=13_001) is True and judged("8b", tokens_per_s=13_000) is False
     assert judged("1b", tokens_per_s=1) is None, "a device whose peak is not known has no MFU"
@@ -110,17 +160,28 @@ def test_a_missed_bar_is_named_and_one_that_does_not_apply_too():
 
 def test_the_last_line_of_a_log_tells_why(tmp_path: Path):
     log = tmp_path / "x.log"
-    log.write_text("Traceback\nValueError: this\n\n[rank0]:[W1123 10:00:00 ProcessGroup.cpp:1] Warning: destroy\n  \n")
+    log.write_text(
+        "Traceback\nValueError: this\n\n[rank0]:[W1123 10:00:00 ProcessGroup.cpp:1] Warning:"
+        " destroy\n  \n"
+    )
     assert bench_gpu.last_line(log) == "ValueError: this"
     log.write_text("")
     assert "empty" in bench_gpu.last_line(log)
 
 
-@pytest.mark.parametrize("on", [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)], ids="_".join)
+@pytest.mark.parametrize(
+    "on", [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)], ids="_".join
+)
 def test_a_measure_is_on_by_itself(on: tuple[str, ...], tmp_path: Path):
     """The command of its row resolves, as `--dry_run` does it, and differs in nothing else."""
     recipe = runpy.run_path(str(ROOT / bench_gpu.QWEN), run_name="a test")["RECIPE"]
-    plan = make_plan(parse(recipe, ROOT / bench_gpu.QWEN, ["--tiny", "--dry_run", *bench_gpu.measure_flags(tmp_path, on)]))
+    plan = make_plan(
+        parse(
+            recipe,
+            ROOT / bench_gpu.QWEN,
+            ["--tiny", "--dry_run", *bench_gpu.measure_flags(tmp_path, on)],
+        )
+    )
     assert plan.recipe.attention == ("varlen" if "attention" in on else "sdpa")
     assert plan.recipe.loss == ("chunked" if "loss" in on else "whole")
     assert plan.recipe.compile == ("on" if "compile" in on else "off")
@@ -131,11 +192,18 @@ def test_a_measure_is_on_by_itself(on: tuple[str, ...], tmp_path: Path):
 
 def test_every_measure_has_a_row_beside_none_and_all():
     rows = [row for row in bench_gpu.ROWS if row.part == "E"]
-    assert [row.measure.keywords["on"] for row in rows] == [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)]  # type: ignore[attr-defined]
-    assert all(row.needs == ((bench_gpu.NONE_ON,) if row.measure.keywords["on"] else ()) for row in rows)  # type: ignore[attr-defined]
+    assert [row.measure.keywords["on"] for row in rows] == [
+        (),
+        *((name,) for name in bench_gpu.MEASURES),
+        tuple(bench_gpu.MEASURES),
+    ]  # type: ignore[attr-defined]
+    assert all(
+        row.needs == ((bench_gpu.NONE_ON,) if row.measure.keywords["on"] else ()) for row in rows
+    )  # type: ignore[attr-defined]
 
 
-# What is kept -----------------------------------------------------------------------------------------------------
+# What is kept
+# --------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_another_device_or_code_are_not_mixed(tmp_path: Path):
@@ -143,7 +211,13 @@ def test_rows_of_another_device_or_code_are_not_mixed(tmp_path: Path):
     assert bench_gpu.kept_rows(file, KEY) == {}
     bench_gpu.keep(file, record("cpu"))
     bench_gpu.keep(file, record("zero0", "broke"))
-    for name, value in (("device", "NVIDIA A100"), ("torch", "2.13.0"), ("deepspeed", "1"), ("code", "other"), ("tiny", True)):
+    for name, value in (
+        ("device", "NVIDIA A100"),
+        ("torch", "2.13.0"),
+        ("deepspeed", "1"),
+        ("code", "other"),
+        ("tiny", True),
+    ):
         bench_gpu.keep(file, record("zero1", key=KEY | {name: value}))
     with file.open("a") as stream:
         stream.write('{"row": "zero2", "st')  # a kill tore it
@@ -151,7 +225,9 @@ def test_rows_of_another_device_or_code_are_not_mixed(tmp_path: Path):
     bench_gpu.keep(file, record("cpu", measured="newer"))
     kept = bench_gpu.kept_rows(file, KEY)
     assert list(kept) == ["cpu", "zero0", "zero3"] and kept["cpu"]["measured"] == "newer"
-    assert bench_gpu.done(kept["cpu"]) and not bench_gpu.done(kept["zero0"]), "one that broke is run again"
+    assert bench_gpu.done(kept["cpu"]) and not bench_gpu.done(kept["zero0"]), (
+        "one that broke is run again"
+    )
     assert bench_gpu.done(record("1b", "fail")), "one that missed its bar has its figures"
 
 
@@ -163,22 +239,34 @@ def test_a_row_brings_those_it_is_compared_with():
     names = lambda rows: [row.name for row in rows]  # noqa: E731
     assert names(bench_gpu.chosen(["D"], [], {})) == ["loop", "checkpoint"]
     assert names(bench_gpu.chosen([], ["resume"], {})) == ["cpu", "zero2", "resume"]
-    assert names(bench_gpu.chosen([], ["resume"], {"cpu": record("cpu"), "zero2": record("zero2", "broke")})) == ["zero2", "resume"]
+    assert names(
+        bench_gpu.chosen([], ["resume"], {"cpu": record("cpu"), "zero2": record("zero2", "broke")})
+    ) == ["zero2", "resume"]
     assert names(bench_gpu.chosen(list(bench_gpu.PARTS), [], {})) == list(bench_gpu.BY_NAME)
 
 
 def test_a_row_that_breaks_has_a_record(tmp_path: Path):
     """Also one whose run left nothing to read, and one whose reference is missing."""
     broken = bench_gpu.run_row(a_bench(tmp_path), bench_gpu.BY_NAME["zero0"])
-    assert broken["status"] == "broke" and broken["measured"] == "needs row cpu, which has no figures"
-    empty = bench_gpu.Row("A", "cpu", 60, "", "", lambda bench, row: bench_gpu.Found("", [], {"lines": bench_gpu.read_metrics(tmp_path)[0]}))
+    assert (
+        broken["status"] == "broke" and broken["measured"] == "needs row cpu, which has no figures"
+    )
+    empty = bench_gpu.Row(
+        "A",
+        "cpu",
+        60,
+        "",
+        "",
+        lambda bench, row: bench_gpu.Found("", [], {"lines": bench_gpu.read_metrics(tmp_path)[0]}),
+    )
     assert "IndexError" in bench_gpu.run_row(a_bench(tmp_path), empty)["measured"]
 
 
 def test_a_job_ends_at_its_limit_and_with_its_first_rank(tmp_path: Path):
     made = a_bench(tmp_path)
     (tmp_path / "say.py").write_text(
-        "import os, sys, time\nprint('rank', os.environ['RANK'], flush=True)\ntime.sleep(60 * (os.environ['RANK'] != sys.argv[1]))\nsys.exit(3)"
+        "import os, sys, time\nprint('rank', os.environ['RANK'], flush=True)\ntime.sleep(60 *"
+        " (os.environ['RANK'] != sys.argv[1]))\nsys.exit(3)"
     )
     began = time.monotonic()
     made.deadline = began + 20
@@ -188,22 +276,43 @@ def test_a_job_ends_at_its_limit_and_with_its_first_rank(tmp_path: Path):
     with pytest.raises(bench_gpu.RowFailed, match="not done in time"):
         made.run("late", [str(tmp_path / "say.py"), "none"])
     assert time.monotonic() - began < 20, "the other rank was not waited for"
-    assert not [child for child in psutil.Process().children() if str(tmp_path) in " ".join(command_line(child))]
+    assert not [
+        child
+        for child in psutil.Process().children()
+        if str(tmp_path) in " ".join(command_line(child))
+    ]
 
 
-# The page and the command -----------------------------------------------------------------------------------------
+# The page and the command
+# -----------------------------------------------------------------------------------------
 
 
 def test_the_page_tells_every_row():
-    kept = {"cpu": record("cpu"), "zero1": record("zero1", "broke"), "1b": record("1b", "fail", bars="missed: MFU of 38%", date="2030-01-04")}
+    kept = {
+        "cpu": record("cpu"),
+        "zero1": record("zero1", "broke"),
+        "1b": record("1b", "fail", bars="missed: MFU of 38%", date="2030-01-04"),
+    }
     kept["loop"] = record("loop", "broke", measured=f"exit code 1: {'a long line ' * 20}")
     text = bench_gpu.page(kept)
     rows = table(text)
     assert list(rows) == list(bench_gpu.BY_NAME)
-    assert [rows[name][2] for name in ("cpu", "1b", "zero1", "zero2")] == ["pass", "fail", "broke", "not measured"]
-    assert "\n- cpu: what cpu | found\n" in text and "\n- 1b: what 1b | found (missed: MFU of 38%)\n" in text
+    assert [rows[name][2] for name in ("cpu", "1b", "zero1", "zero2")] == [
+        "pass",
+        "fail",
+        "broke",
+        "not measured",
+    ]
+    assert (
+        "\n- cpu: what cpu | found\n" in text
+        and "\n- 1b: what 1b | found (missed: MFU of 38%)\n" in text
+    )
     assert max(map(len, text.splitlines())) <= 120
-    assert "on 2030-01-02 and 2030-01-04: NVIDIA H200" in text and "torch 2.11.0" in text and "commit abc" in text
+    assert (
+        "on 2030-01-02 and 2030-01-04: NVIDIA H200" in text
+        and "torch 2.11.0" in text
+        and "commit abc" in text
+    )
     assert f"2 of {len(bench_gpu.ROWS)} rows measured, 1 pass" in text and "Tiny" not in text
     assert "Tiny shapes" in bench_gpu.page({"cpu": record("cpu", key=KEY | {"tiny": True})})
 
@@ -211,7 +320,11 @@ def test_the_page_tells_every_row():
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        (["--minutes", 0, "--page", "no/such/folder/x.md", "--no-run"], 1, ["--minutes 0: must be", "its folder does not exist"]),
+        (
+            ["--minutes", 0, "--page", "no/such/folder/x.md", "--no-run"],
+            1,
+            ["--minutes 0: must be", "its folder does not exist"],
+        ),
         (["--rows", "cpu", "zero9"], 2, ["zero9"]),
         (["--parts", "F"], 2, ["'F'"]),
         (["--rows", "1b"], 1, ["torch sees no GPU here. Use --tiny"]),
@@ -230,10 +343,13 @@ def test_a_page_of_what_is_kept_runs_nothing(tmp_path: Path):
     bench_gpu.keep(tmp_path / "rows.jsonl", record("zero0"))
     ended = bench("--no-run", "--out", tmp_path, "--page", tmp_path / "page.md")
     assert ended.returncode == 0, ended.stderr
-    assert (tmp_path / "page.md").read_text() == bench_gpu.page({"zero0": record("zero0")}), "of the device measured last"
+    assert (tmp_path / "page.md").read_text() == bench_gpu.page({"zero0": record("zero0")}), (
+        "of the device measured last"
+    )
 
 
-# Whole runs ---------------------------------------------------------------------------------------------------------
+# Whole runs
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -242,36 +358,56 @@ def test_every_row_in_tiny_shapes(tmp_path: Path, ops: Callable[[str], None]):
     flags = ["--tiny", "--minutes", 60, "--out", tmp_path / "out", "--page", tmp_path / "page.md"]
     ended = bench(*flags, limit=1800)
     assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
-    assert ended.stdout.splitlines()[-1] == f"{len(bench_gpu.ROWS)} of {len(bench_gpu.ROWS)} rows pass"
+    assert (
+        ended.stdout.splitlines()[-1] == f"{len(bench_gpu.ROWS)} of {len(bench_gpu.ROWS)} rows pass"
+    )
     file = tmp_path / "out" / "rows.jsonl"
     before = file.read_bytes()
     kept = {found["row"]: found for found in bench_gpu.records(file)}
     assert list(kept) == list(bench_gpu.BY_NAME)
     assert (tmp_path / "page.md").read_text() == bench_gpu.page(kept)
-    assert all(len(kept[name]["figures"]["lines"]) == 8 for name, row in bench_gpu.BY_NAME.items() if row.part == "A" and name != "export")
+    assert all(
+        len(kept[name]["figures"]["lines"]) == 8
+        for name, row in bench_gpu.BY_NAME.items()
+        if row.part == "A" and name != "export"
+    )
     assert kept["export"]["figures"]["tensors"] == 21
     for name in ("1b", "1b_zero1", "1b_zero3", "8b_lora", "3b_4096", "3b_8192"):
         figures = kept[name]["figures"]
         assert figures["planned"]["bytes"] is not None, "what --dry_run prints is understood"
-        assert 0 <= figures["data_wait_s"] < figures["step_s"] < 60 and figures["peak_bytes"] > 2**28
+        assert (
+            0 <= figures["data_wait_s"] < figures["step_s"] < 60 and figures["peak_bytes"] > 2**28
+        )
         assert "no bar here" in kept[name]["bars"], "speed on a CPU is no pass"
-        assert not list((tmp_path / "out" / "runs" / name / "checkpoints").glob("step_*")), "ended before it saved"
-    assert kept["1b_trainer"]["figures"]["report"]["seconds"].keys() == {"ours", "trainer"} and kept["1b_trainer"]["figures"]["ratio"] > 0
+        assert not list((tmp_path / "out" / "runs" / name / "checkpoints").glob("step_*")), (
+            "ended before it saved"
+        )
+    assert (
+        kept["1b_trainer"]["figures"]["report"]["seconds"].keys() == {"ours", "trainer"}
+        and kept["1b_trainer"]["figures"]["ratio"] > 0
+    )
     assert kept["loop"]["figures"]["report"]["seconds"].keys() == {"ours", "bare"}
     assert min(kept["checkpoint"]["figures"]["report"]["kinds"]["background"]["stall"]) > 0
 
     again = bench(*flags)
     assert again.returncode == 0 and file.read_bytes() == before, "nothing is run twice"
-    assert len(re.findall(r"^\w \w+ +pass +kept ", again.stdout, re.MULTILINE)) == len(bench_gpu.ROWS)
+    assert len(re.findall(r"^\w \w+ +pass +kept ", again.stdout, re.MULTILINE)) == len(
+        bench_gpu.ROWS
+    )
 
 
 @pytest.mark.slow
-def test_a_killed_bench_goes_on_and_a_broken_row_stops_no_other(tmp_path: Path, ops: Callable[[str], None]):
+def test_a_killed_bench_goes_on_and_a_broken_row_stops_no_other(
+    tmp_path: Path, ops: Callable[[str], None]
+):
     out = tmp_path / "out"
     flags = ["--tiny", "--out", str(out), "--rows"]
     job = Job(tmp_path / "job", [sys.executable, str(TOOL), *flags, "zero2", "again"])
     try:
-        job.wait_for(lambda: (out / "logs" / "zero2.log").exists() and (out / "rows.jsonl").exists(), 300)  # cpu is done, zero2 runs
+        # cpu is done, zero2 runs
+        job.wait_for(
+            lambda: (out / "logs" / "zero2.log").exists() and (out / "rows.jsonl").exists(), 300
+        )
         os.kill(job.process.pid, signal.SIGKILL)
         job.wait_gone(60)
     finally:
@@ -288,17 +424,25 @@ def test_a_killed_bench_goes_on_and_a_broken_row_stops_no_other(tmp_path: Path, 
     config.write_text(sound.replace('"hidden_size": 64', '"hidden_size": 66'))
     ended = bench(*flags, "zero0", "loop", limit=300)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    said = {line.split()[1]: line for line in ended.stdout.splitlines() if line.startswith(("A ", "D "))}
-    assert re.match(r"A zero0 +broke .* exit code 1: \S", said["zero0"]) and re.match(r"D loop +pass ", said["loop"])
+    said = {
+        line.split()[1]: line for line in ended.stdout.splitlines() if line.startswith(("A ", "D "))
+    }
+    assert re.match(r"A zero0 +broke .* exit code 1: \S", said["zero0"]) and re.match(
+        r"D loop +pass ", said["loop"]
+    )
     assert ended.stdout.endswith("1 of 2 rows pass; not: zero0\n")
 
     config.write_text(sound.replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1.0'))
     ended = bench(*flags, "zero0", limit=300)
-    assert ended.returncode == 1 and re.search(r"^A zero0 +fail .*missed: at most 0.005", ended.stdout, re.MULTILINE), ended.stdout
+    assert ended.returncode == 1 and re.search(
+        r"^A zero0 +fail .*missed: at most 0.005", ended.stdout, re.MULTILINE
+    ), ended.stdout
 
 
 def test_the_written_page_is_of_this_bench():
     text = (ROOT / "tools" / "bench" / "bench_gpu.md").read_text()
     rows = table(text)
-    assert [(name, *cells[:2]) for name, cells in rows.items()] == [(row.name, row.runs, row.bar) for row in bench_gpu.ROWS]
+    assert [(name, *cells[:2]) for name, cells in rows.items()] == [
+        (row.name, row.runs, row.bar) for row in bench_gpu.ROWS
+    ]
     assert re.search(r"on 20\d\d-\d\d-\d\d", text), "dated"

@@ -1,4 +1,6 @@
-"""The bench's arithmetic, its table, and a small run of it: that it compares the right things, not how fast they are."""
+"""The bench's arithmetic, its table, and a small run of it: that it compares the right things, not
+how fast they are.
+"""
 
 import json
 import re
@@ -26,14 +28,23 @@ def bench(*flags: object, limit: int = 60) -> subprocess.CompletedProcess[str]:
 
 def table(text: str) -> dict[str, list[str]]:
     """Title of a loop -> the other cells of its line."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    ]
     assert [len(line) for line in lines] == [5] * (2 + len(bench_loop.LOOPS))
     return {line[0]: line[1:] for line in lines[2:]}
 
 
 def report(**changes: Any) -> dict[str, Any]:
     """What a run of 3 pairs of 2-step blocks measured, with round numbers."""
-    seconds = {"ours": [2.0, 4.0, 8.0], "bare": [2.0, 4.2, 7.2], "trainer": [4.0, 8.0, 16.0], "accelerate": [2.0, 4.0, 8.0]}
+    seconds = {
+        "ours": [2.0, 4.0, 8.0],
+        "bare": [2.0, 4.2, 7.2],
+        "trainer": [4.0, 8.0, 16.0],
+        "accelerate": [2.0, 4.0, 8.0],
+    }
     said = {
         "date": "2030-01-02",
         "command": "tools/bench/bench_loop.py",
@@ -43,15 +54,42 @@ def report(**changes: Any) -> dict[str, Any]:
         "versions": {"torch": "9"},
         "commit": "abc",
     }
-    setting = {"model": "m", "ranks": 2, "ds_config": "zero2.json", "seq_len": 100, "micro_batch": 1, "global_batch": 4, "tokens_per_step": 400, "wandb": "off"}
-    blocks = {"pairs": 3, "steps_per_block": 2, "seconds": seconds, "step_s": 2.0, "data_wait_s": 0.01, "losses": {loop: 3.0 for loop in bench_loop.LOOPS}}
-    return said | setting | blocks | {"outside": {loop: {"outside_s": 0.005, "collectives_s": 0.002} for loop in bench_loop.LOOPS}} | changes
+    setting = {
+        "model": "m",
+        "ranks": 2,
+        "ds_config": "zero2.json",
+        "seq_len": 100,
+        "micro_batch": 1,
+        "global_batch": 4,
+        "tokens_per_step": 400,
+        "wandb": "off",
+    }
+    blocks = {
+        "pairs": 3,
+        "steps_per_block": 2,
+        "seconds": seconds,
+        "step_s": 2.0,
+        "data_wait_s": 0.01,
+        "losses": {loop: 3.0 for loop in bench_loop.LOOPS},
+    }
+    return (
+        said
+        | setting
+        | blocks
+        | {
+            "outside": {
+                loop: {"outside_s": 0.005, "collectives_s": 0.002} for loop in bench_loop.LOOPS
+            }
+        }
+        | changes
+    )
 
 
 def test_the_table_says_what_was_measured():
     text = bench_loop.page(report())
     rows = table(text)
-    assert rows["`recipekit.train.loop`"] == ["200", "2000.0", "1", "3.00 + 2.00"]  # 400 tokens in the median of 1, 2 and 4 s
+    # 400 tokens in the median of 1, 2 and 4 s
+    assert rows["`recipekit.train.loop`"] == ["200", "2000.0", "1", "3.00 + 2.00"]
     assert rows["bare DeepSpeed loop"][:2] == ["190", "2100.0"]
     assert rows["bare DeepSpeed loop"][2] == "1.0000 (0.9000 to 1.0500)"  # of 2/2, 4.2/4, 7.2/8
     assert rows["`transformers.Trainer`"][2] == "2.0000 (2.0000 to 2.0000)"
@@ -62,7 +100,12 @@ def test_the_table_says_what_was_measured():
 
 
 def test_a_missed_target_is_said():
-    slower = {"ours": [2.0] * 3, "bare": [1.9] * 3, "trainer": [1.9, 2.0, 2.1], "accelerate": [2.0] * 3}
+    slower = {
+        "ours": [2.0] * 3,
+        "bare": [1.9] * 3,
+        "trainer": [1.9, 2.0, 2.1],
+        "accelerate": [2.0] * 3,
+    }
     text = bench_loop.page(report(seconds=slower))
     assert "does NOT reach 0.98" in text and "is NOT above 1" in text
 
@@ -107,10 +150,27 @@ def test_a_loop_takes_as_many_steps_as_it_is_told():
     ("flags", "says"),
     [
         (
-            ["--pairs", 0, "--steps-per-block", -1, "--stop_at", 3, "--json", "no/such/folder/out.json"],
-            ["--pairs 0: must be at least 1", "--steps-per-block -1", "--stop_at: is set by the bench", "its folder does not exist"],
+            [
+                "--pairs",
+                0,
+                "--steps-per-block",
+                -1,
+                "--stop_at",
+                3,
+                "--json",
+                "no/such/folder/out.json",
+            ],
+            [
+                "--pairs 0: must be at least 1",
+                "--steps-per-block -1",
+                "--stop_at: is set by the bench",
+                "its folder does not exist",
+            ],
         ),
-        (["--micro_batch", 0, "--deepspeed_config", "absent.json"], ["micro_batch = 0", "absent.json"]),
+        (
+            ["--micro_batch", 0, "--deepspeed_config", "absent.json"],
+            ["micro_batch = 0", "absent.json"],
+        ),
     ],
 )
 def test_bad_input_is_refused(flags: list[object], says: list[str]):
@@ -124,14 +184,21 @@ def test_bad_input_is_refused(flags: list[object], says: list[str]):
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path, ops: Callable[[str], None]):
     out = tmp_path / "report.json"
-    ended = bench("--pairs", 2, "--steps-per-block", 2, "--tiny", "--no-wandb", "--json", out, limit=300)
+    ended = bench(
+        "--pairs", 2, "--steps-per-block", 2, "--tiny", "--no-wandb", "--json", out, limit=300
+    )
     assert ended.returncode == 0, ended.stderr[-6000:]
     found = json.loads(out.read_text())
     assert ended.stdout == bench_loop.page(found)
     assert found["tokens_per_step"] == found["global_batch"] * found["seq_len"] == 8 * 128
     assert found["ranks"] == 2 and found["wandb"] == "off"
 
-    assert found["seconds"].keys() == found["outside"].keys() == found["losses"].keys() == bench_loop.LOOPS.keys()
+    assert (
+        found["seconds"].keys()
+        == found["outside"].keys()
+        == found["losses"].keys()
+        == bench_loop.LOOPS.keys()
+    )
     rows = table(ended.stdout)
     for loop, title in bench_loop.LOOPS.items():
         seconds = found["seconds"][loop]
@@ -140,10 +207,16 @@ def test_a_small_run(tmp_path: Path, ops: Callable[[str], None]):
         outside = found["outside"][loop]
         assert 0 <= outside["collectives_s"] <= outside["outside_s"] < median(seconds)
         if loop != "ours":
-            ratio = median(theirs / ours for ours, theirs in zip(found["seconds"]["ours"], seconds, strict=True))
+            ratio = median(
+                theirs / ours
+                for ours, theirs in zip(found["seconds"]["ours"], seconds, strict=True)
+            )
             assert rows[title][2].startswith(f"{ratio:.4f} (")
-    # The bare loop's collectives are all inside the engine; ours adds up the loss and the tokens itself.
-    assert found["outside"]["bare"]["collectives_s"] == 0 < found["outside"]["ours"]["collectives_s"]
+    # The bare loop's collectives are all inside the engine; ours adds up the loss and the tokens
+    # itself.
+    assert (
+        found["outside"]["bare"]["collectives_s"] == 0 < found["outside"]["ours"]["collectives_s"]
+    )
     losses = found["losses"].values()
     assert 3 < min(losses) <= max(losses) < min(losses) * 1.01, "the four loops train the same"
     assert 0 < found["data_wait_s"] < found["step_s"]

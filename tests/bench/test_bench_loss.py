@@ -1,4 +1,6 @@
-"""The bench's table, and a small run of it: that the three losses are the same, not how fast they are."""
+"""The bench's table, and a small run of it: that the three losses are the same, not how fast they
+are.
+"""
 
 import subprocess
 import sys
@@ -21,7 +23,24 @@ def test_the_three_ways_compute_the_same_loss_and_whole_logits_keep_most():
 
 @pytest.mark.slow
 def test_a_small_run_writes_a_page(tmp_path: Path):
-    argv = [sys.executable, ROOT / "tools/bench/bench_loss.py", "--tokens", "64", "--vocabulary", "500", "--rounds", "1", "--page", tmp_path / "page.md"]
+    argv = [
+        sys.executable,
+        ROOT / "tools/bench/bench_loss.py",
+        "--tokens",
+        "64",
+        "--vocabulary",
+        "500",
+        "--rounds",
+        "1",
+        "--page",
+        tmp_path / "page.md",
+    ]
     subprocess.run(argv, env=environment(), check=True, timeout=120)
-    rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 64 | 500 |")]
-    assert [row.split(" | ")[2] for row in rows] == list(bench_loss.WAYS.values()) and " | 1.00 | " in rows[0]
+    rows = [
+        line
+        for line in (tmp_path / "page.md").read_text().splitlines()
+        if line.startswith("| 64 | 500 |")
+    ]
+    assert [row.split(" | ")[2] for row in rows] == list(
+        bench_loss.WAYS.values()
+    ) and " | 1.00 | " in rows[0]

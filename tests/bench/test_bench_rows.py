@@ -1,4 +1,6 @@
-"""What attention and loss keep of a row grows with its tokens, not with their square, and not with the vocabulary."""
+"""What attention and loss keep of a row grows with its tokens, not with their square, and not with
+the vocabulary.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""A small drill: one chain of kills whose end equals the unbroken run, and what the drill must not let pass."""
+"""A small drill: one chain of kills whose end equals the unbroken run, and what the drill must not
+let pass.
+"""
 
 import json
 import random
@@ -18,16 +20,28 @@ from drill_checkpoint import Broken, Chain
 
 def drill(folder: Path, *flags: object, limit: int) -> list[str]:
     """The cells of the last line of the table, without its title; exit code 0."""
-    command = [sys.executable, str(ROOT / "tools" / "drill" / "drill_checkpoint.py"), "--folder", str(folder), *map(str, flags)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "drill" / "drill_checkpoint.py"),
+        "--folder",
+        str(folder),
+        *map(str, flags),
+    ]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=limit, check=False
+    )
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     return [cell.strip() for cell in done.stdout.splitlines()[-2].strip("|").split("|")][1:]
 
 
 @pytest.mark.slow
-def test_a_chain_of_two_kills_ends_as_the_unbroken_run(ops: Callable[[str], None], tmp_path: Path) -> None:
-    kills, inside, *_, verified, equal, _ = drill(tmp_path / "drill", "--kills", 2, "--layouts", "zero2", "--seed", 4, limit=400)
+def test_a_chain_of_two_kills_ends_as_the_unbroken_run(
+    ops: Callable[[str], None], tmp_path: Path
+) -> None:
+    kills, inside, *_, verified, equal, _ = drill(
+        tmp_path / "drill", "--kills", 2, "--layouts", "zero2", "--seed", 4, limit=400
+    )
     assert (kills, equal) == ("2", "1") and int(inside) >= 1 and int(verified) >= 2
 
 
@@ -37,10 +51,15 @@ def test_twelve_kills_over_all_layouts(ops: Callable[[str], None], tmp_path: Pat
     assert (kills, equal) == ("12", "4") and int(inside) >= 6
 
 
-def test_a_recipe_that_is_no_file_is_a_wrong_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_is_no_file_is_a_wrong_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         drill_checkpoint.main(["--recipe", str(tmp_path / "none.py")])
-    assert ended.value.code == 2 and f"--recipe {tmp_path / 'none.py'} is no file" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and f"--recipe {tmp_path / 'none.py'} is no file" in capsys.readouterr().err
+    )
 
 
 @pytest.fixture
@@ -61,6 +80,8 @@ def test_a_latest_on_nothing_is_broken(chain: Chain) -> None:
 def test_another_loss_is_broken(chain: Chain) -> None:
     for name, loss in (("run", 1.5), ("unbroken", 1.25)):
         (chain.folder / name).mkdir()
-        (chain.folder / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 8}) + "\n")
+        (chain.folder / name / "metrics.jsonl").write_text(
+            json.dumps({"step": 1, "loss": loss, "grad_norm": 1.0, "lr": 0.1, "tokens": 8}) + "\n"
+        )
     with pytest.raises(Broken, match="differs"):
         drill_checkpoint.check_equal(chain)

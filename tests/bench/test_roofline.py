@@ -33,7 +33,10 @@ def test_bytes_and_flops_of_two_operations():
         left, right = torch.empty(4, 8), torch.empty(16, 8)
         (left @ right.t()).relu()
 
-    assert counted(run) == [("aten.mm", 4 * (4 * 8 + 8 * 16 + 4 * 16), 2.0 * 4 * 8 * 16), ("aten.relu", 4 * 2 * 64, 0.0)]
+    assert counted(run) == [
+        ("aten.mm", 4 * (4 * 8 + 8 * 16 + 4 * 16), 2.0 * 4 * 8 * 16),
+        ("aten.relu", 4 * 2 * 64, 0.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +47,11 @@ def test_bytes_and_flops_of_two_operations():
         (lambda a, b, ids: a.copy_(b), [2 * 128]),
         (lambda a, b, ids: a.zero_(), [128]),
         (lambda a, b, ids: a + a, [2 * 128]),  # one tensor, read once
-        (lambda a, b, ids: a.view(1, 32).expand(3, 32) + 1.0, [128 + 3 * 128]),  # an expanded tensor is as large as it is in memory
+        # an expanded tensor is as large as it is in memory
+        (lambda a, b, ids: a.view(1, 32).expand(3, 32) + 1.0, [128 + 3 * 128]),
         (lambda a, b, ids: a.bfloat16(), [128 + 64]),
-        (lambda a, b, ids: torch.nn.functional.embedding(ids, b.view(8, 4)), [16 + 2 * 32]),  # two rows of eight
+        # two rows of eight
+        (lambda a, b, ids: torch.nn.functional.embedding(ids, b.view(8, 4)), [16 + 2 * 32]),
         (lambda a, b, ids: torch.nn.functional.embedding(ids, b.view(8, 4)).device, [16 + 2 * 32]),
         (lambda a, b, ids: b.scatter_(0, ids, 1.0), [16 + 2 * 8]),
     ],
@@ -67,21 +72,35 @@ def test_an_unknown_librarys_operation_is_an_error():
 
 
 def of_one_kernel(run: Any) -> list[tuple[str, str, int]]:
-    """(name, stage, bytes) of what `run` does where all but products are fused; `run` is given the mode, to say when the backward begins."""
+    """(name, stage, bytes) of what `run` does where all but products are fused; `run` is given the
+    mode, to say when the backward begins.
+    """
     with FakeTensorMode(), Costs() as costs:
         run(costs)
     runs = ["" if operation.name == "aten.mm" else "elements" for operation in costs.found]
-    return [(operation.name, operation.stage, operation.bytes) for _, operation in fused(costs.found, runs)]
+    return [
+        (operation.name, operation.stage, operation.bytes)
+        for _, operation in fused(costs.found, runs)
+    ]
 
 
 def test_a_run_reads_once_and_writes_what_is_read_later():
     def run(costs: Any) -> None:
         rows, weight, gain = torch.empty(8, 16), torch.empty(16, 4), torch.empty(16)
-        normed = rows * (rows * rows).mean(1, keepdim=True).add(1e-6).rsqrt() * gain  # 6 operations of their own otherwise
+        # 6 operations of their own otherwise
+        normed = rows * (rows * rows).mean(1, keepdim=True).add(1e-6).rsqrt() * gain
         ((normed @ weight).relu() + 1.0) @ weight.t()
 
-    moved = 4 * (8 * 16 + 16 + 8 * 16), 4 * (8 * 16 + 16 * 4 + 8 * 4), 4 * (8 * 4 + 8 * 4), 4 * (8 * 4 + 16 * 4 + 8 * 16)
-    assert of_one_kernel(run) == [(name, FORWARD, size) for name, size in zip(("fused", "aten.mm", "fused", "aten.mm"), moved, strict=True)]
+    moved = (
+        4 * (8 * 16 + 16 + 8 * 16),
+        4 * (8 * 16 + 16 * 4 + 8 * 4),
+        4 * (8 * 4 + 8 * 4),
+        4 * (8 * 4 + 16 * 4 + 8 * 16),
+    )
+    assert of_one_kernel(run) == [
+        (name, FORWARD, size)
+        for name, size in zip(("fused", "aten.mm", "fused", "aten.mm"), moved, strict=True)
+    ]
 
 
 def powers(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Tensor:
@@ -94,17 +113,23 @@ def mixed(one: torch.Tensor, two: torch.Tensor, three: torch.Tensor) -> torch.Te
 
 @pytest.mark.parametrize(("forward", "tensors"), [(powers, 1), (mixed, 2)])
 def test_what_only_the_backward_reads_is_written_or_made_again(forward: Any, tensors: int):
-    """Four tensors are made again of the one that they come from; one that comes from three is written and read."""
+    """Four tensors are made again of the one that they come from; one that comes from three is
+    written and read.
+    """
 
     def run(costs: Any) -> None:
         made = forward(*(torch.empty(10) for _ in range(3)))
         costs.stage = BACKWARD
         made * 2.0
 
-    assert of_one_kernel(run) == [("fused", FORWARD, 4 * 10 * (1 if forward is powers else 3)), ("fused", BACKWARD, 4 * 10 * tensors)]
+    assert of_one_kernel(run) == [
+        ("fused", FORWARD, 4 * 10 * (1 if forward is powers else 3)),
+        ("fused", BACKWARD, 4 * 10 * tensors),
+    ]
 
 
-# Of a model ---------------------------------------------------------------------------------------------------------
+# Of a model
+# --------------------------------------------------------------------------------------------------
 
 
 def plan_of(recipe: str, *flags: str, layers: int = 2) -> Plan:
@@ -112,25 +137,47 @@ def plan_of(recipe: str, *flags: str, layers: int = 2) -> Plan:
     case = roofline.Case("", f"recipes/{recipe}.py", "", ("--seq_len", "512", *flags))
     plan = roofline.plan_of(case, ROOT)
     assert plan.model_config is not None
-    return replace(plan, model_config=plan.model_config | {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers})
+    return replace(
+        plan,
+        model_config=plan.model_config
+        | {
+            "num_hidden_layers": layers,
+            "layer_types": ["full_attention"] * layers,
+        },
+    )
 
 
 def products(traced: roofline.Traced, *stages: str) -> float:
     """FLOPs of the products with weights."""
     pairs = zip(traced.operations, traced.kinds, strict=True)
-    return sum(operation.flops for operation, kind in pairs if kind in (roofline.LINEAR, roofline.LOSS) and operation.stage in stages)
+    return sum(
+        operation.flops
+        for operation, kind in pairs
+        if kind in (roofline.LINEAR, roofline.LOSS) and operation.stage in stages
+    )
 
 
 @pytest.mark.parametrize("way", roofline.WAYS, ids=lambda way: way.title)
 @pytest.mark.parametrize("recipe", ["qwen3_0_6b_zero2", "llama3_1_8b_zero3"])
 def test_products_have_the_flops_of_the_formula(recipe: str, way: roofline.Way):
-    """The formula is written without the model's code: 6 FLOPs for each parameter that a token meets."""
+    """The formula is written without the model's code: 6 FLOPs for each parameter that a token
+    meets.
+    """
     plan = plan_of(recipe, "--no-activation_checkpointing")
     traced = roofline.trace(plan, way)
     flops = model_flops(roofline.made(plan, roofline.WAYS[0]))
     assert flops is not None and plan.model_config is not None
-    head = 2 * plan.model_config["hidden_size"] * plan.model_config["vocab_size"] * traced.tokens * (way.loss == "chunked")  # its logits are made twice
-    assert products(traced, FORWARD, BACKWARD) - head == pytest.approx(flops.per_unit * traced.tokens, rel=0.01)
+    # its logits are made twice
+    head = (
+        2
+        * plan.model_config["hidden_size"]
+        * plan.model_config["vocab_size"]
+        * traced.tokens
+        * (way.loss == "chunked")
+    )
+    assert products(traced, FORWARD, BACKWARD) - head == pytest.approx(
+        flops.per_unit * traced.tokens, rel=0.01
+    )
     assert not products(traced, RECOMPUTATION)
 
 
@@ -140,12 +187,18 @@ def test_checkpointing_computes_layers_again():
     shape = plan.model_config
     traced = roofline.trace(plan, roofline.WAYS[0])
     pairs = list(zip(traced.operations, traced.kinds, strict=True))
-    forward = sum(operation.flops for operation, kind in pairs if kind == roofline.LINEAR and operation.stage == FORWARD)
-    last = 2 * 2 * shape["hidden_size"] * shape["intermediate_size"] * traced.tokens  # nothing needs the result of a layer's last product again
+    forward = sum(
+        operation.flops
+        for operation, kind in pairs
+        if kind == roofline.LINEAR and operation.stage == FORWARD
+    )
+    # nothing needs the result of a layer's last product again
+    last = 2 * 2 * shape["hidden_size"] * shape["intermediate_size"] * traced.tokens
     assert products(traced, RECOMPUTATION) == forward - last > 0
 
 
-# What is said ---------------------------------------------------------------------------------------------------------
+# What is said
+# --------------------------------------------------------------------------------------------------
 
 
 def operation(name: str, moved: int, flops: float) -> Operation:
@@ -153,7 +206,12 @@ def operation(name: str, moved: int, flops: float) -> Operation:
 
 
 def test_the_longer_of_bytes_and_flops_is_an_operations_time():
-    traced = roofline.Traced([operation("aten.mm", 100, 5000.0), operation("aten.mul", 300, 0.0)], [roofline.LINEAR, roofline.ELEMENTS], 16, 2000.0)
+    traced = roofline.Traced(
+        [operation("aten.mm", 100, 5000.0), operation("aten.mul", 300, 0.0)],
+        [roofline.LINEAR, roofline.ELEMENTS],
+        16,
+        2000.0,
+    )
     assert traced.best(DEVICE) == 5.0 + 3.0
     assert roofline.summed(traced, DEVICE)[roofline.LINEAR] == (100, 5000.0, 5.0)
     assert roofline.holding_back(traced, DEVICE)[0] == (f"aten.mul of {roofline.ELEMENTS}", 3.0)
@@ -167,7 +225,13 @@ def test_every_device_has_a_bandwidth_of_its_kind():
     assert DEVICES["NVIDIA H100 80GB HBM3"].bandwidth == 3.35e12
 
 
-@pytest.mark.parametrize(("flags", "says"), [(("--sp", "2", "--world", "2", "--dry_run"), "--sp 2"), (("--tp", "2", "--world", "2", "--dry_run"), "--tp 2")])
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--sp", "2", "--world", "2", "--dry_run"), "--sp 2"),
+        (("--tp", "2", "--world", "2", "--dry_run"), "--tp 2"),
+    ],
+)
 def test_what_is_not_traced_is_refused(flags: tuple[str, ...], says: str):
     with pytest.raises(Refusal, match=says):
         plan_of("llama3_1_8b_zero3", *flags)
@@ -178,17 +242,29 @@ def test_documents_of_a_row_begin_with_it():
     places = batch["position_ids"]
     assert places.shape == (3, 3000) and not places[:, 0].any()
     steps = places.diff(dim=1)
-    assert set(steps[steps != 1].tolist()) <= set((-places[:, :-1][steps != 1]).tolist()), "a step is one on, or back to zero"
-    assert (steps != 1).any(1).all() and torch.equal(places, roofline.documents(3, 3000, 100)["position_ids"])
+    assert set(steps[steps != 1].tolist()) <= set((-places[:, :-1][steps != 1]).tolist()), (
+        "a step is one on, or back to zero"
+    )
+    assert (steps != 1).any(1).all() and torch.equal(
+        places, roofline.documents(3, 3000, 100)["position_ids"]
+    )
 
 
 def test_the_cases_are_rows_of_the_gpu_bench():
     assert {name: bench_gpu.MODELS[name] for name in roofline.MODELS} == roofline.MODELS
-    assert (roofline.QWEN, roofline.LORA, list(roofline.LORA_FLAGS)) == (bench_gpu.QWEN, bench_gpu.LORA, bench_gpu.LORA_FLAGS)
+    assert (roofline.QWEN, roofline.LORA, list(roofline.LORA_FLAGS)) == (
+        bench_gpu.QWEN,
+        bench_gpu.LORA,
+        bench_gpu.LORA_FLAGS,
+    )
     for case, name in zip(roofline.cases(), ("1b", "3b_4096", "8b_lora"), strict=True):
         row = bench_gpu.BY_NAME[name].measure.keywords  # type: ignore[attr-defined]
         assert (case.recipe, case.model) == (row["recipe"], row["model"])
-        assert case.flags[:6] == tuple(bench_gpu.flags(dict(zip(("seq_len", "micro_batch", "global_batch"), row["shape"], strict=True))))
+        assert case.flags[:6] == tuple(
+            bench_gpu.flags(
+                dict(zip(("seq_len", "micro_batch", "global_batch"), row["shape"], strict=True))
+            )
+        )
         assert list(case.flags[6:]) == list(row["more"])
 
 

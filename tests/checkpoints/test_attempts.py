@@ -8,7 +8,9 @@ EVERY = 10
 
 
 def tries(well: range, last: int = 100, every: int = EVERY) -> tuple[list[int], list[int], int]:
-    """Return (steps whose save failed, steps saved, the step that ended the run or 0) on a disk that is full except in `well`."""
+    """Return (steps whose save failed, steps saved, the step that ended the run or 0) on a disk
+    that is full except in `well`.
+    """
     attempts, failed, saved = Attempts(), list[int](), list[int]()
     for step in range(1, last + 1):
         if step % every and not attempts.due(step):
@@ -39,7 +41,9 @@ def tries(well: range, last: int = 100, every: int = EVERY) -> tuple[list[int], 
         (range(31), [40, 41, 43, 47, 50], [10, 20, 30], 50),
     ],
 )
-def test_a_failed_save_is_tried_again_until_the_next_regular_save_fails(well: range, failed: list[int], saved: list[int], end: int) -> None:
+def test_a_failed_save_is_tried_again_until_the_next_regular_save_fails(
+    well: range, failed: list[int], saved: list[int], end: int
+) -> None:
     assert tries(well) == (failed, saved, end)
 
 
@@ -53,7 +57,10 @@ def test_a_disk_that_is_full_now_and_then_ends_no_run() -> None:
         assert attempts.fail("full") == "", "reported once"
         assert not attempts.due(step + 2) and attempts.due(step + 3)
         attempts.begin(step + 3, regular=False)
-        assert attempts.succeed() == f"the checkpoint of step {step + 3} is complete: saving works again"
+        assert (
+            attempts.succeed()
+            == f"the checkpoint of step {step + 3} is complete: saving works again"
+        )
         assert attempts.saved == step + 3 and not attempts.due(step + 4)
 
 

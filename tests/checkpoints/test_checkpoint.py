@@ -1,4 +1,6 @@
-"""Checkpoints under damage, hostile files, full disks and dead peers: what is wrong is named, nothing of a file runs, what was good stays."""
+"""Checkpoints under damage, hostile files, full disks and dead peers: what is wrong is named,
+nothing of a file runs, what was good stays.
+"""
 
 import dataclasses
 import errno
@@ -40,7 +42,9 @@ def saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def saved_by(pools: Any, out: Path, **layout: Any) -> Path:
     recipe = dataclasses.replace(BASE, eval_every=0, **layout)
-    results = pools.run(2, train, recipe=recipe, argv=["--out", str(out), "--stop_at", "2", "--save_every", "1"])
+    results = pools.run(
+        2, train, recipe=recipe, argv=["--out", str(out), "--stop_at", "2", "--save_every", "1"]
+    )
     assert [result for result, _ in results] == [0, 0], results
     return out
 
@@ -64,11 +68,16 @@ def names(found: list[str]) -> list[str]:
     return [fault.split(" ")[0] for fault in found]
 
 
-# Damage -----------------------------------------------------------------------------------------------------------
+# Damage
+# --------------------------------------------------------------------------------------------------
 
 
 def flipped(run: Path, number: int) -> list[tuple[str, list[str], str, list[str]]]:
-    """Flips one random bit at a time, in each file in turn: (file, faults, checkpoint that a resume takes, what it says). On every rank of a pool."""
+    """Flips one random bit at a time, in each file in turn: (file, faults, checkpoint that a resume
+    takes, what it says).
+
+    On every rank of a pool.
+    """
     from recipekit.checkpoints.load import newest
     from torch.distributed import barrier, get_rank
 
@@ -82,7 +91,9 @@ def flipped(run: Path, number: int) -> list[tuple[str, list[str], str, list[str]
         barrier()
         taken = newest(run, said.append)
         if get_rank() == 0:
-            found.append((str(file.relative_to(step)), verify(step), taken.name if taken else "", said))
+            found.append(
+                (str(file.relative_to(step)), verify(step), taken.name if taken else "", said)
+            )
             flip(file, at, bit)
         barrier()
     return found
@@ -97,14 +108,18 @@ def flip(file: Path, at: int, bit: int) -> None:
 
 
 @slow
-def test_each_of_200_flipped_bits_is_found_and_the_checkpoint_before_is_taken(pools: Any, run: Path) -> None:
+def test_each_of_200_flipped_bits_is_found_and_the_checkpoint_before_is_taken(
+    pools: Any, run: Path
+) -> None:
     found = pools.run(2, flipped, run=run, number=200)[0]
     assert len(found) == 200
     for file, verified, taken, said in found:
         assert names(verified) == [file]
         assert taken == "step_00000001"
         assert len(said) == 1 and f"step_00000002 is damaged, passed over: {file} " in said[0]
-    assert {Path(file).suffix for file, *_ in found} >= {".pt", ".json"} and "manifest.json" in {file for file, *_ in found}
+    assert {Path(file).suffix for file, *_ in found} >= {".pt", ".json"} and "manifest.json" in {
+        file for file, *_ in found
+    }
     assert verify(step_of(run)) == [], "every bit was put back"
 
 
@@ -136,17 +151,30 @@ def test_extra_files_are_named_and_read_by_nothing(run: Path, tmp_path: Path) ->
     step = step_of(run)
     to_hf(step, tmp_path / "hf")
     reshape(step, tmp_path / "reshaped", step_folder.open_step(step).layout)
-    extra = [".nfs0001", "errors_rank_0.pt", "hf_files/more.json", "mp_rank_07_model_states.pt", "rng_rank_7.pt", "sub/more.pt"]
+    extra = [
+        ".nfs0001",
+        "errors_rank_0.pt",
+        "hf_files/more.json",
+        "mp_rank_07_model_states.pt",
+        "rng_rank_7.pt",
+        "sub/more.pt",
+    ]
     (step / "sub").mkdir()
     for name in extra:
         (step / name).write_bytes(b"{}")
     (step / "away").symlink_to(tmp_path)
     assert faults(step) == verify(step) == []
-    assert manifest.unlisted(step, manifest.read(step)) == list(step_folder.open_step(step).unlisted) == sorted([*extra, "away"])
+    assert (
+        manifest.unlisted(step, manifest.read(step))
+        == list(step_folder.open_step(step).unlisted)
+        == sorted([*extra, "away"])
+    )
     to_hf(step, tmp_path / "hf2")
     reshape(step, tmp_path / "reshaped2", step_folder.open_step(step).layout)
     for out in ("hf", "reshaped"):
-        assert {path.name: path.read_bytes() for path in files_of(tmp_path / f"{out}2")} == {path.name: path.read_bytes() for path in files_of(tmp_path / out)}
+        assert {path.name: path.read_bytes() for path in files_of(tmp_path / f"{out}2")} == {
+            path.name: path.read_bytes() for path in files_of(tmp_path / out)
+        }
 
 
 def test_swapped_and_stale_files_are_named(run: Path) -> None:
@@ -157,7 +185,9 @@ def test_swapped_and_stale_files_are_named(run: Path) -> None:
     swap(first, second)
 
     swap(step / "rng_rank_0.pt", step_of(run, 1) / "state.json")
-    assert names(faults(step)) == ["rng_rank_0.pt"] and names(faults(step_of(run, 1))) == ["state.json"]
+    assert names(faults(step)) == ["rng_rank_0.pt"] and names(faults(step_of(run, 1))) == [
+        "state.json"
+    ]
     swap(step / "rng_rank_0.pt", step_of(run, 1) / "state.json")
 
     stale = step_of(run, 1).rename(step_of(run, 7))
@@ -172,7 +202,9 @@ def swap(one: Path, other: Path) -> None:
 
 
 def resumable(runs: list[Path]) -> list[tuple[str, list[str]]]:
-    """Of each run: the checkpoint that a resume takes, and what it says. On every rank of a pool."""
+    """Of each run: the checkpoint that a resume takes, and what it says. On every rank of a
+    pool.
+    """
     from recipekit.checkpoints.load import newest
 
     found = []
@@ -183,41 +215,64 @@ def resumable(runs: list[Path]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_a_resume_takes_the_checkpoint_before_whatever_the_damage(pools: Any, saved: Path, tmp_path: Path) -> None:
+def test_a_resume_takes_the_checkpoint_before_whatever_the_damage(
+    pools: Any, saved: Path, tmp_path: Path
+) -> None:
     damages: dict[str, Callable[[Path], Any]] = {
-        "mp_rank_00_model_states.pt": lambda step: os.truncate(step / "mp_rank_00_model_states.pt", 0),
+        "mp_rank_00_model_states.pt": lambda step: os.truncate(
+            step / "mp_rank_00_model_states.pt", 0
+        ),
         "state.json": lambda step: (step / "state.json").unlink(),
         "rng_rank_": lambda step: swap(step / "rng_rank_0.pt", step / "rng_rank_1.pt"),
-        "manifest.json": lambda step: shutil.copy(step_of(step.parents[1], 1) / "manifest.json", step / "manifest.json"),
+        "manifest.json": lambda step: shutil.copy(
+            step_of(step.parents[1], 1) / "manifest.json", step / "manifest.json"
+        ),
     }
     runs = [shutil.copytree(saved, tmp_path / str(number)) for number in range(len(damages))]
     for run, damage in zip(runs, damages.values(), strict=True):
         damage(step_of(run))
     for taken, file, run in zip(pools.run(2, resumable, runs=runs)[0], damages, runs, strict=True):
         assert taken[0] == "step_00000001"
-        assert taken[1][0].startswith(f"checkpoint {step_of(run)} is damaged, passed over: {file}")  # of two swapped files either is found first
+        # of two swapped files either is found first
+        assert taken[1][0].startswith(f"checkpoint {step_of(run)} is damaged, passed over: {file}")
 
 
 def stray_files_of(kind: str) -> list[str]:
     """Names that DeepSpeed's patterns match, of files that no manifest lists."""
-    return {"zero1": ["mp_rank_07_model_states.pt"], "pipeline": ["layer_00-copy-model_states.pt", "mp_rank_07_model_states.pt"]}[kind]
+    return {
+        "zero1": ["mp_rank_07_model_states.pt"],
+        "pipeline": ["layer_00-copy-model_states.pt", "mp_rank_07_model_states.pt"],
+    }[kind]
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("zero1", {}), ("pipeline", {"pp": 2})])
-def test_a_resume_names_a_stray_file_and_reads_none(pools: Any, saved: Path, tmp_path: Path, kind: str, layout: dict[str, Any]) -> None:
-    run = saved_by(pools, tmp_path / "run", **layout) if layout else shutil.copytree(saved, tmp_path / "run")
+def test_a_resume_names_a_stray_file_and_reads_none(
+    pools: Any, saved: Path, tmp_path: Path, kind: str, layout: dict[str, Any]
+) -> None:
+    run = (
+        saved_by(pools, tmp_path / "run", **layout)
+        if layout
+        else shutil.copytree(saved, tmp_path / "run")
+    )
     for name in (*stray_files_of(kind), "state.json.AbCdEf"):
         (step_of(run) / name).write_bytes(b"no pickle")
     recipe = dataclasses.replace(BASE, eval_every=0, **layout)
-    result, printed = pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"])[0]
+    result, printed = pools.run(
+        2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"]
+    )[0]
     assert result == 0 and f"resumed from {step_of(run)}" in printed
     count = len(stray_files_of(kind))
-    assert f"{step_of(run)}: {stray_files_of(kind)[0]} (and {count} more) is not part of the checkpoint, and is ignored\n" in printed
+    assert (
+        f"{step_of(run)}: {stray_files_of(kind)[0]} (and {count} more) is not part of the"
+        " checkpoint, and is ignored\n" in printed
+    )
     assert "damaged" not in printed and checkpoints(run) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
-    "content", [None, "", "step_00000009", "a link", "a folder"], ids=["missing", "empty", "names a folder that is gone", "a link", "a folder"]
+    "content",
+    [None, "", "step_00000009", "a link", "a folder"],
+    ids=["missing", "empty", "names a folder that is gone", "a link", "a folder"],
 )
 def test_a_resume_does_not_depend_on_latest(pools: Any, run: Path, content: str | None) -> None:
     latest = run / "checkpoints" / "latest"
@@ -229,10 +284,18 @@ def test_a_resume_does_not_depend_on_latest(pools: Any, run: Path, content: str 
     elif content is not None:
         latest.write_text(content)
     recipe = dataclasses.replace(BASE, eval_every=0)
-    for result, printed in pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"])[:1]:
+    for result, printed in pools.run(
+        2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"]
+    )[:1]:
         assert result == 0 and f"resumed from {step_of(run)}" in printed
-        assert (f"{latest} cannot be written: Is a directory. The checkpoints are complete" in printed) == (content == "a folder")
-    assert latest.is_dir() if content == "a folder" else latest.read_text() == "step_00000003" and not latest.is_symlink()
+        assert (
+            f"{latest} cannot be written: Is a directory. The checkpoints are complete" in printed
+        ) == (content == "a folder")
+    assert (
+        latest.is_dir()
+        if content == "a folder"
+        else latest.read_text() == "step_00000003" and not latest.is_symlink()
+    )
     assert checkpoints(run) == [1, 2, 3]
 
 
@@ -242,11 +305,14 @@ def test_going_back_by_hand_moves_latest_before_anything_else(saved: Path, tmp_p
 
     run = shutil.copytree(saved, tmp_path / "run")
     seen: list[str] = []
-    put_aside_later(run / "checkpoints", 1, lambda _: seen.append((run / "checkpoints" / "latest").read_text()))
+    put_aside_later(
+        run / "checkpoints", 1, lambda _: seen.append((run / "checkpoints" / "latest").read_text())
+    )
     assert seen == ["step_00000001"] and checkpoints(run) == [1]
 
 
-# Hostile files ----------------------------------------------------------------------------------------------------
+# Hostile files
+# --------------------------------------------------------------------------------------------------
 
 
 class Evil:
@@ -260,14 +326,18 @@ class Evil:
 
 
 def poison(file: Path, marker: Path, bare: bool) -> None:
-    """Replaces a file by a pickle that runs code, in torch's format or bare, and lists it in the manifest."""
+    """Replaces a file by a pickle that runs code, in torch's format or bare, and lists it in the
+    manifest.
+    """
     if bare:
         file.write_bytes(pickle.dumps({"module": Evil(marker)}))
     else:
         torch.save({"module": Evil(marker), "optimizer_state_dict": Evil(marker)}, file)
     step = file.parent
     listed = manifest.read(step)
-    manifest.write(step, listed["step"], listed["files"] | {file.name: manifest.facts(file)}, listed["tensors"])
+    manifest.write(
+        step, listed["step"], listed["files"] | {file.name: manifest.facts(file)}, listed["tensors"]
+    )
     assert faults(step) == []
 
 
@@ -291,7 +361,8 @@ def test_no_tool_runs_what_a_file_contains(saved: Path, tmp_path: Path, bare: bo
         "to-hf": lambda step: to_hf(step, tmp_path / "out"),
         "reshape": lambda step: reshape(step, tmp_path / "out", step_folder.open_step(step).layout),
     }
-    readers = {"bf16": set(works), "mp": {"reshape"}, "rng": set()}  # the 16-bit weights are copies, the generators are for a resume
+    # the 16-bit weights are copies, the generators are for a resume
+    readers = {"bf16": set(works), "mp": {"reshape"}, "rng": set()}
     for file in files:
         step = shutil.copytree(step_of(saved), tmp_path / "step", dirs_exist_ok=True)
         poison(step / file.name, marker, bare)
@@ -313,21 +384,33 @@ def test_no_tool_runs_what_a_file_contains(saved: Path, tmp_path: Path, bare: bo
         ({}, "*optim_states.pt"),
         ({}, "rng_*"),
         ({"pp": 2, "micro_batch": 1}, "layer_*"),
-        pytest.param({"ds_config": "zero3.json"}, "zero_pp_rank_?_mp_rank_00_model_states.pt", marks=slow),
+        pytest.param(
+            {"ds_config": "zero3.json"}, "zero_pp_rank_?_mp_rank_00_model_states.pt", marks=slow
+        ),
         pytest.param({"ds_config": "zero0.json"}, "mp_rank_*", marks=slow),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value.values())) or "zero1",
+    ids=lambda value: (
+        value if isinstance(value, str) else " ".join(map(str, value.values())) or "zero1"
+    ),
 )
-def test_a_resume_runs_nothing_that_a_file_contains(pools: Any, saved: Path, tmp_path: Path, layout: dict[str, Any], kind: str) -> None:
+def test_a_resume_runs_nothing_that_a_file_contains(
+    pools: Any, saved: Path, tmp_path: Path, layout: dict[str, Any], kind: str
+) -> None:
     """Every file of a kind, so that each rank meets one."""
-    run = saved_by(pools, tmp_path / "run", **layout) if layout else shutil.copytree(saved, tmp_path / "run")
+    run = (
+        saved_by(pools, tmp_path / "run", **layout)
+        if layout
+        else shutil.copytree(saved, tmp_path / "run")
+    )
     files = sorted(step_of(run).glob(kind))
     assert files
     for number, file in enumerate(files):
         poison(file, tmp_path / "marker", bare=number % 2 == 1)
     recipe = dataclasses.replace(BASE, eval_every=0, **layout)
     for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(run), "--stop_at", "3"]):
-        assert isinstance(result, str) and any(f"{file}: cannot be read safely" in result for file in files), result
+        assert isinstance(result, str) and any(
+            f"{file}: cannot be read safely" in result for file in files
+        ), result
     assert not (tmp_path / "marker").exists()
     assert checkpoints(run) == [1, 2]
 
@@ -337,11 +420,16 @@ def test_a_manifest_that_leaves_its_folder_is_refused(run: Path, name: str) -> N
     (run / "checkpoints" / "outside.pt").write_bytes(b"x")
     step = step_of(run)
     listed = manifest.read(step)
-    manifest.write(step, 2, listed["files"] | {name: manifest.facts(step / name)}, listed["tensors"])
+    manifest.write(
+        step, 2, listed["files"] | {name: manifest.facts(step / name)}, listed["tensors"]
+    )
     assert names(faults(step)) == names(verify(step)) == [name]
 
 
-@pytest.mark.parametrize("content", [[], {"files": []}, {"files": {"state.json": 3}}, {"files": {"state.json": {}}}, "x", None])
+@pytest.mark.parametrize(
+    "content",
+    [[], {"files": []}, {"files": {"state.json": 3}}, {"files": {"state.json": {}}}, "x", None],
+)
 def test_a_manifest_of_another_form_is_no_manifest(run: Path, content: Any) -> None:
     """Even with the right sha256."""
     step = step_of(run)
@@ -354,14 +442,25 @@ def test_a_manifest_of_another_form_is_no_manifest(run: Path, content: Any) -> N
     assert faults(step) == verify(step) == ["manifest.json differs from what was written"]
 
 
-# Full disks and failing writes ------------------------------------------------------------------------------------
+# Full disks and failing writes
+# ------------------------------------------------------------------------------------
 
 
 def train_with(
-    recipe: Any, argv: list[str], rank: int, failing: str = "", free: int | None = None, late: bool = False, slow: float = 0.0, code: int = errno.ENOSPC
+    recipe: Any,
+    argv: list[str],
+    rank: int,
+    failing: str = "",
+    free: int | None = None,
+    late: bool = False,
+    slow: float = 0.0,
+    code: int = errno.ENOSPC,
 ) -> tuple[Any, str, list[int]]:
-    """`train`, where `rank` cannot write into step folders that match `failing` (the error is `code`), or sees `free` bytes (`late`: once it trains), or hashes slowly.
-    On every rank of a pool: and the checkpoints at its end."""
+    """`train`, where `rank` cannot write into step folders that match `failing` (the error is
+    `code`), or sees `free` bytes (`late`: once it trains), or hashes slowly.
+
+    On every rank of a pool: and the checkpoints at its end.
+    """
     from recipekit.checkpoints import save as save_module
     from recipekit.checkpoints.save import Saver
     from torch.distributed import get_rank
@@ -403,33 +502,69 @@ def train_with(
         pytest.param(1, "", errno.EROFS, marks=slow),
     ],
 )
-def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(pools: Any, tmp_path: Path, rank: int, flag: str, code: int) -> None:
+def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(
+    pools: Any, tmp_path: Path, rank: int, flag: str, code: int
+) -> None:
     """The disk is not well in steps 2 and 3; in the background that is known a step later."""
     out, recipe = tmp_path / "run", dataclasses.replace(BASE, eval_every=0, steps=6)
     argv = ["--out", str(out), "--save_every", "2", *([flag] if flag else [])]
-    results = pools.run(2, train_with, recipe=recipe, argv=argv, rank=rank, failing="step_0000000[23]", code=code)
+    results = pools.run(
+        2, train_with, recipe=recipe, argv=argv, rank=rank, failing="step_0000000[23]", code=code
+    )
     assert [result for result, *_ in results] == [0, 0], results
     printed = results[0][1]
-    assert printed.count(f"checkpoint of step 2: rank {rank}: [Errno {code}] {os.strerror(code)}") == 1
+    assert (
+        printed.count(f"checkpoint of step 2: rank {rank}: [Errno {code}] {os.strerror(code)}") == 1
+    )
     assert printed.count("The run continues and tries again at the next steps") == 1
-    assert printed.count("saving works again") == 1 and results[1][1].count("saving works again") == 0
-    assert checkpoints(out) == [4, 6] and all(faults(step_of(out, number)) == [] for number in (4, 6))
-    assert {path.name for path in (out / "checkpoints").iterdir()} == {"latest", "step_00000004", "step_00000006"}
+    assert (
+        printed.count("saving works again") == 1 and results[1][1].count("saving works again") == 0
+    )
+    assert checkpoints(out) == [4, 6] and all(
+        faults(step_of(out, number)) == [] for number in (4, 6)
+    )
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {
+        "latest",
+        "step_00000004",
+        "step_00000006",
+    }
     assert [line["step"] for line in metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
     ("rank", "flag", "failing", "steps"),
     [
-        (1, "", "step_0000000[2345]", "the saves of steps 2 and 4 have failed: checkpoint of step 4"),
+        (
+            1,
+            "",
+            "step_0000000[2345]",
+            "the saves of steps 2 and 4 have failed: checkpoint of step 4",
+        ),
         (0, "--save_in_background", "step_0000000[6]", "checkpoint of step 6"),
-        pytest.param(1, "--save_in_background", "step_0000000[2345]", "the saves of steps 2 and 4 have failed: checkpoint of step 4", marks=slow),
+        pytest.param(
+            1,
+            "--save_in_background",
+            "step_0000000[2345]",
+            "the saves of steps 2 and 4 have failed: checkpoint of step 4",
+            marks=slow,
+        ),
         pytest.param(1, "", "step_0000000[6]", "checkpoint of step 6", marks=slow),
-        pytest.param(0, "", "step_", "the saves of steps 2 and 4 have failed: checkpoint of step 4", marks=slow),
+        pytest.param(
+            0,
+            "",
+            "step_",
+            "the saves of steps 2 and 4 have failed: checkpoint of step 4",
+            marks=slow,
+        ),
     ],
 )
-def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(pools: Any, tmp_path: Path, rank: int, flag: str, failing: str, steps: str) -> None:
-    """So does the last save. What was saved before is intact, and the run can be resumed from there."""
+def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(
+    pools: Any, tmp_path: Path, rank: int, flag: str, failing: str, steps: str
+) -> None:
+    """So does the last save.
+
+    What was saved before is intact, and the run can be resumed from there.
+    """
     out, recipe = tmp_path / "run", dataclasses.replace(BASE, eval_every=0, steps=6)
     argv = ["--out", str(out), "--save_every", "2", *([flag] if flag else [])]
     results = pools.run(2, train_with, recipe=recipe, argv=argv, rank=rank, failing=failing)
@@ -440,7 +575,10 @@ def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(pools: Any, tmp_pa
     assert " (needs " in said and " are free). The checkpoints before it are intact" in said
     older = [2, 4] if "6" in failing else []
     assert checkpoints(out) == older and all(faults(step_of(out, number)) == [] for number in older)
-    assert {path.name for path in (out / "checkpoints").iterdir()} == {*(["latest"] if older else []), *(f"step_{number:08d}" for number in older)}
+    assert {path.name for path in (out / "checkpoints").iterdir()} == {
+        *(["latest"] if older else []),
+        *(f"step_{number:08d}" for number in older),
+    }
     for result, printed in pools.run(2, train, recipe=recipe, argv=argv)[:1]:
         assert (result == 0 and not older) or f"resumed from {step_of(out, 4)}" in printed
     assert checkpoints(out) == [2, 4, 6]
@@ -448,32 +586,54 @@ def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(pools: Any, tmp_pa
 
 
 @pytest.mark.parametrize("flag", ["--no-save_in_background", "--save_in_background"])
-def test_too_little_space_is_told_before_anything_is_written(pools: Any, run: Path, flag: str) -> None:
+def test_too_little_space_is_told_before_anything_is_written(
+    pools: Any, run: Path, flag: str
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")}
     recipe = dataclasses.replace(BASE, eval_every=0)
     argv = ["--out", str(run), "--stop_at", "3", flag]
-    told = {result for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234, late=True)}
+    told = {
+        result
+        for result, *_ in pools.run(
+            2, train_with, recipe=recipe, argv=argv, rank=0, free=1234, late=True
+        )
+    }
     assert len(told) == 1, told
-    needed = int(told.pop().partition("step 3 needs ")[2].partition(" bytes, 1,234 are free. The checkpoints before it are intact")[0].replace(",", ""))
+    needed = int(
+        told.pop()
+        .partition("step 3 needs ")[2]
+        .partition(" bytes, 1,234 are free. The checkpoints before it are intact")[0]
+        .replace(",", "")
+    )
     written = sum(path.stat().st_size for path in step_of(run).glob("*states.pt"))
     assert 0.9 * written < needed <= written
-    assert {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")} | {run / "checkpoints": 0} == before | {run / "checkpoints": 0}
+    assert {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")} | {
+        run / "checkpoints": 0
+    } == before | {run / "checkpoints": 0}
 
 
-def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(pools: Any, tmp_path: Path) -> None:
+def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(
+    pools: Any, tmp_path: Path
+) -> None:
     recipe = dataclasses.replace(BASE, eval_every=0)
     argv = ["--out", str(tmp_path / "run"), "--stop_at", "2"]
-    told = {result for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234)}
+    told = {
+        result
+        for result, *_ in pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, free=1234)
+    }
     assert len(told) == 1
     said = told.pop()
-    assert f"checkpoint in {tmp_path / 'run' / 'checkpoints'}: each needs " in said and said.endswith(
-        " bytes, 1,234 are free. Free space or choose another --out"
+    assert (
+        f"checkpoint in {tmp_path / 'run' / 'checkpoints'}: each needs " in said
+        and said.endswith(" bytes, 1,234 are free. Free space or choose another --out")
     )
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
 def room_with_a_left_over(folder: str, needed: int) -> str:
-    """Runs on every rank of a pool: what the look at the disk says where half of it is taken by a save that was killed."""
+    """Runs on every rank of a pool: what the look at the disk says where half of it is taken by a
+    save that was killed.
+    """
     from recipekit.checkpoints.retention import Retention
     from recipekit.checkpoints.room import Demand, Room
     from recipekit.checkpoints.save import Saver
@@ -485,8 +645,14 @@ def room_with_a_left_over(folder: str, needed: int) -> str:
         left.touch()
     barrier()
     saver = object.__new__(Saver)
-    saver.folder, saver.retention, saver.room = Path(folder), Retention(1), Room(Path(folder), needed)
-    shutil.disk_usage = lambda path: usage(path)._replace(free=needed // 2 if left.exists() else needed)
+    saver.folder, saver.retention, saver.room = (
+        Path(folder),
+        Retention(1),
+        Room(Path(folder), needed),
+    )
+    shutil.disk_usage = lambda path: usage(path)._replace(
+        free=needed // 2 if left.exists() else needed
+    )
     try:
         saver.check_room(Demand([1]), resumed=False)
     except Refusal as refusal:
@@ -503,23 +669,50 @@ def test_what_a_killed_save_has_left_takes_no_room(pools: Any, tmp_path: Path) -
 
 
 @slow
-def test_a_limit_of_files_is_not_taken_for_a_full_disk(tmp_path: Path, ops: Callable[[str], None]) -> None:
+def test_a_limit_of_files_is_not_taken_for_a_full_disk(
+    tmp_path: Path, ops: Callable[[str], None]
+) -> None:
     """`ulimit -f`: torch.save fails as on a full disk, and gigabytes are free."""
-    run = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--eval_every", "0", "--no-wandb", "--out", str(tmp_path / "run")]
-    job = Job(tmp_path, ["sh", "-c", 'ulimit -f 1000 && exec "$@"', "sh", *run])  # blocks of 512 bytes
+    run = [
+        sys.executable,
+        str(NANO),
+        "--tiny",
+        "--steps",
+        "1",
+        "--eval_every",
+        "0",
+        "--no-wandb",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    # blocks of 512 bytes
+    job = Job(tmp_path, ["sh", "-c", 'ulimit -f 1000 && exec "$@"', "sh", *run])
     try:
         assert job.wait(600) == 1
     finally:
         job.close()
-    assert " (no file may become larger than 512,000 bytes). The checkpoints before it are intact. Raise the limit (ulimit -f unlimited)" in job.output
+    assert (
+        " (no file may become larger than 512,000 bytes). The checkpoints before it are intact."
+        " Raise the limit (ulimit -f unlimited)" in job.output
+    )
     assert "Traceback" not in job.output and "are free" not in job.output
     assert checkpoints(tmp_path / "run") == []
 
 
-def test_the_last_good_checkpoint_is_complete_when_a_loss_is_not_finite(pools: Any, tmp_path: Path) -> None:
+def test_the_last_good_checkpoint_is_complete_when_a_loss_is_not_finite(
+    pools: Any, tmp_path: Path
+) -> None:
     """With a slow disk, in the background."""
     recipe = dataclasses.replace(BASE, eval_every=0, lr=1e30, warmup_steps=0)
-    argv = ["--out", str(tmp_path / "run"), "--save_every", "1", "--save_in_background", "--keep", "0"]
+    argv = [
+        "--out",
+        str(tmp_path / "run"),
+        "--save_every",
+        "1",
+        "--save_in_background",
+        "--keep",
+        "0",
+    ]
     code, printed, there = pools.run(2, train_with, recipe=recipe, argv=argv, rank=0, slow=0.2)[0]
     assert code == 1 and there and f"the last good checkpoint is step {max(there)}" in printed
     assert there == [line["step"] for line in metrics(tmp_path / "run")]
@@ -534,12 +727,32 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
-    """Starts the smallest recipe, with further lines before its `run`, on two ranks; ends what is left of it after the test."""
+    """Starts the smallest recipe, with further lines before its `run`, on two ranks; ends what is
+    left of it after the test.
+    """
     jobs: list[Job] = []
 
     def launch(lines: str, *flags: object) -> Job:
-        (tmp_path / "drill.py").write_text(NANO.read_text().replace("if __name__", f"{lines}\n\nif __name__"))
-        jobs.append(Job(tmp_path, deepspeed(Path("drill.py"), "--tiny", "--eval_every", 0, "--no-wandb", "--save_every", 1, "--keep", 0, *flags)))
+        (tmp_path / "drill.py").write_text(
+            NANO.read_text().replace("if __name__", f"{lines}\n\nif __name__")
+        )
+        jobs.append(
+            Job(
+                tmp_path,
+                deepspeed(
+                    Path("drill.py"),
+                    "--tiny",
+                    "--eval_every",
+                    0,
+                    "--no-wandb",
+                    "--save_every",
+                    1,
+                    "--keep",
+                    0,
+                    *flags,
+                ),
+            )
+        )
         return jobs[-1]
 
     yield launch
@@ -548,23 +761,46 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
 
 
 @slow
-def test_a_disk_of_20_mb_is_refused_before_the_first_step(ops: Callable[[str], None], disk: Path, tmp_path: Path) -> None:
-    """The thread that reads the data has ended by then: Python ends one that is inside a library with "terminate called", exit code 134."""
-    told = "import atexit, threading\n\natexit.register(lambda: print('threads:', *[thread.name for thread in threading.enumerate()]))"
-    (tmp_path / "drill.py").write_text(NANO.read_text().replace("if __name__", f"{told}\n\nif __name__"))
-    job = Job(tmp_path, [sys.executable, "drill.py", "--out", "disk/run", "--eval_every", "0", "--no-wandb"])
+def test_a_disk_of_20_mb_is_refused_before_the_first_step(
+    ops: Callable[[str], None], disk: Path, tmp_path: Path
+) -> None:
+    """The thread that reads the data has ended by then: Python ends one that is inside a library
+    with "terminate called", exit code 134.
+    """
+    told = (
+        "import atexit, threading\n\natexit.register(lambda: print('threads:', *[thread.name for"
+        " thread in threading.enumerate()]))"
+    )
+    (tmp_path / "drill.py").write_text(
+        NANO.read_text().replace("if __name__", f"{told}\n\nif __name__")
+    )
+    job = Job(
+        tmp_path,
+        [sys.executable, "drill.py", "--out", "disk/run", "--eval_every", "0", "--no-wandb"],
+    )
     try:
         assert job.wait(150) == 1, job.output[-8000:]
     finally:
         job.close()
-    assert re.search("threads: MainThread", job.output) and not re.search("threads:.* data", job.output), job.output
-    assert "step 1/" not in job.output and "Traceback" not in job.output and not (disk / "run").exists()
-    assert re.search(r"1\. checkpoint in disk/run/checkpoints: each needs [\d,]+ bytes, [\d,]+ are free\. Free space or choose another --out\n", job.output), (
-        job.output
+    assert re.search("threads: MainThread", job.output) and not re.search(
+        "threads:.* data", job.output
+    ), job.output
+    assert (
+        "step 1/" not in job.output
+        and "Traceback" not in job.output
+        and not (disk / "run").exists()
     )
+    assert re.search(
+        r"1\. checkpoint in disk/run/checkpoints: each needs [\d,]+ bytes, [\d,]+ are free\. Free"
+        r" space or choose another --out\n",
+        job.output,
+    ), job.output
 
 
-UNCHECKED = "from recipekit.checkpoints.save import Saver\n\nSaver._make_room = lambda self, step: None"  # as if the disk had been filled by others meanwhile
+# as if the disk had been filled by others meanwhile
+UNCHECKED = (
+    "from recipekit.checkpoints.save import Saver\n\nSaver._make_room = lambda self, step: None"
+)
 
 
 @pytest.mark.parametrize(
@@ -575,21 +811,30 @@ UNCHECKED = "from recipekit.checkpoints.save import Saver\n\nSaver._make_room = 
         pytest.param("", "--no-save_in_background", id="before it writes", marks=slow),
     ],
 )
-def test_a_full_disk_ends_the_run_with_one_message_and_the_older_checkpoints(launch: Callable[..., Job], disk: Path, lines: str, flag: str) -> None:
+def test_a_full_disk_ends_the_run_with_one_message_and_the_older_checkpoints(
+    launch: Callable[..., Job], disk: Path, lines: str, flag: str
+) -> None:
     job = launch(lines, "--out", "disk/run", "--steps", 6, flag)
     assert job.wait(150) == 75, job.output[-8000:]
     job.wait_gone(60)
     print(job.output)
     assert job.output.count("failed: 1 problem") == 1 and "Traceback" not in job.output, job.output
-    (told,) = [line for line in job.output.splitlines() if "The checkpoints before it are intact" in line]
-    assert "the saves of steps 3 and 4 have failed: " in told and "needs " in told and " are free. " in told
+    (told,) = [
+        line for line in job.output.splitlines() if "The checkpoints before it are intact" in line
+    ]
+    assert (
+        "the saves of steps 3 and 4 have failed: " in told
+        and "needs " in told
+        and " are free. " in told
+    )
     assert job.output.count("The run continues and tries again at the next steps") == 1
     assert checkpoints(disk / "run") == [1, 2]
     assert (disk / "run" / "checkpoints" / "latest").read_text() == "step_00000002"
     assert verify(step_of(disk / "run", 1)) == verify(step_of(disk / "run", 2)) == []
 
 
-# Dead peers -------------------------------------------------------------------------------------------------------
+# Dead peers
+# --------------------------------------------------------------------------------------------------
 
 STUCK = """
 import os
@@ -611,7 +856,9 @@ Saver._write_own = stuck
 
 
 @slow
-def test_a_rank_does_not_wait_for_the_part_of_a_dead_peer(launch: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_rank_does_not_wait_for_the_part_of_a_dead_peer(
+    launch: Callable[..., Job], tmp_path: Path
+) -> None:
     """Rank 1 is killed while it writes in the background; rank 0 waits for the end of the save."""
     job = launch(STUCK, "--out", "run", "--steps", 3, "--save_in_background")
     job.wait_for(lambda: steps_done(tmp_path / "run") == 3 or job.process.poll() is not None, 150)

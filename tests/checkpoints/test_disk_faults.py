@@ -1,4 +1,7 @@
-"""A run goes through faults of disks, signals and users, and ends as the unbroken run. `tests/support/disk_faults.py` says which."""
+"""A run goes through faults of disks, signals and users, and ends as the unbroken run.
+
+`tests/support/disk_faults.py` says which.
+"""
 
 import subprocess
 import sys
@@ -14,6 +17,17 @@ TIMES = 1  # of each fault; more by hand: python tests/support/disk_faults.py --
 def test_a_run_survives_faults_at_random_steps() -> None:
     """The seed is printed; the same seed gives the same faults."""
     words = [sys.executable, "tests/support/disk_faults.py", "--faults", str(TIMES * len(FAULTS))]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
     print(done.stdout)
-    assert done.returncode == 0 and f"{TIMES * len(FAULTS)} of {TIMES * len(FAULTS)} faults passed" in done.stdout, done.stdout + done.stderr
+    assert (
+        done.returncode == 0
+        and f"{TIMES * len(FAULTS)} of {TIMES * len(FAULTS)} faults passed" in done.stdout
+    ), done.stdout + done.stderr

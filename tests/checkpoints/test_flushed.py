@@ -1,4 +1,5 @@
-"""A crash of the machine leaves nothing half written under its name: all of it is on the disk before the rename that names it.
+"""A crash of the machine leaves nothing half written under its name: all of it is on the disk
+before the rename that names it.
 
 The calls are the real ones; each is noted on its way.
 """
@@ -52,11 +53,23 @@ def noted() -> Iterator[list[Call]]:
         def rename(source: Any, target: Any, **rest: Any) -> None:
             begun = time.time_ns()
             renames[name](source, target, **rest)
-            calls.append(Call(begun, time.time_ns(), "rename", os.path.abspath(source), os.path.abspath(target)))
+            calls.append(
+                Call(
+                    begun,
+                    time.time_ns(),
+                    "rename",
+                    os.path.abspath(source),
+                    os.path.abspath(target),
+                )
+            )
 
         return rename
 
-    os.fsync, os.rename, os.replace = noting_fsync, noting_rename("rename"), noting_rename("replace")
+    os.fsync, os.rename, os.replace = (
+        noting_fsync,
+        noting_rename("rename"),
+        noting_rename("replace"),
+    )
     try:
         yield calls
     finally:
@@ -71,48 +84,88 @@ def train_noted(recipe: Any, argv: list[str]) -> tuple[Any, list[tuple[Any, ...]
 
 
 def check(calls: list[Call], final: Path) -> Call:
-    """Asserts that `final`, a file or a folder with all below it, was on the disk before it got its name; returns the rename."""
-    named = next(call for call in reversed(calls) if call.name == "rename" and call.target == str(final))
+    """Asserts that `final`, a file or a folder with all below it, was on the disk before it got its
+    name; returns the rename.
+    """
+    named = next(
+        call for call in reversed(calls) if call.name == "rename" and call.target == str(final)
+    )
     for path in [final, *final.rglob("*")]:
         staged = os.path.normpath(Path(named.path, path.relative_to(final)))
         changed = path.stat().st_mtime_ns
-        flushed = [call for call in calls if call.name == "fsync" and call.path == staged and call.begun >= changed and call.ended <= named.begun]
+        flushed = [
+            call
+            for call in calls
+            if call.name == "fsync"
+            and call.path == staged
+            and call.begun >= changed
+            and call.ended <= named.begun
+        ]
         assert flushed, f"{path.relative_to(final.parent)} was named before it was flushed"
     return named
 
 
-def check_flushed_between(calls: list[Call], folder: Path, after: Call, before: Call | None = None) -> None:
-    """Asserts that a folder was flushed after one rename, so that this one lasts, and before another."""
-    flushed = [call for call in calls if call.name == "fsync" and call.path == str(folder) and call.begun >= after.ended]
+def check_flushed_between(
+    calls: list[Call], folder: Path, after: Call, before: Call | None = None
+) -> None:
+    """Asserts that a folder was flushed after one rename, so that this one lasts, and before
+    another.
+    """
+    flushed = [
+        call
+        for call in calls
+        if call.name == "fsync" and call.path == str(folder) and call.begun >= after.ended
+    ]
     assert any(before is None or call.ended <= before.begun for call in flushed), (
         f"{folder.name} was not flushed after {Path(after.target).name} was named in it"
     )
 
 
 @pytest.fixture(scope="module")
-def saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Call]]]:
-    """By flag, a run of two ranks with checkpoints of steps 1 and 2, and the calls of both ranks in order."""
+def saved(
+    pools: Any, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[Call]]]:
+    """By flag, a run of two ranks with checkpoints of steps 1 and 2, and the calls of both ranks in
+    order.
+    """
     made = {}
     for flag in ("--no-save_in_background", "--save_in_background"):
         out = tmp_path_factory.mktemp("flushed") / "run"
         recipe = dataclasses.replace(BASE, eval_every=0)
-        results = pools.run(2, train_noted, recipe=recipe, argv=["--out", str(out), "--stop_at", "2", "--save_every", "1", flag])
+        results = pools.run(
+            2,
+            train_noted,
+            recipe=recipe,
+            argv=["--out", str(out), "--stop_at", "2", "--save_every", "1", flag],
+        )
         assert [result for result, _ in results] == [0, 0], results
         made[flag] = out, sorted(Call(*call) for _, calls in results for call in calls)
     return made
 
 
 def check_named_by_latest(calls: list[Call], folder: Path, step: str) -> None:
-    """Asserts that a step folder was on the disk under its name before `latest` named it, and that `latest` is, too."""
+    """Asserts that a step folder was on the disk under its name before `latest` named it, and that
+    `latest` is, too.
+    """
     named = check(calls, folder / step)
-    pointed = next(call for call in calls if call.target == str(folder / "latest") and call.begun > named.begun)
-    assert any(call.name == "fsync" and call.path == pointed.path and call.begun > named.ended and call.ended <= pointed.begun for call in calls)
+    pointed = next(
+        call for call in calls if call.target == str(folder / "latest") and call.begun > named.begun
+    )
+    assert any(
+        call.name == "fsync"
+        and call.path == pointed.path
+        and call.begun > named.ended
+        and call.ended <= pointed.begun
+        for call in calls
+    )
     check_flushed_between(calls, folder, named, pointed)
     check_flushed_between(calls, folder, pointed)
 
 
 @pytest.mark.parametrize("name", [FACTS, STRATEGY, DATA_FILES])
-def test_a_file_of_the_run_is_on_the_disk_before_it_is_named(saved: dict[str, Any], name: str) -> None:
+def test_a_file_of_the_run_is_on_the_disk_before_it_is_named(
+    saved: dict[str, Any], name: str
+) -> None:
     """An empty run.json after a loss of power would hide every checkpoint."""
     out, calls = saved["--no-save_in_background"]
     check_flushed_between(calls, out, check(calls, out / name))
@@ -134,7 +187,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--no-save_in_background", "--save_in_background"])
-def test_a_checkpoint_is_on_the_disk_before_it_is_named_and_named_before_latest_names_it(saved: dict[str, Any], flag: str) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_is_named_and_named_before_latest_names_it(
+    saved: dict[str, Any], flag: str
+) -> None:
     out, calls = saved[flag]
     check_named_by_latest(calls, out / "checkpoints", "step_00000002")
 
@@ -146,15 +201,23 @@ def test_what_a_save_is_made_of_flushes_files_folders_and_names(tmp_path: Path) 
     (step / "one.pt").write_bytes(b"one")
     (step / "hf_files" / "config.json").write_text("{}")
     with noted() as calls:
-        files = {str(path.relative_to(step)): manifest.facts(path) for path in step.rglob("*") if path.is_file()}
+        files = {
+            str(path.relative_to(step)): manifest.facts(path)
+            for path in step.rglob("*")
+            if path.is_file()
+        }
         manifest.write(step, 1, files, {})
         os.rename(step, tmp_path / step.name)
         point_latest(tmp_path, step.name, print)
     check_named_by_latest(calls, tmp_path, step.name)
-    assert (tmp_path / "latest").read_text() == step.name and manifest.faults(tmp_path / step.name) == []
+    assert (tmp_path / "latest").read_text() == step.name and manifest.faults(
+        tmp_path / step.name
+    ) == []
 
 
-def test_a_converted_checkpoint_is_on_the_disk_before_it_is_named(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_converted_checkpoint_is_on_the_disk_before_it_is_named(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
     step = saved["--no-save_in_background"][0] / "checkpoints" / "step_00000002"
     layout = dataclasses.replace(step_folder.open_step(step).layout, mesh=Mesh(dp=1))
     with noted() as calls:
@@ -165,8 +228,12 @@ def test_a_converted_checkpoint_is_on_the_disk_before_it_is_named(saved: dict[st
     check_flushed_between(calls, tmp_path, check(calls, tmp_path / "hf"))
 
 
-def test_the_metrics_that_stay_are_on_the_disk_before_they_take_the_place_of_all(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
+def test_the_metrics_that_stay_are_on_the_disk_before_they_take_the_place_of_all(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}}}\n' for step in range(1, 6))
+    )
     with noted() as calls:
         cut_metrics(tmp_path / "metrics.jsonl", 3)
     check(calls, tmp_path / "metrics.jsonl")
@@ -174,7 +241,11 @@ def test_the_metrics_that_stay_are_on_the_disk_before_they_take_the_place_of_all
 
 
 def test_the_notes_of_another_conversion_are_not_gone_on_with(tmp_path: Path) -> None:
-    for plan, resumed, done in ({"to": 1}, False, {}), ({"to": 1}, True, {"weight": 5}), ({"to": 2}, False, {}):
+    for plan, resumed, done in (
+        ({"to": 1}, False, {}),
+        ({"to": 1}, True, {"weight": 5}),
+        ({"to": 2}, False, {}),
+    ):
         journal = Journal(tmp_path / "out", plan)
         assert (journal.resumed, journal.done) == (resumed, done)
         journal.note("weight", 5)
@@ -184,5 +255,11 @@ def test_the_step_gone_back_to_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         (tmp_path / f"step_{step:08d}").mkdir()
     put_aside_later(tmp_path, 2, lambda _: None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["aside_step_00000003.1", "aside_step_00000004.1", "latest", "step_00000001", "step_00000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "aside_step_00000003.1",
+        "aside_step_00000004.1",
+        "latest",
+        "step_00000001",
+        "step_00000002",
+    ]
     assert (tmp_path / "latest").read_text() == "step_00000002"

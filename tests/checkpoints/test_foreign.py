@@ -1,4 +1,6 @@
-"""Checkpoints of raw DeepSpeed scripts and AutoTP are read where their files decide what is in them, else refused (HF Trainer's: test_ds_configs.py)."""
+"""Checkpoints of raw DeepSpeed scripts and AutoTP are read where their files decide what is in
+them, else refused (HF Trainer's: test_ds_configs.py).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,22 +15,48 @@ from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file
 
 
-def raw_script(out: str, zero: int, tp: int = 1, bf16: bool = True, frozen: bool = False, heads: int = 2, **more: Any) -> dict[str, torch.Tensor]:
-    """What anyone writes with DeepSpeed and transformers; returns the whole weights in the training dtype."""
+def raw_script(
+    out: str,
+    zero: int,
+    tp: int = 1,
+    bf16: bool = True,
+    frozen: bool = False,
+    heads: int = 2,
+    **more: Any,
+) -> dict[str, torch.Tensor]:
+    """What anyone writes with DeepSpeed and transformers; returns the whole weights in the training
+    dtype.
+    """
     import deepspeed
     import torch.distributed as dist
     import transformers
 
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=heads, vocab_size=67
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=heads,
+        vocab_size=67,
     )
     model = transformers.LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (frozen and "layers.1." in name))
-    decayed = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim == 1]
-    groups: Any = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    decayed = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.ndim > 1
+    ]
+    others = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.requires_grad and parameter.ndim == 1
+    ]
+    groups: Any = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0},
+    ]
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": zero},
@@ -37,12 +65,18 @@ def raw_script(out: str, zero: int, tp: int = 1, bf16: bool = True, frozen: bool
         "bf16": {"enabled": bf16},
     }
     settings["optimizer"] = more.pop("optimizer", settings["optimizer"])
-    own = {"optimizer": torch.optim.SGD(groups, lr=1e-2, momentum=0.9)} if settings["optimizer"] is None else {"model_parameters": groups}
+    own = (
+        {"optimizer": torch.optim.SGD(groups, lr=1e-2, momentum=0.9)}
+        if settings["optimizer"] is None
+        else {"model_parameters": groups}
+    )
     settings = {key: value for key, value in settings.items() if value is not None}
     settings["zero_optimization"] |= more
     if tp > 1:
         settings["tensor_parallel"] = {"autotp_size": tp}
-    engine: Any = deepspeed.initialize(model=model, config=settings, dist_init_required=False, **own)[0]
+    engine: Any = deepspeed.initialize(
+        model=model, config=settings, dist_init_required=False, **own
+    )[0]
     generator = torch.Generator().manual_seed(dist.get_rank() // tp)
     for _ in range(2):
         ids = torch.randint(0, 67, (1, 16), generator=generator)
@@ -57,7 +91,11 @@ def raw_script(out: str, zero: int, tp: int = 1, bf16: bool = True, frozen: bool
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -73,8 +111,12 @@ def test_a_raw_checkpoint_becomes_hugging_face_files(pools, tmp_path, zero, froz
 
 
 def test_shuffled_groups_are_read_in_their_own_order(pools, tmp_path):
-    """ds_to_universal makes silently wrong weights of them: 18 of 21 parameters of the study's model."""
-    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2, round_robin_gradients=True)[0]
+    """ds_to_universal makes silently wrong weights of them: 18 of 21 parameters of the study's
+    model.
+    """
+    whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2, round_robin_gradients=True)[
+        0
+    ]
     to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
     assert all(torch.equal(value, whole[name]) for name, value in exported(tmp_path / "hf").items())
     master = open_step(tmp_path / "raw")
@@ -89,21 +131,36 @@ def test_an_optimizer_without_adams_moments_is_converted(pools, tmp_path, zero):
     source = tmp_path / "raw"
     if zero:
         step, source = open_step(source), tmp_path / "other"
-        assert (step.layout.algorithm, step.layout.states, step.layout.scalars) == ("SGD", ("momentum_buffer",), ())
-        reshape(tmp_path / "raw", source, target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=3))
+        assert (step.layout.algorithm, step.layout.states, step.layout.scalars) == (
+            "SGD",
+            ("momentum_buffer",),
+            (),
+        )
+        reshape(
+            tmp_path / "raw",
+            source,
+            target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=3),
+        )
     to_hf(source, tmp_path / "hf", check=True)
-    assert all(torch.equal(value.to(torch.bfloat16), whole[name]) for name, value in exported(tmp_path / "hf").items())
+    assert all(
+        torch.equal(value.to(torch.bfloat16), whole[name])
+        for name, value in exported(tmp_path / "hf").items()
+    )
 
 
 def test_states_that_the_json_does_not_name_are_refused(pools, tmp_path):
     """A script made the optimizer itself, and the files do not say which it is."""
     pools.run(1, raw_script, out=str(tmp_path / "raw"), zero=1, optimizer=None)
-    with pytest.raises(Refusal, match="has optimizer states momentum_buffer, not AdamW's exp_avg, exp_avg_sq"):
+    with pytest.raises(
+        Refusal, match="has optimizer states momentum_buffer, not AdamW's exp_avg, exp_avg_sq"
+    ):
         open_step(tmp_path / "raw")
 
 
 def test_an_adam_that_counts_its_steps_in_the_group_is_read(pools, tmp_path):
-    """As DeepSpeed's FusedAdam wrote it (fused_adam.py of 0.19.8 reads such files): here of a file that torch's wrote, whose count is moved."""
+    """As DeepSpeed's FusedAdam wrote it (fused_adam.py of 0.19.8 reads such files): here of a file
+    that torch's wrote, whose count is moved.
+    """
     whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=2)[0]
     for file in (tmp_path / "raw/global_step2").glob("*optim_states.pt"):
         saved = torch.load(file, weights_only=False)
@@ -121,7 +178,9 @@ def test_an_adam_that_counts_its_steps_in_the_group_is_read(pools, tmp_path):
 
 @pytest.mark.parametrize(("source", "target"), [(1, 3), (3, 2), (2, 0)])
 def test_a_raw_checkpoint_goes_on_in_another_layout(pools, tmp_path, source, target):
-    """Stock universal checkpoints refuse 1 -> 3 and 3 -> 2, and give every group of ZeRO-3 the first one's weight decay."""
+    """Stock universal checkpoints refuse 1 -> 3 and 3 -> 2, and give every group of ZeRO-3 the
+    first one's weight decay.
+    """
     whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=source)[0]
     step = open_step(tmp_path / "raw")
     layout = target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=target)
@@ -136,29 +195,58 @@ def load_raw(folder: str, zero: int) -> tuple[dict[str, torch.Tensor], list[floa
     import deepspeed
     import transformers
 
-    config = transformers.LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=67)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=67,
+    )
     model = transformers.LlamaForCausalLM(config)
-    groups: Any = [{"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": zero}, "bf16": {"enabled": True}}
+    groups: Any = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in model.parameters() if p.ndim == 1]},
+    ]
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero},
+        "bf16": {"enabled": True},
+    }
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-    engine: Any = deepspeed.initialize(model=model, model_parameters=groups, config=settings, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=model, model_parameters=groups, config=settings, dist_init_required=False
+    )[0]
     path, _ = engine.load_checkpoint(folder, tag="global_step2")
     assert path is not None
     whole = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             whole[name] = parameter.detach().clone()
-    return whole, [group["weight_decay"] for group in engine.optimizer.param_groups], engine.global_steps
+    return (
+        whole,
+        [group["weight_decay"] for group in engine.optimizer.param_groups],
+        engine.global_steps,
+    )
 
 
 @pytest.mark.parametrize(("zero", "heads"), [(1, 2), (2, 1), (0, 4)])
 def test_autotp_is_joined_by_its_own_notes(pools, tmp_path, zero, heads):
-    """save_16bit_model writes rank 0's shards and says nothing; ds_to_universal ends with a TypeError at one key-value head."""
+    """save_16bit_model writes rank 0's shards and says nothing; ds_to_universal ends with a
+    TypeError at one key-value head.
+    """
     pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=zero, tp=2, heads=heads)
     to_hf(tmp_path / "raw", tmp_path / "hf", check=True)
     got = exported(tmp_path / "hf")
-    ranks = [read_pickle(tmp_path / "raw" / "global_step2" / f"mp_rank_{rank:02d}_model_states.pt")["module"] for rank in range(2)]
-    assert got["lm_head.weight"].shape == (67, 32) and got["model.layers.0.self_attn.k_proj.weight"].shape == (8 * heads, 32)
+    ranks = [
+        read_pickle(tmp_path / "raw" / "global_step2" / f"mp_rank_{rank:02d}_model_states.pt")[
+            "module"
+        ]
+        for rank in range(2)
+    ]
+    assert got["lm_head.weight"].shape == (67, 32) and got[
+        "model.layers.0.self_attn.k_proj.weight"
+    ].shape == (8 * heads, 32)
     for name, value in got.items():
         parts = [own[name] for own in ranks]
         dim = 1 if any(word in name for word in ("o_proj", "down_proj")) else 0
@@ -169,8 +257,14 @@ def test_autotp_is_joined_by_its_own_notes(pools, tmp_path, zero, heads):
 def test_what_the_files_do_not_decide_is_refused(pools, tmp_path):
     pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=0)
     step = open_step(tmp_path / "raw")
-    with pytest.raises(Refusal, match=r"its optimizer states have no names\. Convert only its weights"):
-        reshape(tmp_path / "raw", tmp_path / "out", target_layout(step.blueprint, step.layout, dp=2, tp=None, pp=None, zero=1))
+    with pytest.raises(
+        Refusal, match=r"its optimizer states have no names\. Convert only its weights"
+    ):
+        reshape(
+            tmp_path / "raw",
+            tmp_path / "out",
+            target_layout(step.blueprint, step.layout, dp=2, tp=None, pp=None, zero=1),
+        )
     with pytest.raises(Refusal, match="publishes no tensor-parallel plan"):
         target_layout(step.blueprint, step.layout, dp=None, tp=2, pp=None, zero=None)
     (tmp_path / "raw" / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")

@@ -21,7 +21,9 @@ slow = pytest.mark.slow
 def add_lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=256, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=256, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,17 +35,36 @@ def add_lora(model: Any) -> Any:
         pytest.param({"adapt": add_lora, "merge": True}, id="merged", marks=slow),
     ],
 )
-def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools: Any, tmp_path: Path, layout: dict[str, Any]) -> None:
-    """The checkpoints are on another disk. The error is one line on every rank, and nothing of the export is left."""
-    recipe = dataclasses.replace(BASE, model="recipekit/llama-nano", eval_every=0, steps=1, warmup_steps=0, export=True, **layout)
+def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(
+    pools: Any, tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """The checkpoints are on another disk.
+
+    The error is one line on every rank, and nothing of the export is left.
+    """
+    recipe = dataclasses.replace(
+        BASE,
+        model="recipekit/llama-nano",
+        eval_every=0,
+        steps=1,
+        warmup_steps=0,
+        export=True,
+        **layout,
+    )
     with small_disk(tmp_path / "run", "700k") as out:
         (tmp_path / "checkpoints").mkdir()
         (out / "checkpoints").symlink_to(tmp_path / "checkpoints")
-        told = {result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])}
+        told = {
+            result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])
+        }
         assert len(told) == 1, told
         said = str(told.pop())
-        assert said.startswith(f"export to {out}/hf: rank ") and "o space left on device" in said, said
-        assert said.endswith("The checkpoints are complete. Free space, then the same command writes the export")
+        assert said.startswith(f"export to {out}/hf: rank ") and "o space left on device" in said, (
+            said
+        )
+        assert said.endswith(
+            "The checkpoints are complete. Free space, then the same command writes the export"
+        )
         assert checkpoints(out) == [1] and not list(out.glob("*hf*"))
         assert not list(out.glob("*.tmp"))
 
@@ -54,7 +75,9 @@ def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(pools:
 
 
 @pytest.mark.parametrize(("begun", "code"), [(True, 75), (False, 1)])
-def test_a_start_on_a_disk_without_files_left_is_made_again_for_a_run_with_checkpoints(tmp_path: Path, begun: bool, code: int) -> None:
+def test_a_start_on_a_disk_without_files_left_is_made_again_for_a_run_with_checkpoints(
+    tmp_path: Path, begun: bool, code: int
+) -> None:
     """The disk has room for four files and folders."""
     with small_disk(tmp_path / "disk", "1m,nr_inodes=5") as disk:
         (disk / "run").mkdir()
@@ -66,7 +89,10 @@ def test_a_start_on_a_disk_without_files_left_is_made_again_for_a_run_with_check
 
 
 def train_without_copies(recipe: Any, argv: list[str]) -> tuple[Any, str, list[int]]:
-    """Train where the second rank's disk is full when swap files are copied into step 2. On every rank of a pool."""
+    """Train where the second rank's disk is full when swap files are copied into step 2.
+
+    On every rank of a pool.
+    """
     from torch.distributed import get_rank
 
     copytree = shutil.copytree
@@ -84,21 +110,37 @@ def train_without_copies(recipe: Any, argv: list[str]) -> tuple[Any, str, list[i
 
 
 @slow
-def test_swap_files_that_cannot_be_copied_leave_no_rank_waiting(pools: Any, ops: Callable[[str], None], tmp_path: Path) -> None:
+def test_swap_files_that_cannot_be_copied_leave_no_rank_waiting(
+    pools: Any, ops: Callable[[str], None], tmp_path: Path
+) -> None:
     for op in ("cpu_adam", "async_io"):
         ops(op)
     recipe = dataclasses.replace(BASE, ds_config="zero3_nvme.json", eval_every=0, steps=4)
-    results = pools.run(2, train_without_copies, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--save_every", "2"])
+    results = pools.run(
+        2,
+        train_without_copies,
+        recipe=recipe,
+        argv=["--out", str(tmp_path / "run"), "--save_every", "2"],
+    )
     assert [(result, there) for result, _, there in results] == [(0, [3, 4])] * 2, results
-    assert "checkpoint of step 2: rank 1: " in results[0][1] and "saving works again" in results[0][1]
+    assert (
+        "checkpoint of step 2: rank 1: " in results[0][1] and "saving works again" in results[0][1]
+    )
 
 
-def test_a_start_that_cannot_write_the_files_of_its_run_is_refused(pools: Any, tmp_path: Path) -> None:
+def test_a_start_that_cannot_write_the_files_of_its_run_is_refused(
+    pools: Any, tmp_path: Path
+) -> None:
     """One line on every rank; the files of the run are whole."""
     recipe = dataclasses.replace(BASE, eval_every=0, steps=2, warmup_steps=0)
     with small_disk(tmp_path / "run", "64k") as out:
         (tmp_path / "checkpoints").mkdir()
         (out / "checkpoints").symlink_to(tmp_path / "checkpoints")
-        told = {result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])}
-        assert told == {f"out = {out}: cannot be written: No space left on device. Free space or choose another --out"}
+        told = {
+            result for result, _ in pools.run(2, train, recipe=recipe, argv=["--out", str(out)])
+        }
+        assert told == {
+            f"out = {out}: cannot be written: No space left on device. Free space or choose another"
+            " --out"
+        }
         assert not list(out.glob("*.tmp"))

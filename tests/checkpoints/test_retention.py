@@ -20,8 +20,15 @@ def save(folder: Path, step: int, eval_loss: object = None, name: str = "") -> P
     path = folder / (name or f"step_{step:08d}")
     (path / "hf_files").mkdir(parents=True)
     (path / "hf_files" / "config.json").write_text("{}")
-    (path / "state.json").write_text(json.dumps({"step": step} | ({} if eval_loss is None else {"eval_loss": eval_loss})))
-    manifest.write(path, step, {name: manifest.facts(path / name) for name in ("state.json", "hf_files/config.json")}, {})
+    (path / "state.json").write_text(
+        json.dumps({"step": step} | ({} if eval_loss is None else {"eval_loss": eval_loss}))
+    )
+    manifest.write(
+        path,
+        step,
+        {name: manifest.facts(path / name) for name in ("state.json", "hf_files/config.json")},
+        {},
+    )
     return path
 
 
@@ -30,7 +37,11 @@ def names(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def numbers(folder: Path) -> list[int]:
@@ -47,7 +58,9 @@ def numbers(folder: Path) -> list[int]:
     ],
     ids=repr,
 )
-def test_the_newest_are_kept_by_number(tmp_path: Path, retention: Retention, left: list[int]) -> None:
+def test_the_newest_are_kept_by_number(
+    tmp_path: Path, retention: Retention, left: list[int]
+) -> None:
     for step in (2, 4, 6, 8, 10, 100000000):
         save(tmp_path, step)
     assert remove_old(tmp_path, retention) == []
@@ -66,12 +79,25 @@ def test_the_newest_are_kept_by_number(tmp_path: Path, retention: Retention, lef
     ],
     ids=repr,
 )
-def test_every_kth_and_the_best_are_kept_in_addition(tmp_path: Path, retention: Retention, left: list[int]) -> None:
+def test_every_kth_and_the_best_are_kept_in_addition(
+    tmp_path: Path, retention: Retention, left: list[int]
+) -> None:
     """Only a finite number is an eval_loss; of equal ones the first is the best."""
-    losses = {1: 2.5, 2: "0.1", 3: 2.25, 4: None, 5: math.nan, 6: -math.inf, 8: 2.25, 9: 3, 10: True}
+    losses = {
+        1: 2.5,
+        2: "0.1",
+        3: 2.25,
+        4: None,
+        5: math.nan,
+        6: -math.inf,
+        8: 2.25,
+        9: 3,
+        10: True,
+    }
     for step, loss in losses.items():
         save(tmp_path, step, loss)
-    save(tmp_path, 7, 0.5, name="step_00000007_copy")  # is no checkpoint of the run, so another may be the best
+    # is no checkpoint of the run, so another may be the best
+    save(tmp_path, 7, 0.5, name="step_00000007_copy")
     assert remove_old(tmp_path, retention) == []
     shutil.rmtree(tmp_path / "step_00000007_copy")
     assert numbers(tmp_path) == left
@@ -105,7 +131,9 @@ OWN: dict[str, Callable[[Path], Path]] = {
     "a file": lambda folder: written(folder / "step_00000001"),
     "an archive file": lambda folder: written(folder / "step_00000001.tar"),
     "a link to nothing": lambda folder: dangling(folder / "step_00000001"),
-    "a link with the name of what is being removed": lambda folder: dangling(folder / ".removed_step_00000001", save(folder.parent / "else", 1)),
+    "a link with the name of what is being removed": lambda folder: dangling(
+        folder / ".removed_step_00000001", save(folder.parent / "else", 1)
+    ),
 }
 
 
@@ -125,7 +153,9 @@ def dangling(path: Path, target: Path = Path("away")) -> Path:
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_what_is_not_a_checkpoint_of_the_run_is_neither_counted_nor_removed(tmp_path: Path, kind: str) -> None:
+def test_what_is_not_a_checkpoint_of_the_run_is_neither_counted_nor_removed(
+    tmp_path: Path, kind: str
+) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     own = OWN[kind](folder)
@@ -148,7 +178,10 @@ def test_a_stray_file_outlives_its_checkpoint(tmp_path: Path, stray: str) -> Non
     (old / stray).parent.mkdir(exist_ok=True)
     written(old / stray)
     (line,) = remove_old(tmp_path, Retention(1))
-    assert line == f"{old} is removed. {stray}, not part of the checkpoint, is kept in {tmp_path}/aside_step_00000001.1"
+    assert (
+        line == f"{old} is removed. {stray}, not part of the checkpoint, is kept in"
+        f" {tmp_path}/aside_step_00000001.1"
+    )
     assert contents(tmp_path / "aside_step_00000001.1") == {stray: b"mine"}
     assert names(tmp_path) == ["aside_step_00000001.1", "step_00000002"]
     assert remove_old(tmp_path, Retention(1)) == []
@@ -180,13 +213,17 @@ def failing(number: int) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("call", ["rename", "rmtree"])
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.EBUSY, errno.ENOTEMPTY])
-def test_a_checkpoint_that_cannot_be_removed_is_only_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+def test_a_checkpoint_that_cannot_be_removed_is_only_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
     """As under `chattr +i`, which no tmpfs has, and on NFS for a file that somebody reads."""
     old, kept = save(tmp_path, 1), save(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(os if call == "rename" else shutil, call, failing(number))
         (line,) = remove_old(tmp_path, Retention(1))
-    assert line.endswith(f" cannot be removed: {os.strerror(number)}. The run continues, remove it by hand")
+    assert line.endswith(
+        f" cannot be removed: {os.strerror(number)}. The run continues, remove it by hand"
+    )
     assert manifest.faults(kept) == [] and (call == "rmtree" or manifest.faults(old) == [])
     assert remove_old(tmp_path, Retention(1)) == []
     assert names(tmp_path) == ["step_00000002"]
@@ -206,10 +243,15 @@ def test_only_later_checkpoints_are_put_aside(tmp_path: Path) -> None:
     for step in (2, 4, 100000000):
         save(tmp_path, step)
     (tmp_path / "step_00000005").symlink_to(tmp_path / "step_00000004")
-    own = [save(tmp_path, 4, name=name).name for name in ("step_00000004_best", "step_before_change", "step_9")]
+    own = [
+        save(tmp_path, 4, name=name).name
+        for name in ("step_00000004_best", "step_before_change", "step_9")
+    ]
     said: list[str] = []
     put_aside_later(tmp_path, 2, said.append)
     aside = [f"aside_step_{number}.1" for number in ("00000004", "00000005", "100000000")]
     assert names(tmp_path) == sorted([*own, *aside, "latest", "step_00000002"])
-    assert [line.partition(" is after step 2: it is now ")[2].partition(",")[0] for line in said] == aside
+    assert [
+        line.partition(" is after step 2: it is now ")[2].partition(",")[0] for line in said
+    ] == aside
     assert os.readlink(tmp_path / "aside_step_00000005.1").endswith("step_00000004")

@@ -1,4 +1,6 @@
-"""Room for checkpoints and the export: what the start says of a disk, and what goes first where it is short."""
+"""Room for checkpoints and the export: what the start says of a disk, and what goes first where it
+is short.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -62,7 +64,15 @@ SAVES = [10, 20, 30, 40]
         (4.1, 0, SAVES, 0, "", ""),
     ],
 )
-def test_a_start_on_an_empty_disk(disk: Callable[[float], Room], free: float, keep: int, steps: list[int], export: int, lacks: str, first: str | None) -> None:
+def test_a_start_on_an_empty_disk(
+    disk: Callable[[float], Room],
+    free: float,
+    keep: int,
+    steps: list[int],
+    export: int,
+    lacks: str,
+    first: str | None,
+) -> None:
     """Refused is what can never fit; what fits only without older checkpoints is said."""
     room, retention, demand = disk(free), Retention(keep), Demand(steps, export)
     found = lacking(room, retention, demand)
@@ -75,7 +85,9 @@ def test_a_start_on_an_empty_disk(disk: Callable[[float], Room], free: float, ke
 def test_a_resume_counts_the_checkpoints_that_are_there(disk: Callable[[float], Room]) -> None:
     room = disk(2.8)
     save(room, 10, 20)
-    assert lacking(room, Retention(2), Demand([30])) == "" and "needs room for 3 " in oldest_first(room, Retention(2), Demand([30]))
+    assert lacking(room, Retention(2), Demand([30])) == "" and "needs room for 3 " in oldest_first(
+        room, Retention(2), Demand([30])
+    )
     assert "each needs" in lacking(room, Retention(0), Demand([30]))
     assert lacking(room, Retention(2), Demand([])) == ""
 
@@ -83,7 +95,9 @@ def test_a_resume_counts_the_checkpoints_that_are_there(disk: Callable[[float], 
 def test_steps_that_are_kept_for_ever_need_room_as_well(disk: Callable[[float], Room]) -> None:
     """Keep 1 and every 20th: of steps 10 to 60, three stay beside the newest and the next one."""
     room, demand = disk(4.5), Demand([*SAVES, 50, 60])
-    assert oldest_first(room, Retention(1), demand) == oldest_first(room, Retention(3), demand) == ""
+    assert (
+        oldest_first(room, Retention(1), demand) == oldest_first(room, Retention(3), demand) == ""
+    )
     assert "needs room for 5 " in oldest_first(room, Retention(1, every=20), demand)
     assert "needs room for 5 " in oldest_first(room, Retention(3, best=True), demand)
 
@@ -105,7 +119,9 @@ def test_steps_that_are_kept_for_ever_need_room_as_well(disk: Callable[[float], 
     ],
     ids=str,
 )
-def test_the_oldest_goes_first_if_the_room_is_short(disk: Callable[[float], Room], retention: Retention, said_first: bool, one: int, left: list[int]) -> None:
+def test_the_oldest_goes_first_if_the_room_is_short(
+    disk: Callable[[float], Room], retention: Retention, said_first: bool, one: int, left: list[int]
+) -> None:
     """The newest one never goes. What --keep asks for goes only if the start has said so."""
     room = disk(3.4)
     save(room, 10, 20, 30)

@@ -1,4 +1,6 @@
-"""recipekit/spec/completion.py: keys typed in an interactive bash, and the candidates that its own completion makes of them."""
+"""recipekit/spec/completion.py: keys typed in an interactive bash, and the candidates that its own
+completion makes of them.
+"""
 
 import os
 import pty
@@ -26,7 +28,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-CANDIDATES = 'source recipekit.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _recipekit; printf "%s\\n" "${COMPREPLY[@]}"'
+CANDIDATES = (
+    'source recipekit.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _recipekit; printf "%s\\n"'
+    ' "${COMPREPLY[@]}"'
+)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +53,14 @@ CANDIDATES = 'source recipekit.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); 
     ],
 )
 def test_candidates_of_a_line(words: list[str], candidates: set[str], folder: Path) -> None:
-    done = subprocess.run(["bash", "-c", CANDIDATES, "bash", "recipekit", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        ["bash", "-c", CANDIDATES, "bash", "recipekit", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
     assert {line for line in done.stdout.split("\n")} - {""} == candidates - {""}, done
 
 
@@ -64,7 +76,11 @@ def test_tab_in_an_interactive_bash(typed: str, line: str, folder: Path) -> None
     process, terminal = pty.fork()
     if process == 0:
         os.chdir(folder)
-        os.execve(shutil.which("bash") or "bash", ["bash", "--norc", "--noprofile", "-i"], {"PS1": "READY> ", "TERM": "dumb", "PATH": os.environ["PATH"]})
+        os.execve(
+            shutil.which("bash") or "bash",
+            ["bash", "--norc", "--noprofile", "-i"],
+            {"PS1": "READY> ", "TERM": "dumb", "PATH": os.environ["PATH"]},
+        )
     try:
         _until(terminal, b"READY> ")
         os.write(terminal, b"source recipekit.bash\n")
@@ -90,7 +106,11 @@ def test_flags_of_lint_in_the_script_are_flags_of_lint(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         lint.main(["--help"])
     text = capsys.readouterr().out
-    assert [flag for flag in LINT if f"{flag} " not in text and f"{flag}," not in text and f"{flag}]" not in text] == []
+    assert [
+        flag
+        for flag in LINT
+        if f"{flag} " not in text and f"{flag}," not in text and f"{flag}]" not in text
+    ] == []
 
 
 def test_the_script_of_zsh_is_bash_s_behind_its_loader(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,10 +124,22 @@ def test_the_script_of_zsh_is_bash_s_behind_its_loader(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("words", [[], ["fish"], ["bash", "zsh"]])
 def test_another_shell_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--completion", *words]) == 2
-    assert capsys.readouterr().err == f"{' '.join(['--completion', *words])}: requires the name of a shell. Use one of bash, zsh\n"
+    assert (
+        capsys.readouterr().err
+        == f"{' '.join(['--completion', *words])}: requires the name of a shell. Use one of bash,"
+        " zsh\n"
+    )
 
 
 def test_the_printed_script_is_read_by_eval(tmp_path: Path) -> None:
     line = f'eval "$({sys.executable} -m recipekit --completion bash)" && complete -p recipekit'
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", line],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout == "complete -F _recipekit recipekit\n" and not done.stderr

@@ -1,4 +1,6 @@
-"""The sample of tools/quickstart.py: an excerpt of one held-out document, beside what the model makes of it."""
+"""The sample of tools/quickstart.py: an excerpt of one held-out document, beside what the model
+makes of it.
+"""
 
 import sys
 
@@ -12,7 +14,9 @@ sys.path.insert(0, str(ROOT / "tools"))
 from quickstart import CONTINUATION, PROMPT, excerpt, side_by_side
 
 TOKENIZER = byte_tokenizer()
-CODE = "    return 1\n\n" + "".join(f"def function_{number}(value):\n    return value + {number}\n\n" for number in range(40))
+CODE = "    return 1\n\n" + "".join(
+    f"def function_{number}(value):\n    return value + {number}\n\n" for number in range(40)
+)
 
 
 def rows_of(*documents: str) -> list[dict[str, torch.Tensor]]:
@@ -21,7 +25,9 @@ def rows_of(*documents: str) -> list[dict[str, torch.Tensor]]:
     for document in documents:
         own = [*TOKENIZER(document)["input_ids"], TOKENIZER.eos_token_id]
         ids, positions = ids + own, positions + list(range(len(own)))
-    return [{"input_ids": torch.tensor([ids[:640]]), "position_ids": torch.tensor([positions[:640]])}]
+    return [
+        {"input_ids": torch.tensor([ids[:640]]), "position_ids": torch.tensor([positions[:640]])}
+    ]
 
 
 @pytest.mark.parametrize("before", [[], ["short"], ["a" * 100, "b" * 100], ["x\n" * 30]])
@@ -30,7 +36,8 @@ def test_the_excerpt_is_of_one_document_and_begins_a_line(before: list[str]) -> 
     assert (len(prompt), len(truth)) == (PROMPT, CONTINUATION)
     text = TOKENIZER.decode([*prompt, *truth])
     start = CODE.index(text)
-    assert CODE[start - 1] == "\n" and text.startswith("\n")  # the first line of CODE ends at its tenth token
+    # the first line of CODE ends at its tenth token
+    assert CODE[start - 1] == "\n" and text.startswith("\n")
 
 
 def test_without_a_long_document_the_first_row_is_cut_in_half() -> None:
@@ -41,4 +48,11 @@ def test_without_a_long_document_the_first_row_is_cut_in_half() -> None:
 
 def test_two_texts_are_shown_beside_each_other_without_trailing_blanks() -> None:
     shown = side_by_side(("one", "ab\n\ncdefghij"), ("other", "x\ty\nz"), width=6)
-    assert shown.split("\n") == ["one    | other", "---    | -----", "ab     | x   y", "       | z", "cdefgh |", "ij     |"]
+    assert shown.split("\n") == [
+        "one    | other",
+        "---    | -----",
+        "ab     | x   y",
+        "       | z",
+        "cdefgh |",
+        "ij     |",
+    ]

@@ -1,4 +1,6 @@
-"""recipekit sample: the text of plain transformers and peft, and one line for everything that generates none."""
+"""recipekit sample: the text of plain transformers and peft, and one line for everything that
+generates none.
+"""
 
 import contextlib
 import fcntl
@@ -30,7 +32,13 @@ from transformers import (
 )
 
 END = byte_tokenizer().eos_token_id
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 264, "max_position_embeddings": 96}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 96,
+}
 SIZES |= {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 16, "n_positions": 96}
 SIZES |= {"bos_token_id": byte_tokenizer().bos_token_id, "eos_token_id": END, "pad_token_id": None}
 
@@ -39,11 +47,18 @@ def small(kind: str, auto_class: Any = AutoModelForCausalLM, **more: Any) -> Any
     torch.manual_seed(3)
     model = auto_class.from_config(AutoConfig.for_model(kind, **(SIZES | more)))
     for parameter in model.parameters():
-        parameter.data.mul_(12 if parameter.dim() > 1 else 1)  # else a model repeats its first token
+        # else a model repeats its first token
+        parameter.data.mul_(12 if parameter.dim() > 1 else 1)
     return model
 
 
-def saved(folder: Path, kind: str = "llama", auto_class: Any = AutoModelForCausalLM, chat: bool = False, **more: Any) -> Path:
+def saved(
+    folder: Path,
+    kind: str = "llama",
+    auto_class: Any = AutoModelForCausalLM,
+    chat: bool = False,
+    **more: Any,
+) -> Path:
     small(kind, auto_class, **more).save_pretrained(folder)
     tokenizer = byte_tokenizer()
     if not chat:
@@ -81,10 +96,14 @@ def generated(model: Any, prompt: str, length: int) -> str:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
-def test_the_text_is_that_of_plain_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_the_text_is_that_of_plain_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
     """Also where the generation config asks for sampling: the same command writes the same text."""
     folder = saved(tmp_path / "hf", kind)
-    GenerationConfig(do_sample=True, temperature=5.0, top_k=40, eos_token_id=END).save_pretrained(folder)
+    GenerationConfig(do_sample=True, temperature=5.0, top_k=40, eos_token_id=END).save_pretrained(
+        folder
+    )
     wanted = generated(AutoModelForCausalLM.from_pretrained(folder), "def f", 20).rstrip()
     printed = [said(capsys, folder, "--prompt", "def f", "--max_new_tokens", 20) for _ in range(2)]
     assert printed[0] == printed[1]
@@ -93,7 +112,10 @@ def test_the_text_is_that_of_plain_transformers(tmp_path: Path, capsys: pytest.C
 
 def adapter(folder: Path, base: Path, named: str, **more: Any) -> Path:
     """An adapter as a run exports it, with weights that change the text."""
-    made = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM", **more))
+    made = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base),
+        LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM", **more),
+    )
     torch.manual_seed(4)
     for parameter in made.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter) if parameter.requires_grad else 0
@@ -103,18 +125,25 @@ def adapter(folder: Path, base: Path, named: str, **more: Any) -> Path:
     return folder
 
 
-def test_an_adapter_generates_with_its_base(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_generates_with_its_base(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = saved(tmp_path / "base")
     folder = adapter(run_of(tmp_path / "run") / "hf", base, str(base))
     plain = generated(AutoModelForCausalLM.from_pretrained(base), "def f", 20)
-    wanted = generated(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder), "def f", 20)
+    wanted = generated(
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder), "def f", 20
+    )
     printed = said(capsys, tmp_path / "run", "--prompt", "def f", "--max_new_tokens", 20)
     assert wanted != plain and printed.split("\n\n", 1)[1].startswith(wanted.rstrip())
     assert f"an adapter of {base}: " in printed
 
 
 def test_a_merged_model_is_taken_if_its_adapter_names_no_base(tmp_path: Path) -> None:
-    """Nobody has the randomly initialised base model. An adapter that names its base is taken itself."""
+    """Nobody has the randomly initialised base model.
+
+    An adapter that names its base is taken itself.
+    """
     run = run_of(tmp_path / "run")
     shutil.move(with_base(tmp_path, None), run / "hf")
     assert find_export(run).folder == run / "hf"
@@ -145,8 +174,12 @@ def test_the_stop_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert said(capsys, folder, "--prompt", "a", "--max_new_tokens", 7).splitlines()[-1] == line
 
 
-def test_a_chat_ends_with_the_answer_though_the_base_model_does_not_know_its_end(tmp_path: Path) -> None:
-    """As of an adapter, whose export has no generation config: the template ends an answer with <|im_end|>."""
+def test_a_chat_ends_with_the_answer_though_the_base_model_does_not_know_its_end(
+    tmp_path: Path,
+) -> None:
+    """As of an adapter, whose export has no generation config: the template ends an answer with
+    <|im_end|>.
+    """
     generator = load(find_export(saved(tmp_path / "hf", chat=True)))
     end = generator.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids, head = [1, 2, 3], generator.model.lm_head.weight
@@ -161,16 +194,33 @@ def test_a_chat_ends_with_the_answer_though_the_base_model_does_not_know_its_end
 
 @pytest.mark.parametrize(
     ("task", "flags", "chat"),
-    [("sft", [], True), ("preference", [], True), ("pretrain", [], False), ("", [], True), ("sft", ["--no-chat"], False), ("pretrain", ["--chat"], True)],
+    [
+        ("sft", [], True),
+        ("preference", [], True),
+        ("pretrain", [], False),
+        ("", [], True),
+        ("sft", ["--no-chat"], False),
+        ("pretrain", ["--chat"], True),
+    ],
 )
 def test_the_prompt_is_a_chat_where_the_run_has_learned_chats(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, flags: list[str], chat: bool
 ) -> None:
     run = run_of(tmp_path / "run", task) if task else tmp_path / "run"
     saved(run / "hf", chat=True)
-    printed = said(capsys, run / "hf" if not task else run, "--prompt", "hi", "--max_new_tokens", 2, *flags)
-    tokens = len("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n") - len("<|im_start|>" * 2 + "<|im_end|>") + 3
-    how = f"a chat, by the tokenizer's template; {tokens} tokens" if chat else "plain text, which the model continues; 2 tokens"
+    printed = said(
+        capsys, run / "hf" if not task else run, "--prompt", "hi", "--max_new_tokens", 2, *flags
+    )
+    tokens = (
+        len("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+        - len("<|im_start|>" * 2 + "<|im_end|>")
+        + 3
+    )
+    how = (
+        f"a chat, by the tokenizer's template; {tokens} tokens"
+        if chat
+        else "plain text, which the model continues; 2 tokens"
+    )
     assert f"prompt ({how}): hi\n" in printed
     assert ("For a model of plain text, use --no-chat\n" in printed) == (not task)
 
@@ -186,10 +236,13 @@ def test_a_run_that_trains_on_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{run / 'hf'}: {note}" in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
     with open(tmp_path / ".run.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert f"{run / 'hf'}: the run is training, and {note}" in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
+        assert f"{run / 'hf'}: the run is training, and {note}" in said(
+            capsys, run, "--prompt", "a", "--max_new_tokens", 1
+        )
 
 
-# Refusals -----------------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -216,7 +269,9 @@ def changed(folder: Path, change: Callable[[Path], object]) -> Path:
 
 
 def changed_json(file: str, **values: Any) -> Callable[[Path], object]:
-    return lambda folder: (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | values))
+    return lambda folder: (folder / file).write_text(
+        json.dumps(json.loads((folder / file).read_text()) | values)
+    )
 
 
 def without_a_layer(folder: Path) -> None:
@@ -239,20 +294,53 @@ WAY = "Write the files with recipekit convert to-hf"
 GENERATES_NONE = "cannot generate text. Give a run of the task pretrain or sft or preference"
 FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "nothing": (lambda path: path / "none", "the folder does not exist. Give a run folder"),
-    "a hub id": (lambda path: Path("org/name"), "the folder does not exist. Give a run folder, .* hf download org/name --local-dir FOLDER"),
+    "a hub id": (
+        lambda path: Path("org/name"),
+        "the folder does not exist. Give a run folder, .* hf download org/name --local-dir FOLDER",
+    ),
     "a file": (lambda path: with_text(path / "x.txt", "x"), "is a file, not a folder"),
-    "empty": (lambda path: path, "contains no config.json, adapter_config.json or run.json. Give a run folder"),
-    "runs": (lambda path: run_of(path / "one").parent, "contains no config.json.*. Give one of its folders, such as .*one"),
-    "no export": (without_export, f"has no hf/: the run has not written one. Its newest checkpoint is step_00000012. {WAY} "),
-    "no checkpoint": (run_of, "has no hf/ and no complete checkpoint: the run has not written one. Wait for its first checkpoint"),
-    "a random base": (lambda path: with_base(path, None), r"names no base model, .* recipekit convert to-hf --merge RUN"),
-    "a checkpoint": (lambda path: checkpoint_of(run_of(path)), f"is a checkpoint, which .*. {WAY} "),
-    "all checkpoints": (lambda path: without_export(path) / "checkpoints", f"has no hf/: .*. {WAY} "),
+    "empty": (
+        lambda path: path,
+        "contains no config.json, adapter_config.json or run.json. Give a run folder",
+    ),
+    "runs": (
+        lambda path: run_of(path / "one").parent,
+        "contains no config.json.*. Give one of its folders, such as .*one",
+    ),
+    "no export": (
+        without_export,
+        f"has no hf/: the run has not written one. Its newest checkpoint is step_00000012. {WAY} ",
+    ),
+    "no checkpoint": (
+        run_of,
+        (
+            "has no hf/ and no complete checkpoint: the run has not written one. Wait for its first"
+            " checkpoint"
+        ),
+    ),
+    "a random base": (
+        lambda path: with_base(path, None),
+        r"names no base model, .* recipekit convert to-hf --merge RUN",
+    ),
+    "a checkpoint": (
+        lambda path: checkpoint_of(run_of(path)),
+        f"is a checkpoint, which .*. {WAY} ",
+    ),
+    "all checkpoints": (
+        lambda path: without_export(path) / "checkpoints",
+        f"has no hf/: .*. {WAY} ",
+    ),
     **{
-        f"a {task} run": (lambda path, task=task: saved(run_of(path, task) / "hf").parent, f"a model of the task {task} {GENERATES_NONE}")
+        f"a {task} run": (
+            lambda path, task=task: saved(run_of(path, task) / "hf").parent,
+            f"a model of the task {task} {GENERATES_NONE}",
+        )
         for task in ("masked_lm", "reward", "image_classification")
     },
-    "a masked model": (lambda path: saved(path, "bert", AutoModelForMaskedLM), f"a model of the task masked_lm {GENERATES_NONE}"),
+    "a masked model": (
+        lambda path: saved(path, "bert", AutoModelForMaskedLM),
+        f"a model of the task masked_lm {GENERATES_NONE}",
+    ),
     "a reward model": (
         lambda path: saved(path, "llama", AutoModelForSequenceClassification, num_labels=1),
         f"a model of the task reward {GENERATES_NONE}",
@@ -261,28 +349,69 @@ FOLDERS: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda path: saved(path, "vit", AutoModelForImageClassification),
         f"a model of the task image_classification {GENERATES_NONE}",
     ),
-    "an encoder-decoder": (lambda path: saved(path, "t5", AutoModelForSeq2SeqLM, d_model=32, d_kv=16, d_ff=32), "is an encoder-decoder"),
+    "an encoder-decoder": (
+        lambda path: saved(path, "t5", AutoModelForSeq2SeqLM, d_model=32, d_kv=16, d_ff=32),
+        "is an encoder-decoder",
+    ),
     "code": (
-        lambda path: changed(path, changed_json("config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "code.Mine"})),
+        lambda path: changed(
+            path,
+            changed_json(
+                "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "code.Mine"}
+            ),
+        ),
         r"its auto_map requires the model's own code \(code.Mine\), which recipes never run",
     ),
     "code of a tokenizer": (
-        lambda path: changed(path, changed_json("tokenizer_config.json", tokenizer_class="Mine", auto_map={"AutoTokenizer": ["code.Mine", None]})),
+        lambda path: changed(
+            path,
+            changed_json(
+                "tokenizer_config.json",
+                tokenizer_class="Mine",
+                auto_map={"AutoTokenizer": ["code.Mine", None]},
+            ),
+        ),
         "cannot be read",
     ),
     "cut weights": (lambda path: changed(path, cut), "model.safetensors"),
-    "no weights": (lambda path: changed(path, lambda folder: (folder / "model.safetensors").unlink()), "contains no .safetensors file"),
-    "missing tensors": (lambda path: changed(path, without_a_layer), r"lacks 9 tensors of the model, such as model.layers.2.input_layernorm.weight"),
-    "other shapes": (lambda path: changed(path, changed_json("config.json", intermediate_size=64)), "cannot be loaded: RuntimeError: "),
-    "an empty tokenizer": (lambda path: changed(path, lambda folder: (folder / "tokenizer.json").write_text("")), r"tokenizer.json: is empty"),
-    "no tokenizer": (lambda path: changed(path, lambda folder: [file.unlink() for file in folder.glob("tokenizer*")]), "contains no tokenizer"),
-    "an empty config": (lambda path: with_text(path / "config.json", "").parent, "config.json: is empty"),
+    "no weights": (
+        lambda path: changed(path, lambda folder: (folder / "model.safetensors").unlink()),
+        "contains no .safetensors file",
+    ),
+    "missing tensors": (
+        lambda path: changed(path, without_a_layer),
+        r"lacks 9 tensors of the model, such as model.layers.2.input_layernorm.weight",
+    ),
+    "other shapes": (
+        lambda path: changed(path, changed_json("config.json", intermediate_size=64)),
+        "cannot be loaded: RuntimeError: ",
+    ),
+    "an empty tokenizer": (
+        lambda path: changed(path, lambda folder: (folder / "tokenizer.json").write_text("")),
+        r"tokenizer.json: is empty",
+    ),
+    "no tokenizer": (
+        lambda path: changed(
+            path, lambda folder: [file.unlink() for file in folder.glob("tokenizer*")]
+        ),
+        "contains no tokenizer",
+    ),
+    "an empty config": (
+        lambda path: with_text(path / "config.json", "").parent,
+        "config.json: is empty",
+    ),
     "a base that is gone": (
         lambda path: with_base(path, "/nowhere/base"),
         "the base model /nowhere/base does not exist on this machine. Copy it there, or write its ",
     ),
-    "a base of another folder": (lambda path: with_base(path, "./base"), "the base model ./base does not exist on this machine"),
-    "a base not in the cache": (lambda path: with_base(path, "org/base", revision="v2"), "the base model org/base is not in the cache.*--revision v2 "),
+    "a base of another folder": (
+        lambda path: with_base(path, "./base"),
+        "the base model ./base does not exist on this machine",
+    ),
+    "a base not in the cache": (
+        lambda path: with_base(path, "org/base", revision="v2"),
+        "the base model org/base is not in the cache.*--revision v2 ",
+    ),
     "no base": (lambda path: with_base(path, ""), "names no base model"),
 }
 
@@ -303,23 +432,42 @@ def test_a_folder_that_generates_nothing_is_refused_in_one_line(
     assert re.search(line, text), text
 
 
-def test_a_run_that_is_still_training_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_still_training_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(tmp_path / "run")
     with open(tmp_path / ".run.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert "no complete checkpoint: the run is still training. Wait for its first" in refused(capsys, run)
+        assert "no complete checkpoint: the run is still training. Wait for its first" in refused(
+            capsys, run
+        )
         checkpoint_of(run)
         way = f"recipekit convert to-hf {run} {run}_hf, then recipekit sample {run}_hf"
-        assert refused(capsys, run).endswith(f"the run is still training. Its newest checkpoint is step_00000012. Write the files with {way}")
+        assert refused(capsys, run).endswith(
+            "the run is still training. Its newest checkpoint is step_00000012. Write the files"
+            f" with {way}"
+        )
 
 
 VALUES = {
     "empty": (["--prompt", ""], "--prompt '': must not be empty or blank. Write --prompt TEXT"),
     "blank": (["--prompt", " \n"], "must not be empty or blank"),
     "not UTF-8": (["--prompt", "a\udcff"], "--prompt: must be UTF-8"),
-    "long": (["--prompt", "x" * 96], "--prompt: has 96 tokens, but the model has 96 positions for the prompt and the answer. Use a shorter prompt"),
-    "longer": (["--prompt", "x" * 5000, "--max_new_tokens", "1"], "--prompt: has 5000 tokens, but the model has 96 positions"),
-    "no room": (["--prompt", "x" * 90, "--max_new_tokens", "7"], "6 of its 96 positions left. Use --max_new_tokens 6, or a shorter prompt"),
+    "long": (
+        ["--prompt", "x" * 96],
+        (
+            "--prompt: has 96 tokens, but the model has 96 positions for the prompt and the answer."
+            " Use a shorter prompt"
+        ),
+    ),
+    "longer": (
+        ["--prompt", "x" * 5000, "--max_new_tokens", "1"],
+        "--prompt: has 5000 tokens, but the model has 96 positions",
+    ),
+    "no room": (
+        ["--prompt", "x" * 90, "--max_new_tokens", "7"],
+        "6 of its 96 positions left. Use --max_new_tokens 6, or a shorter prompt",
+    ),
     "none": (["--max_new_tokens", "0"], "--max_new_tokens 0: must be at least 1"),
     "no template": (["--chat"], "--chat: the tokenizer in .* has no chat template"),
 }
@@ -331,41 +479,65 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_that_cannot_be_used_is_refused(plain: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_a_value_that_cannot_be_used_is_refused(
+    plain: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
     words, line = VALUES[name]
     assert re.search(line, refused(capsys, plain, *words))
 
 
-def test_the_default_length_is_lowered_to_the_positions(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_length_is_lowered_to_the_positions(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed = said(capsys, plain, "--prompt", "x" * 94)
-    assert "max_new_tokens: 100 lowered to 2: after a prompt of 94 tokens the model has 2 of its 96 positions left\n" in printed
+    assert (
+        "max_new_tokens: 100 lowered to 2: after a prompt of 94 tokens the model has 2 of its 96"
+        " positions left\n" in printed
+    )
 
 
-def test_a_token_without_an_embedding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_token_without_an_embedding_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved(tmp_path / "hf", vocab_size=100, bos_token_id=0, eos_token_id=1)
-    assert re.search(r"--prompt: has token \d+ \(.*\), and the model has embeddings for 0 to 99\. ", refused(capsys, folder, "--prompt", "ÿ"))
+    assert re.search(
+        r"--prompt: has token \d+ \(.*\), and the model has embeddings for 0 to 99\. ",
+        refused(capsys, folder, "--prompt", "ÿ"),
+    )
 
 
-@pytest.mark.parametrize("word", ["s3://bucket/run", "https://huggingface.co/org/name", "worker-1:/runs/mine", "$NOT_SET/run"])
+@pytest.mark.parametrize(
+    "word",
+    ["s3://bucket/run", "https://huggingface.co/org/name", "worker-1:/runs/mine", "$NOT_SET/run"],
+)
 def test_an_address_is_refused(capsys: pytest.CaptureFixture[str], word: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main([word])
     assert ended.value.code == 2 and word.split("/")[0] in capsys.readouterr().err
 
 
-def test_code_beside_a_known_model_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_beside_a_known_model_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Three files that remote code could be in; each would leave a trace."""
     folder = saved(tmp_path / "hf")
     code = f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\n"
     for name in ("modeling_llama.py", "tokenization.py", "custom_generate/generate.py"):
         with_text(folder / name, code)
-    changed_json("config.json", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})(folder)
+    changed_json(
+        "config.json", auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
+    )(folder)
     said(capsys, folder, "--prompt", "a", "--max_new_tokens", 2)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_copied_run_is_the_same(tmp_path: Path, plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copied_run_is_the_same(
+    tmp_path: Path, plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_of(tmp_path / "run")
     shutil.copytree(plain, run / "hf")
-    own, copy = (said(capsys, folder, "--prompt", "def", "--max_new_tokens", 9).splitlines()[1:] for folder in (plain, run))
+    own, copy = (
+        said(capsys, folder, "--prompt", "def", "--max_new_tokens", 9).splitlines()[1:]
+        for folder in (plain, run)
+    )
     assert own == copy

@@ -1,4 +1,6 @@
-"""recipekit/spec/shipped.py, and `script` of launch: a name is a file of the user, else the shipped recipe of that name."""
+"""recipekit/spec/shipped.py, and `script` of launch: a name is a file of the user, else the shipped
+recipe of that name.
+"""
 
 import argparse
 import os
@@ -29,7 +31,13 @@ SHIPPED = ROOT / "recipes" / "llama_nano_zero2.py"
         (str(SHIPPED), SHIPPED),
     ],
 )
-def test_a_name(find: Callable[[str], object], text: str, found: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name(
+    find: Callable[[str], object],
+    text: str,
+    found: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("smollm2_135m_zero1.py").touch()
     Path("qwen3_0_6b_zero2").mkdir()
@@ -48,10 +56,15 @@ def test_the_shipped_files_are_those_of_the_two_folders() -> None:
     assert pins() == [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line]
 
 
-def test_lint_and_doctor_take_the_name_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lint_and_doctor_take_the_name_of_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert lint.main(["zero2.json", "--recipe", "llama_nano_zero2", "--world", "2"]) == 0
     assert capsys.readouterr().out.startswith(f"{ROOT}/ds_configs/zero2.json: clean\n")
     assert lint.main(["--recipe", "smollm_135m_zero1"]) == 1
-    assert f"Did you mean {os.path.relpath(ROOT / 'recipes' / 'smollm2_135m_zero1.py')}?" in capsys.readouterr().out
+    assert (
+        f"Did you mean {os.path.relpath(ROOT / 'recipes' / 'smollm2_135m_zero1.py')}?"
+        in capsys.readouterr().out
+    )
     assert doctor.read_arguments(["--recipe", "llama_nano_zero2"], "x")[1].recipe == SHIPPED

@@ -1,6 +1,8 @@
-"""Any layout into any other and into Hugging Face files and back, bit for bit, with the optimizer's states.
+"""Any layout into any other and into Hugging Face files and back, bit for bit, with the optimizer's
+states.
 
-What stock tools of DeepSpeed 0.19.8 do with the same checkpoints is noted where a test shows the case done right.
+What stock tools of DeepSpeed 0.19.8 do with the same checkpoints is noted where a test shows the
+case done right.
 """
 
 import dataclasses
@@ -38,9 +40,18 @@ from test_parity import strategy
 from test_resume import BASE, train
 
 SMALL = Effort(workers=2, mem_limit=2**24)
-KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # model type, changes of its config, dtype of its files
-    "llama tied, odd vocabulary, bf16": ("llama", {"vocab_size": 67, "tie_word_embeddings": True}, "bfloat16"),
-    "llama untied, odd vocabulary, one key-value head, fp32": ("llama", {"vocab_size": 67, "num_key_value_heads": 1}, "float32"),
+# model type, changes of its config, dtype of its files
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama tied, odd vocabulary, bf16": (
+        "llama",
+        {"vocab_size": 67, "tie_word_embeddings": True},
+        "bfloat16",
+    ),
+    "llama untied, odd vocabulary, one key-value head, fp32": (
+        "llama",
+        {"vocab_size": 67, "num_key_value_heads": 1},
+        "float32",
+    ),
     "phi3: fused projections": ("phi3", {"vocab_size": 67}, "bfloat16"),
     "qwen3_moe: experts fused in memory, apart in the files": ("qwen3_moe", {}, "bfloat16"),
     "gpt2: no plans": ("gpt2", {}, "float32"),
@@ -62,7 +73,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {}
     for number, (kind, (model_type, changes, dtype)) in enumerate(KINDS.items()):
         config = families.tiny_config(model_type, 264) | changes
-        model = build_model(Recipe(model="none", init="random", seed=number), config, None, ds_config(0), torch.device("cpu")).model
+        model = build_model(
+            Recipe(model="none", init="random", seed=number),
+            config,
+            None,
+            ds_config(0),
+            torch.device("cpu"),
+        ).model
         folders[kind] = tmp_path_factory.mktemp("published")
         model.to(getattr(torch, dtype)).save_pretrained(folders[kind], max_shard_size="300KB")
         (folders[kind] / "tokenizer_config.json").write_text("{}")
@@ -73,21 +90,33 @@ def begin(folder: Path, out: Path, dtype: str, **degrees: int) -> None:
     """A step folder of step 7 from published files, with random moments."""
     blueprint = published_blueprint(folder)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    layout = target_layout(blueprint, start, **({"dp": None, "tp": None, "pp": None, "zero": None} | degrees))
+    layout = target_layout(
+        blueprint, start, **({"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
+    )
     from_hf(folder, out, blueprint, layout, SMALL)
     generator = np.random.default_rng(5)
     files = open_checkpoint(out, blueprint, layout, writable=True)
     for tensor in blueprint.tensors:
         for role in start.states if tensor.group is not None else ():
-            files.write(tensor, role, 0, generator.integers(0, 2**32, tensor.numel, dtype=np.uint32))  # NaN, infinities and denormals among them
+            # NaN, infinities and denormals among them
+            files.write(
+                tensor, role, 0, generator.integers(0, 2**32, tensor.numel, dtype=np.uint32)
+            )
     files.close()
     everything = frozenset(path.name for path in out.glob("*.pt"))
     opened = open_checkpoint(out, blueprint, layout)
-    digests = {key: [shape, own, f"{total:016x}"] for key, (shape, own, total) in copying.partial_digests(blueprint, opened, everything).items()}
+    digests = {
+        key: [shape, own, f"{total:016x}"]
+        for key, (shape, own, total) in copying.partial_digests(
+            blueprint, opened, everything
+        ).items()
+    }
     opened.close()
     (out / "manifest.json").unlink()
     paths = [path for path in out.rglob("*") if path.is_file()]
-    manifest.write(out, 0, {str(path.relative_to(out)): manifest.facts(path) for path in paths}, digests)
+    manifest.write(
+        out, 0, {str(path.relative_to(out)): manifest.facts(path) for path in paths}, digests
+    )
 
 
 def tensors_of(step: Path) -> dict[str, list[Any]]:
@@ -96,11 +125,16 @@ def tensors_of(step: Path) -> dict[str, list[Any]]:
 
 def assert_same_files(folder: Path, original: Path) -> None:
     """Names, shapes, dtypes, bits, and which file each tensor lies in."""
-    ours, theirs = (sorted(path.name for path in where.glob("*.safetensors*")) for where in (folder, original))
+    ours, theirs = (
+        sorted(path.name for path in where.glob("*.safetensors*")) for where in (folder, original)
+    )
     assert ours == theirs
     for name in ours:
         if name.endswith(".json"):
-            assert json.loads((folder / name).read_text())["weight_map"] == json.loads((original / name).read_text())["weight_map"]
+            assert (
+                json.loads((folder / name).read_text())["weight_map"]
+                == json.loads((original / name).read_text())["weight_map"]
+            )
             continue
         a, b = load_file(folder / name), load_file(original / name)
         assert a.keys() == b.keys()
@@ -108,15 +142,26 @@ def assert_same_files(folder: Path, original: Path) -> None:
             assert a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]), key
 
 
-degree = st.fixed_dictionaries({"zero": st.integers(0, 3), "dp": st.integers(1, 4), "tp": st.integers(1, 3), "pp": st.integers(1, 3)})
+degree = st.fixed_dictionaries(
+    {
+        "zero": st.integers(0, 3),
+        "dp": st.integers(1, 4),
+        "tp": st.integers(1, 3),
+        "pp": st.integers(1, 3),
+    }
+)
 
 
-def check_chain(published: dict[str, Path], folder: Path, kind: str, dtype: str, chain: list[dict[str, int]]) -> None:
-    """From Hugging Face files through random layouts and back: weights and both moments bit equal, names, dtypes and files as they were.
+def check_chain(
+    published: dict[str, Path], folder: Path, kind: str, dtype: str, chain: list[dict[str, int]]
+) -> None:
+    """From Hugging Face files through random layouts and back: weights and both moments bit equal,
+    names, dtypes and files as they were.
 
-    zero_to_fp32 stops at ZeRO-0 (TypeError), at BF16_Optimizer ("not a zero checkpoint"), at any tp > 1 ("Expected 1 ... found 2
-    files") and at tied weights with --safe_serialization; ds_to_universal at ZeRO-0 and at kv heads < tp (TypeError), and without
-    AutoTP's own notes it doubles what every tensor rank has whole and joins row cuts on the wrong dimension, silently.
+    zero_to_fp32 stops at ZeRO-0 (TypeError), at BF16_Optimizer ("not a zero checkpoint"), at any tp
+    > 1 ("Expected 1 ... found 2 files") and at tied weights with --safe_serialization;
+    ds_to_universal at ZeRO-0 and at kv heads < tp (TypeError), and without AutoTP's own notes it
+    doubles what every tensor rank has whole and joins row cuts on the wrong dimension, silently.
     """
     chain = [possible(degrees, kind) for degrees in chain]
     begin(published[kind], folder / "0", dtype, **chain[0])
@@ -133,8 +178,17 @@ def check_chain(published: dict[str, Path], folder: Path, kind: str, dtype: str,
     shutil.rmtree(folder)
 
 
-CHAINS = {"kind": st.sampled_from(sorted(KINDS)), "dtype": st.sampled_from(["bfloat16", "float32"]), "chain": st.lists(degree, min_size=1, max_size=3)}
-PLAIN: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck), "phases": (Phase.explicit, Phase.generate)}  # shrinking takes minutes
+CHAINS = {
+    "kind": st.sampled_from(sorted(KINDS)),
+    "dtype": st.sampled_from(["bfloat16", "float32"]),
+    "chain": st.lists(degree, min_size=1, max_size=3),
+}
+# shrinking takes minutes
+PLAIN: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "phases": (Phase.explicit, Phase.generate),
+}
 
 
 @settings(max_examples=10, **PLAIN)
@@ -162,7 +216,8 @@ def possible(degrees: dict[str, int], kind: str) -> dict[str, int]:
     return degrees
 
 
-# Through DeepSpeed itself -----------------------------------------------------------------------------------------
+# Through DeepSpeed itself
+# -----------------------------------------------------------------------------------------
 
 
 def train_lora(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
@@ -182,7 +237,9 @@ def load_and_save(recipe: Recipe, argv: list[str], lora: bool = False) -> tuple[
         everyone: list[Any] = [None] * ready.plan.mesh.world
         torch.distributed.all_gather_object(everyone, ready.stream.state)
         ready.saver.retention = Retention(0)
-        ready.saver.save(ready.state | {"data": merge_states(everyone), "step": ready.state["step"] + 90})
+        ready.saver.save(
+            ready.state | {"data": merge_states(everyone), "step": ready.state["step"] + 90}
+        )
         return Ending(1, "saved without training")
 
     real, loop.loop = loop.loop, only_save
@@ -196,61 +253,171 @@ MOE, UNTIED = {"model": "Qwen/Qwen3-30B-A3B"}, {"model": "meta-llama/Llama-3.1-8
 D3, PP2, DUALPIPEV = {"tp": 2, "pp": 2}, {"pp": 2}, {"pp": 2, "pipeline_schedule": "dualpipev"}
 slow = pytest.mark.slow
 CASES = [  # what is trained, in which layout, and the layouts it goes on in: (world, JSON, degrees)
-    pytest.param("bf16", {}, (2, "zero1", {}), [(4, "zero1", D3), (3, "zero3", {})], id="bf16 zero1, 3D, zero3", marks=slow),
-    pytest.param("bf16", {}, (2, "zero2", {}), [(1, "zero0", {}), (3, "zero1", {}), (2, "zero1", {"tp": 2})], id="bf16 zero2, the others", marks=slow),
-    pytest.param("fp32", UNTIED, (4, "zero1", D3), [(2, "zero3", {})], id="fp32 3D, zero3", marks=slow),
-    pytest.param("fp32", UNTIED, (2, "zero1", PP2), [(2, "zero0", {"tp": 2}), (2, "zero2", {}), (4, "zero3", {"tp": 2})], id="fp32 pp2, tp2", marks=slow),
-    pytest.param("bf16", MOE, (2, "zero3", {}), [(4, "zero1", D3), (1, "zero2", {})], id="experts", marks=slow),
-    pytest.param("fp32", {}, (2, "zero1", DUALPIPEV), [(1, "zero3", {})], id="dualpipev, zero3", marks=slow),
-    pytest.param("bf16", {}, (2, "zero0", {}), [(2, "zero2_cpu", {}), (2, "zero1", DUALPIPEV)], id="zero0, CPU Adam, dualpipev", marks=slow),
-    pytest.param("bf16", {}, (2, "zero3_nvme", {}), [(1, "zero3_nvme", {}), (2, "zero1", {}), (3, "zero3_nvme", {})], id="swap files", marks=slow),
-    pytest.param("bf16", {}, (2, "zero1", {"tp": 2}), [(2, "zero3_nvme", {})], id="into swap files", marks=slow),
-    pytest.param("fp32", UNTIED, (4, "zero3_hosts", {}), [(2, "zero1", {}), (2, "zero3", {}), (4, "zero3_hosts", {})], id="several hosts", marks=slow),
-    pytest.param("fp32", UNTIED, (2, "zero1", {}), [(4, "zero3_hosts", {})], id="onto several hosts", marks=slow),
-    pytest.param("lora", {}, (2, "zero1", {}), [(3, "zero3", {}), (2, "zero0", {})], id="lora zero1, zero3, zero0", marks=slow),
-    pytest.param("lora", {}, (2, "zero3", {}), [(1, "zero2", {}), (3, "zero1", {})], id="lora zero3, zero2, zero1", marks=slow),
+    pytest.param(
+        "bf16",
+        {},
+        (2, "zero1", {}),
+        [(4, "zero1", D3), (3, "zero3", {})],
+        id="bf16 zero1, 3D, zero3",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        {},
+        (2, "zero2", {}),
+        [(1, "zero0", {}), (3, "zero1", {}), (2, "zero1", {"tp": 2})],
+        id="bf16 zero2, the others",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32", UNTIED, (4, "zero1", D3), [(2, "zero3", {})], id="fp32 3D, zero3", marks=slow
+    ),
+    pytest.param(
+        "fp32",
+        UNTIED,
+        (2, "zero1", PP2),
+        [(2, "zero0", {"tp": 2}), (2, "zero2", {}), (4, "zero3", {"tp": 2})],
+        id="fp32 pp2, tp2",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        MOE,
+        (2, "zero3", {}),
+        [(4, "zero1", D3), (1, "zero2", {})],
+        id="experts",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32", {}, (2, "zero1", DUALPIPEV), [(1, "zero3", {})], id="dualpipev, zero3", marks=slow
+    ),
+    pytest.param(
+        "bf16",
+        {},
+        (2, "zero0", {}),
+        [(2, "zero2_cpu", {}), (2, "zero1", DUALPIPEV)],
+        id="zero0, CPU Adam, dualpipev",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        {},
+        (2, "zero3_nvme", {}),
+        [(1, "zero3_nvme", {}), (2, "zero1", {}), (3, "zero3_nvme", {})],
+        id="swap files",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        {},
+        (2, "zero1", {"tp": 2}),
+        [(2, "zero3_nvme", {})],
+        id="into swap files",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32",
+        UNTIED,
+        (4, "zero3_hosts", {}),
+        [(2, "zero1", {}), (2, "zero3", {}), (4, "zero3_hosts", {})],
+        id="several hosts",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32",
+        UNTIED,
+        (2, "zero1", {}),
+        [(4, "zero3_hosts", {})],
+        id="onto several hosts",
+        marks=slow,
+    ),
+    pytest.param(
+        "lora",
+        {},
+        (2, "zero1", {}),
+        [(3, "zero3", {}), (2, "zero0", {})],
+        id="lora zero1, zero3, zero0",
+        marks=slow,
+    ),
+    pytest.param(
+        "lora",
+        {},
+        (2, "zero3", {}),
+        [(1, "zero2", {}), (3, "zero1", {})],
+        id="lora zero3, zero2, zero1",
+        marks=slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "changes", "source", "targets"), CASES)
-def test_deepspeed_loads_the_same_bits_in_another_layout(pools, ops, tmp_path, kind, changes, source, targets):
-    """The engine of the other layout, loaded and saved again, holds the bits that were trained, and its next losses are the reference's.
+def test_deepspeed_loads_the_same_bits_in_another_layout(
+    pools, ops, tmp_path, kind, changes, source, targets
+):
+    """The engine of the other layout, loaded and saved again, holds the bits that were trained, and
+    its next losses are the reference's.
 
-    Stock DeepSpeed: another number of ranks is a ZeRORuntimeException; its universal load refuses 1 -> 3 and 3 -> 2, restores no
-    frozen parameter and no buffer, and in ZeRO-3 gives every group the weight decay of the first; zero_to_fp32 drops frozen
-    parameters of ZeRO-1; tied weights under tensor parallelism become rank 0's shard.
+    Stock DeepSpeed: another number of ranks is a ZeRORuntimeException; its universal load refuses 1
+    -> 3 and 3 -> 2, restores no frozen parameter and no buffer, and in ZeRO-3 gives every group the
+    weight decay of the first; zero_to_fp32 drops frozen parameters of ZeRO-1; tied weights under
+    tensor parallelism become rank 0's shard.
     """
     ops("cpu_adam")
     if "zero3_nvme" in (source[1], *(file for _, file, _ in targets)):
         ops("async_io")
 
     def recipe(file: str, degrees: dict[str, Any]) -> Recipe:
-        numbers = changes | degrees | {"ds_config": f"{file}.json" if kind != "fp32" else strategy(file), "eval_every": 0}
+        numbers = (
+            changes
+            | degrees
+            | {"ds_config": f"{file}.json" if kind != "fp32" else strategy(file), "eval_every": 0}
+        )
         return dataclasses.replace(BASE, **numbers, global_batch=12, micro_batch=1)
 
     run = train_lora if kind == "lora" else train
     world, file, degrees = source
     for name, stop in (("source", 3), ("whole", 5)):
-        results = pools.run(world, run, recipe=recipe(file, degrees), argv=["--out", str(tmp_path / name), "--stop_at", str(stop)])
+        results = pools.run(
+            world,
+            run,
+            recipe=recipe(file, degrees),
+            argv=["--out", str(tmp_path / name), "--stop_at", str(stop)],
+        )
         assert [code for code, _ in results] == [0] * world, results
     wanted = tensors_of(tmp_path / "source/checkpoints/step_00000003")
     before = hyper(tmp_path / "source/checkpoints/step_00000003")
     for number, (ranks, to, changed) in enumerate(targets):
         out = tmp_path / f"to{number}"
         shutil.copytree(tmp_path / "source", out)
-        results = pools.run(ranks, load_and_save, recipe=recipe(to, changed), argv=["--out", str(out), "--stop_at", "5"], lora=kind == "lora")
+        results = pools.run(
+            ranks,
+            load_and_save,
+            recipe=recipe(to, changed),
+            argv=["--out", str(out), "--stop_at", "5"],
+            lora=kind == "lora",
+        )
         assert [code for code, _ in results] == [1] * ranks, results
         saved = out / "checkpoints" / "step_00000093"
         got = tensors_of(saved)
-        assert {key: got[key] for key in got if "|weight" not in key} == {key: wanted[key] for key in wanted if "|weight" not in key}
-        assert {key: got[key][2] for key in got.keys() & wanted.keys()} == {key: wanted[key][2] for key in got.keys() & wanted.keys()}
+        assert {key: got[key] for key in got if "|weight" not in key} == {
+            key: wanted[key] for key in wanted if "|weight" not in key
+        }
+        assert {key: got[key][2] for key in got.keys() & wanted.keys()} == {
+            key: wanted[key][2] for key in got.keys() & wanted.keys()
+        }
         assert hyper(saved) == before
         shutil.rmtree(saved)
-        results = pools.run(ranks, run, recipe=recipe(to, changed), argv=["--out", str(out), "--stop_at", "5"])
+        results = pools.run(
+            ranks, run, recipe=recipe(to, changed), argv=["--out", str(out), "--stop_at", "5"]
+        )
         assert [code for code, _ in results] == [0] * ranks, results
-        losses, expected = ([line["loss"] for line in metrics(folder)] for folder in (out, tmp_path / "whole"))
+        losses, expected = (
+            [line["loss"] for line in metrics(folder)] for folder in (out, tmp_path / "whole")
+        )
         assert losses == pytest.approx(expected, rel=1e-5 if kind == "fp32" else 1e-3)
-        assert [line["tokens"] for line in metrics(out)] == [line["tokens"] for line in metrics(tmp_path / "whole")]
+        assert [line["tokens"] for line in metrics(out)] == [
+            line["tokens"] for line in metrics(tmp_path / "whole")
+        ]
 
 
 def hyper(step: Path) -> tuple[float, dict[int, dict[str, Any]]]:
@@ -258,20 +425,33 @@ def hyper(step: Path) -> tuple[float, dict[int, dict[str, Any]]]:
     opened = open_step(step)
     carried = create.read_carried(step, opened.blueprint, opened.layout)
     return carried.scalars, {
-        group: {name: tuple(value) if name == "betas" else value for name, value in numbers.items() if name in ("betas", "eps", "weight_decay", "lr")}
+        group: {
+            name: tuple(value) if name == "betas" else value
+            for name, value in numbers.items()
+            if name in ("betas", "eps", "weight_decay", "lr")
+        }
         for group, numbers in carried.groups.items()
     }
 
 
 def stock(folder: str, tag: str, hf: str, stage: int) -> float:
-    """The loss of a plain Hugging Face model in a plain DeepSpeed engine that has loaded a step folder by `load_checkpoint`."""
+    """The loss of a plain Hugging Face model in a plain DeepSpeed engine that has loaded a step
+    folder by `load_checkpoint`.
+    """
     import deepspeed
     from recipekit.optim.groups import parameter_groups
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(hf), dtype=torch.float32)
-    config = ds_config(stage, torch.distributed.get_world_size()) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-    engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=config, dist_init_required=False)[0]  # pyright: ignore
+    config = ds_config(stage, torch.distributed.get_world_size()) | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    }
+    engine = deepspeed.initialize(
+        model=model,
+        model_parameters=parameter_groups(model),
+        config=config,
+        dist_init_required=False,
+    )[0]  # pyright: ignore
     path, _ = engine.load_checkpoint(folder, tag=tag)
     assert path is not None and engine.global_steps == 3
     ids = torch.arange(64)[None] % 200
@@ -280,42 +460,73 @@ def stock(folder: str, tag: str, hf: str, stage: int) -> float:
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 1, pytest.param(2, marks=slow), 3])
 def test_stock_deepspeed_loads_a_converted_checkpoint(pools, tmp_path, stage):
-    recipe = dataclasses.replace(BASE, ds_config=strategy("zero1"), eval_every=0, steps=3, export=True)
+    recipe = dataclasses.replace(
+        BASE, ds_config=strategy("zero1"), eval_every=0, steps=3, export=True
+    )
     pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / "run")])
     step = open_step(tmp_path / "run")
     layout = target_layout(step.blueprint, step.layout, dp=2, tp=1, pp=1, zero=stage)
     reshape(tmp_path / "run", tmp_path / "other" / "tag", layout, effort=SMALL)
-    losses = pools.run(2, stock, folder=str(tmp_path / "other"), tag="tag", hf=str(tmp_path / "run/hf"), stage=stage)
+    losses = pools.run(
+        2,
+        stock,
+        folder=str(tmp_path / "other"),
+        tag="tag",
+        hf=str(tmp_path / "run/hf"),
+        stage=stage,
+    )
     from transformers import AutoModelForCausalLM
 
     ids = torch.arange(64)[None] % 200
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")(input_ids=ids, labels=ids).loss.item()
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")(
+        input_ids=ids, labels=ids
+    ).loss.item()
     assert losses == pytest.approx([expected] * 2, rel=1e-6)
 
 
 @slow
 def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, published, tmp_path):
-    """from-hf, then `--resume OUT_DIR`; published weights need no such step, so both must train alike."""
+    """from-hf, then `--resume OUT_DIR`; published weights need no such step, so both must train
+    alike.
+    """
     from test_weights import save_tiny
 
     save_tiny(tmp_path / "model", "llama")
-    recipe = dataclasses.replace(BASE, model=str(tmp_path / "model"), ds_config=strategy("zero1"), tokenizer="bytes", pp=2, tp=2, eval_every=0)
+    recipe = dataclasses.replace(
+        BASE,
+        model=str(tmp_path / "model"),
+        ds_config=strategy("zero1"),
+        tokenizer="bytes",
+        pp=2,
+        tp=2,
+        eval_every=0,
+    )
     blueprint = published_blueprint(tmp_path / "model")
-    layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=1, tp=2, pp=2, zero=1)
+    layout = target_layout(
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=1, tp=2, pp=2, zero=1
+    )
     from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout, SMALL)
     argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
     for name, more in (("direct", []), ("converted", ["--resume", str(tmp_path / "start")])):
-        results = pools.run(4, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more])
+        results = pools.run(
+            4, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more]
+        )
         assert [code for code, _ in results] == [0] * 4, results
-    assert [line["loss"] for line in metrics(tmp_path / "converted")] == [line["loss"] for line in metrics(tmp_path / "direct")]
+    assert [line["loss"] for line in metrics(tmp_path / "converted")] == [
+        line["loss"] for line in metrics(tmp_path / "direct")
+    ]
 
 
 @slow
 def test_smollm2_through_3d_and_zero3_and_back(smollm2, tmp_path):
-    """Real weights: saved by transformers in bf16, 100 MB a file -> pp2 x tp3 -> ZeRO-3 on 4 -> the same files."""
+    """Real weights: saved by transformers in bf16, 100 MB a file -> pp2 x tp3 -> ZeRO-3 on 4 -> the
+    same files.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.bfloat16
+    )
     config = model.config
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -323,14 +534,21 @@ def test_smollm2_through_3d_and_zero3_and_back(smollm2, tmp_path):
     plain.save_pretrained(tmp_path / "model", max_shard_size="100MB")
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     blueprint = published_blueprint(tmp_path / "model")
-    layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "bfloat16"), dp=1, tp=3, pp=2, zero=1)
+    layout = target_layout(
+        blueprint, Layout(Mesh(), 0, "torch", "bfloat16"), dp=1, tp=3, pp=2, zero=1
+    )
     from_hf(tmp_path / "model", tmp_path / "3d", blueprint, layout)
-    reshape(tmp_path / "3d", tmp_path / "zero3", target_layout(blueprint, layout, dp=4, tp=1, pp=1, zero=3))
+    reshape(
+        tmp_path / "3d",
+        tmp_path / "zero3",
+        target_layout(blueprint, layout, dp=4, tp=1, pp=1, zero=3),
+    )
     to_hf(tmp_path / "zero3", tmp_path / "back", check=True)
     assert_same_files(tmp_path / "back", tmp_path / "model")
 
 
-# Bad input, faults -----------------------------------------------------------------------------------------------
+# Bad input, faults
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +570,11 @@ def step(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_an_impossible_layout_is_refused(step: Path, degrees: dict[str, int], says: str) -> None:
     opened = open_step(step)
     with pytest.raises(Refusal, match=says):
-        target_layout(opened.blueprint, opened.layout, **({"dp": None, "tp": None, "pp": None, "zero": None} | degrees))
+        target_layout(
+            opened.blueprint,
+            opened.layout,
+            **({"dp": None, "tp": None, "pp": None, "zero": None} | degrees),
+        )
 
 
 def test_nothing_is_overwritten(step: Path, tmp_path: Path) -> None:
@@ -362,7 +584,9 @@ def test_nothing_is_overwritten(step: Path, tmp_path: Path) -> None:
 
 
 def test_a_changed_tensor_is_named_and_nothing_comes_out(step: Path, tmp_path: Path) -> None:
-    """One flipped bit of a master weight, its file's sha256 put right: stock DeepSpeed loads that in 197 of 200 cases without a word."""
+    """One flipped bit of a master weight, its file's sha256 put right: stock DeepSpeed loads that
+    in 197 of 200 cases without a word.
+    """
     shutil.copytree(step, tmp_path / "step")
     opened = open_step(tmp_path / "step")
     tensor = opened.blueprint.tensors[3]
@@ -374,14 +598,23 @@ def test_a_changed_tensor_is_named_and_nothing_comes_out(step: Path, tmp_path: P
     facts = {name: manifest.facts(tmp_path / "step" / name) for name in listed["files"]}
     manifest.write(tmp_path / "step", 0, facts, listed["tensors"])
     assert manifest.faults(tmp_path / "step") == []
-    assert verify(tmp_path / "step") == [f"{tensor.name} (master) has a different digest than when it was saved"]
-    for work in (lambda: to_hf(tmp_path / "step", tmp_path / "out"), lambda: reshape(tmp_path / "step", tmp_path / "out", opened.layout)):
-        with pytest.raises(Refusal, match=f"{tensor.name} \\(master\\): differs from what was saved"):
+    assert verify(tmp_path / "step") == [
+        f"{tensor.name} (master) has a different digest than when it was saved"
+    ]
+    for work in (
+        lambda: to_hf(tmp_path / "step", tmp_path / "out"),
+        lambda: reshape(tmp_path / "step", tmp_path / "out", opened.layout),
+    ):
+        with pytest.raises(
+            Refusal, match=f"{tensor.name} \\(master\\): differs from what was saved"
+        ):
             work()
         assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_conversion_goes_on_where_it_was(step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_conversion_goes_on_where_it_was(
+    step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = open_step(step)
     layout = target_layout(opened.blueprint, opened.layout, dp=1, tp=2, pp=2, zero=1)
     written: list[str] = []
@@ -410,5 +643,9 @@ def test_memory_is_bounded_by_the_limit(step: Path) -> None:
     assert Effort(workers=4, mem_limit=2**30).chunk * 16 * 4 <= 2**30
     numel, unit = 10_000_000, 70_000
     ranges = list(copying.chunks(numel, unit, 100_000))
-    assert max(stop - start for start, stop in ranges) <= 100_000 and ranges[0][0] == 0 and ranges[-1][1] == numel
+    assert (
+        max(stop - start for start, stop in ranges) <= 100_000
+        and ranges[0][0] == 0
+        and ranges[-1][1] == numel
+    )
     assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))

@@ -1,4 +1,6 @@
-"""Checkpoints of divided experts go into any layout, into Hugging Face files and back, bit for bit, as all others do."""
+"""Checkpoints of divided experts go into any layout, into Hugging Face files and back, bit for bit,
+as all others do.
+"""
 
 import dataclasses
 import json
@@ -37,15 +39,25 @@ STAY: dict[str, Any] = {"dp": None, "tp": None, "pp": None, "zero": None, "ep": 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders that transformers wrote, of several files each; Qwen3's in bf16 and with a file key for each expert."""
+    """Folders that transformers wrote, of several files each; Qwen3's in bf16 and with a file key
+    for each expert.
+    """
     import torch
     from recipekit.model.build import build_model
     from recipekit.spec.recipe import Recipe
     from test_model import ds_config
 
     folders = {}
-    for number, (kind, dtype) in enumerate((("qwen3_moe", "bfloat16"), ("mixtral", "float32"), ("deepseek_v3", "bfloat16"))):
-        model = build_model(Recipe(model="none", init="random", seed=number), families.tiny_config(kind, 264), None, ds_config(0), torch.device("cpu")).model
+    for number, (kind, dtype) in enumerate(
+        (("qwen3_moe", "bfloat16"), ("mixtral", "float32"), ("deepseek_v3", "bfloat16"))
+    ):
+        model = build_model(
+            Recipe(model="none", init="random", seed=number),
+            families.tiny_config(kind, 264),
+            None,
+            ds_config(0),
+            torch.device("cpu"),
+        ).model
         folders[kind] = tmp_path_factory.mktemp("published")
         model.to(getattr(torch, dtype)).save_pretrained(folders[kind], max_shard_size="300KB")
     return folders
@@ -63,7 +75,12 @@ WAY = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("qwen3_moe", "float32"), pytest.param("mixtral", "bfloat16", marks=slow), pytest.param("deepseek_v3", "bfloat16", marks=slow)]
+    ("kind", "dtype"),
+    [
+        ("qwen3_moe", "float32"),
+        pytest.param("mixtral", "bfloat16", marks=slow),
+        pytest.param("deepseek_v3", "bfloat16", marks=slow),
+    ],
 )
 def test_a_way_through_layouts_keeps_every_bit(published, tmp_path, kind, dtype):
     begin(published[kind], tmp_path / "0", dtype, dp=1, zero=0)
@@ -76,38 +93,114 @@ def test_a_way_through_layouts_keeps_every_bit(published, tmp_path, kind, dtype)
         assert tensors_of(tmp_path / f"{number}") == wanted, degrees
         assert verify(tmp_path / f"{number}", test_convert.SMALL) == []
         if number in (2, len(WAY)):
-            to_hf(tmp_path / f"{number}", tmp_path / f"hf{number}", effort=test_convert.SMALL, check=True)
+            to_hf(
+                tmp_path / f"{number}",
+                tmp_path / f"hf{number}",
+                effort=test_convert.SMALL,
+                check=True,
+            )
             assert_same_files(tmp_path / f"hf{number}", published[kind])
 
 
-# Through DeepSpeed itself -----------------------------------------------------------------------------------------
+# Through DeepSpeed itself
+# -----------------------------------------------------------------------------------------
 
 SHARED = {"model": "qwen2_moe"}  # has shared experts, which AutoEP renames
 CASES = [  # what is trained, in which layout, and the layouts it goes on in: (world, JSON, degrees)
-    pytest.param("bf16", QWEN3, (2, "zero1", EP2), [(1, "zero2", {})], id="qwen3 zero1 ep2, ep1", marks=slow),
-    pytest.param("fp32", QWEN3, (2, "zero0", EP2), [(4, "zero1", EP4), (4, "zero0", EP2), (2, "zero3", EP2)], id="qwen3 fp32 zero0, the others", marks=slow),
-    pytest.param("bf16", QWEN3, (4, "zero2", EP2), [(4, "zero2", EP4), (2, "zero0", EP2), (4, "zero1", {"tp": 2, "pp": 2})], id="qwen3 zero2 dp4", marks=slow),
-    pytest.param("bf16", QWEN3, (4, "zero3", EP2), [(2, "zero1", EP2), (4, "zero3", EP4), (3, "zero3", {})], id="qwen3 zero3 dp4", marks=slow),
-    pytest.param("fp32", MIXTRAL, (2, "zero1", {}), [(2, "zero1", EP2), (4, "zero2", EP4), (4, "zero3", EP2)], id="mixtral ep1, ep2, ep4", marks=slow),
-    pytest.param("bf16", MIXTRAL, (2, "zero2_cpu", EP2), [(2, "zero3_cpu", EP2), (1, "zero1", {})], id="mixtral, CPU Adam", marks=slow),
-    pytest.param("fp32", SHARED, (2, "zero2", EP2), [(2, "zero2", {}), (4, "zero3", EP2), (2, "zero0", EP2)], id="qwen2 shared experts", marks=slow),
-    pytest.param("fp32", {"model": "deepseek_v3"}, (2, "zero3", EP2), [(1, "zero0", {}), (4, "zero1", EP2)], id="deepseek_v3, a moved buffer", marks=slow),
+    pytest.param(
+        "bf16", QWEN3, (2, "zero1", EP2), [(1, "zero2", {})], id="qwen3 zero1 ep2, ep1", marks=slow
+    ),
+    pytest.param(
+        "fp32",
+        QWEN3,
+        (2, "zero0", EP2),
+        [(4, "zero1", EP4), (4, "zero0", EP2), (2, "zero3", EP2)],
+        id="qwen3 fp32 zero0, the others",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        QWEN3,
+        (4, "zero2", EP2),
+        [(4, "zero2", EP4), (2, "zero0", EP2), (4, "zero1", {"tp": 2, "pp": 2})],
+        id="qwen3 zero2 dp4",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        QWEN3,
+        (4, "zero3", EP2),
+        [(2, "zero1", EP2), (4, "zero3", EP4), (3, "zero3", {})],
+        id="qwen3 zero3 dp4",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32",
+        MIXTRAL,
+        (2, "zero1", {}),
+        [(2, "zero1", EP2), (4, "zero2", EP4), (4, "zero3", EP2)],
+        id="mixtral ep1, ep2, ep4",
+        marks=slow,
+    ),
+    pytest.param(
+        "bf16",
+        MIXTRAL,
+        (2, "zero2_cpu", EP2),
+        [(2, "zero3_cpu", EP2), (1, "zero1", {})],
+        id="mixtral, CPU Adam",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32",
+        SHARED,
+        (2, "zero2", EP2),
+        [(2, "zero2", {}), (4, "zero3", EP2), (2, "zero0", EP2)],
+        id="qwen2 shared experts",
+        marks=slow,
+    ),
+    pytest.param(
+        "fp32",
+        {"model": "deepseek_v3"},
+        (2, "zero3", EP2),
+        [(1, "zero0", {}), (4, "zero1", EP2)],
+        id="deepseek_v3, a moved buffer",
+        marks=slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("kind", "changes", "source", "targets"), CASES)
-def test_deepspeed_loads_the_same_bits_in_another_layout(pools, ops, tmp_path, kind, changes, source, targets):
-    """Stock DeepSpeed: another ep is a RuntimeError at ZeRO-3 ("only be loaded with the same parameter placement"), another dp a ZeRORuntimeException."""
-    changes = changes | {"model": changes["model"] if "/" in changes["model"] else family(changes["model"])}
-    test_convert.test_deepspeed_loads_the_same_bits_in_another_layout(pools, ops, tmp_path, kind, changes, source, targets)
+def test_deepspeed_loads_the_same_bits_in_another_layout(
+    pools, ops, tmp_path, kind, changes, source, targets
+):
+    """Stock DeepSpeed: another ep is a RuntimeError at ZeRO-3 ("only be loaded with the same
+    parameter placement"), another dp a ZeRORuntimeException.
+    """
+    changes = changes | {
+        "model": changes["model"] if "/" in changes["model"] else family(changes["model"])
+    }
+    test_convert.test_deepspeed_loads_the_same_bits_in_another_layout(
+        pools, ops, tmp_path, kind, changes, source, targets
+    )
 
 
-RECIPE = dataclasses.replace(BASE, **QWEN3, **EP2, ds_config=strategy("zero1"), eval_every=0, steps=4, save_every=2, export=True)
+RECIPE = dataclasses.replace(
+    BASE,
+    **QWEN3,
+    **EP2,
+    ds_config=strategy("zero1"),
+    eval_every=0,
+    steps=4,
+    save_every=2,
+    export=True,
+)
 
 
 @pytest.fixture(scope="module")
 def run(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps, ep 2 of dp 2, fp32, ZeRO-1, with checkpoints of steps 2 and 4 and its export; copy it, do not change it."""
+    """The folder of a run of four steps, ep 2 of dp 2, fp32, ZeRO-1, with checkpoints of steps 2
+    and 4 and its export; copy it, do not change it.
+    """
     out = tmp_path_factory.mktemp("run") / "run"
     results = pools.run(2, train, recipe=RECIPE, argv=["--out", str(out)])
     assert [code for code, _ in results] == [0, 0], results
@@ -122,15 +215,23 @@ def test_to_hf_gives_what_the_run_exports(run: Path, tmp_path: Path) -> None:
 
 def test_the_digests_are_those_of_whole_experts(run: Path, tmp_path: Path) -> None:
     step = open_step(run)
-    reshape(run, tmp_path / "whole", target_layout(step.blueprint, step.layout, **(STAY | {"ep": 1, "zero": 0})))
+    reshape(
+        run,
+        tmp_path / "whole",
+        target_layout(step.blueprint, step.layout, **(STAY | {"ep": 1, "zero": 0})),
+    )
     assert tensors_of(tmp_path / "whole") == step.tensors
-    assert {key.split("|")[0] for key in step.tensors} == {tensor.name for tensor in step.blueprint.tensors}
+    assert {key.split("|")[0] for key in step.tensors} == {
+        tensor.name for tensor in step.blueprint.tensors
+    }
     assert any(key.endswith("mlp.experts.gate_up_proj|exp_avg_sq") for key in step.tensors)
 
 
 @pytest.mark.parametrize(("ep", "file", "exact"), [(2, "zero1", True), (1, "zero2", False)])
 def test_a_stopped_run_goes_on(pools, run, tmp_path, ep, file, exact):
-    """In the same layout bit for bit; with whole experts and another ZeRO stage the losses agree within the tolerance of layouts."""
+    """In the same layout bit for bit; with whole experts and another ZeRO stage the losses agree
+    within the tolerance of layouts.
+    """
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
     recipe = dataclasses.replace(RECIPE, ep=ep, ds_config=strategy(file), export=False)
@@ -139,16 +240,30 @@ def test_a_stopped_run_goes_on(pools, run, tmp_path, ep, file, exact):
     got, expected = numbers(metrics(tmp_path / "run")), numbers(metrics(run))
     if exact:
         assert got == expected and open_step(tmp_path / "run").tensors == open_step(run).tensors
-    assert [line["loss"] for line in got] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
+    assert [line["loss"] for line in got] == pytest.approx(
+        [line["loss"] for line in expected], rel=1e-5
+    )
 
 
 @slow
-@pytest.mark.parametrize(("kind", "params"), [("NAdam", {}), ("SGD", {"momentum": 0.9}), ("SGD", {})])
+@pytest.mark.parametrize(
+    ("kind", "params"), [("NAdam", {}), ("SGD", {"momentum": 0.9}), ("SGD", {})]
+)
 def test_the_states_of_another_optimizer_go_along(pools, tmp_path, kind, params):
-    """What spec/optimizer_specs.py lists of it, from divided to whole experts: states, single numbers, or nothing at all."""
-    chosen = {"optimizer": {"type": kind, "params": {"lr": "auto", "weight_decay": "auto"} | params}}
+    """What spec/optimizer_specs.py lists of it, from divided to whole experts: states, single
+    numbers, or nothing at all.
+    """
+    chosen = {
+        "optimizer": {"type": kind, "params": {"lr": "auto", "weight_decay": "auto"} | params}
+    }
     divided = dataclasses.replace(RECIPE, ds_config=strategy("zero1") | chosen, export=False)
-    for recipe, more in ((divided, []), (dataclasses.replace(divided, ep=1, ds_config=strategy("zero3") | chosen), ["--resume", ""])):
+    for recipe, more in (
+        (divided, []),
+        (
+            dataclasses.replace(divided, ep=1, ds_config=strategy("zero3") | chosen),
+            ["--resume", ""],
+        ),
+    ):
         if more:
             shutil.copytree(tmp_path / "whole", tmp_path / "other")
             more[1] = str(tmp_path / "other" / "checkpoints" / "step_00000002")
@@ -156,8 +271,13 @@ def test_the_states_of_another_optimizer_go_along(pools, tmp_path, kind, params)
         results = pools.run(2, train, recipe=recipe, argv=["--out", str(out), *more])
         assert [code for code, _ in results] == [0, 0], results
     got, expected = (numbers(metrics(tmp_path / name)) for name in ("other", "whole"))
-    assert [line["loss"] for line in got] == pytest.approx([line["loss"] for line in expected], rel=1e-5)
-    assert tensors_of(tmp_path / "other/checkpoints/step_00000004").keys() == tensors_of(tmp_path / "whole/checkpoints/step_00000004").keys()
+    assert [line["loss"] for line in got] == pytest.approx(
+        [line["loss"] for line in expected], rel=1e-5
+    )
+    assert (
+        tensors_of(tmp_path / "other/checkpoints/step_00000004").keys()
+        == tensors_of(tmp_path / "whole/checkpoints/step_00000004").keys()
+    )
 
 
 def shape(value: Any) -> Any:
@@ -166,11 +286,19 @@ def shape(value: Any) -> Any:
         return value.shape, value.dtype, value.value
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items()}
-    return [shape(item) for item in value] if isinstance(value, list | tuple) else vars(value) if hasattr(value, "place") else value
+    return (
+        [shape(item) for item in value]
+        if isinstance(value, list | tuple)
+        else vars(value)
+        if hasattr(value, "place")
+        else value
+    )
 
 
 def assert_written_alike(step: Path, out: Path) -> None:
-    """A step folder of DeepSpeed's and the converter's of the same layout: the same files, keys, shapes and numbers."""
+    """A step folder of DeepSpeed's and the converter's of the same layout: the same files, keys,
+    shapes and numbers.
+    """
     theirs, ours = ({path.name: path for path in folder.glob("*.pt")} for folder in (step, out))
     assert ours.keys() == theirs.keys()
     for name in theirs:
@@ -189,7 +317,9 @@ def test_the_converter_writes_the_files_of_deepspeed(run: Path, tmp_path: Path) 
 @pytest.mark.parametrize("file", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_converter_writes_the_files_of_deepspeed_at_every_stage(pools, tmp_path, file, bf16):
-    recipe = dataclasses.replace(RECIPE, ds_config=strategy(file, bf16), steps=3, save_every=0, export=True)
+    recipe = dataclasses.replace(
+        RECIPE, ds_config=strategy(file, bf16), steps=3, save_every=0, export=True
+    )
     results = pools.run(4, train, recipe=recipe, argv=["--out", str(tmp_path / "run")])
     assert [code for code, _ in results] == [0] * 4, results
     reshape(tmp_path / "run", tmp_path / "again", open_step(tmp_path / "run").layout)
@@ -203,18 +333,32 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
     from test_weights import save_tiny
 
     save_tiny(tmp_path / "model", "qwen3_moe")
-    recipe = dataclasses.replace(BASE, model=str(tmp_path / "model"), ds_config=strategy("zero1"), tokenizer="bytes", eval_every=0, **EP2)
+    recipe = dataclasses.replace(
+        BASE,
+        model=str(tmp_path / "model"),
+        ds_config=strategy("zero1"),
+        tokenizer="bytes",
+        eval_every=0,
+        **EP2,
+    )
     blueprint = published_blueprint(tmp_path / "model")
-    layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "float32"), **(STAY | {"dp": 2, "ep": 2, "zero": 1}))
+    layout = target_layout(
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), **(STAY | {"dp": 2, "ep": 2, "zero": 1})
+    )
     from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
     argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
     for name, more in (("direct", []), ("converted", ["--resume", str(tmp_path / "start")])):
-        results = pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more])
+        results = pools.run(
+            2, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more]
+        )
         assert [code for code, _ in results] == [0] * 2, results
-    assert [line["loss"] for line in metrics(tmp_path / "converted")] == [line["loss"] for line in metrics(tmp_path / "direct")]
+    assert [line["loss"] for line in metrics(tmp_path / "converted")] == [
+        line["loss"] for line in metrics(tmp_path / "direct")
+    ]
 
 
-# Bad input, faults -----------------------------------------------------------------------------------------------
+# Bad input, faults
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,7 +367,13 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
         ({"ep": 3, "dp": 3}, "ep = 3: does not divide the model's 4 experts. Use --ep 1"),
         ({"ep": 4}, "ep = 4: does not divide the 2 data-parallel ranks. Use --dp 4, or --ep 1"),
         ({"dp": 3}, "ep = 2: does not divide the 3 data-parallel ranks. Use --dp 4, or --ep 1"),
-        ({"tp": 2}, "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --tp 1"),
+        (
+            {"tp": 2},
+            (
+                "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism"
+                " and ZeRO. Use --ep 1, or --tp 1"
+            ),
+        ),
         ({"ep": 0}, "ep = 0: must be at least 1"),
     ],
 )
@@ -231,7 +381,9 @@ def test_an_impossible_layout_is_refused(run: Path, degrees: dict[str, int], say
     step = open_step(run)
     with pytest.raises(Refusal) as refused:
         target_layout(step.blueprint, step.layout, **(STAY | degrees))
-    assert [str(problem) for problem in refused.value.problems] == [says] or says in str(refused.value)
+    assert [str(problem) for problem in refused.value.problems] == [says] or says in str(
+        refused.value
+    )
 
 
 KILLED = """
@@ -255,15 +407,28 @@ reshape(step.folder, Path(sys.argv[2]), layout, effort=Effort(workers=1))
 """
 
 
-def test_a_killed_conversion_goes_on_where_it_was(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_conversion_goes_on_where_it_was(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed by SIGKILL in the middle of the experts; what had been noted is not written again."""
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(run), str(tmp_path / "out")], env=environment(), timeout=120, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(run), str(tmp_path / "out")],
+        env=environment(),
+        timeout=120,
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    noted = [next(iter(json.loads(line))) for line in (tmp_path / ".out.part" / "journal.jsonl").read_text().splitlines()[1:]]
+    noted = [
+        next(iter(json.loads(line)))
+        for line in (tmp_path / ".out.part" / "journal.jsonl").read_text().splitlines()[1:]
+    ]
     assert any(".experts." in key for key in noted)
     step, written = open_step(run), []
-    layout, write = target_layout(step.blueprint, step.layout, **(STAY | {"ep": 4, "dp": 4})), tensor_files.TensorFiles.write
+    layout, write = (
+        target_layout(step.blueprint, step.layout, **(STAY | {"ep": 4, "dp": 4})),
+        tensor_files.TensorFiles.write,
+    )
 
     def listed(self: Any, tensor: Any, role: str, start: int, values: Any) -> None:
         written.append(f"{tensor.name}|{role}")
@@ -278,21 +443,41 @@ def test_a_killed_conversion_goes_on_where_it_was(run: Path, tmp_path: Path, mon
 def test_a_missing_file_of_an_expert_is_named(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step_00000004", tmp_path / "step_00000004")
     (tmp_path / "step_00000004" / "layer_1_expert_3_mp_rank_00_model_states.pt").unlink()
-    assert verify(tmp_path / "step_00000004") == ["layer_1_expert_3_mp_rank_00_model_states.pt is missing"]
+    assert verify(tmp_path / "step_00000004") == [
+        "layer_1_expert_3_mp_rank_00_model_states.pt is missing"
+    ]
 
 
-def test_a_checkpoint_that_does_not_describe_its_experts_goes_on_in_its_own_layout(pools, run, tmp_path):
-    """As they were saved before conversion knew experts: no blueprint, no digests. What it saves next is described."""
+def test_a_checkpoint_that_does_not_describe_its_experts_goes_on_in_its_own_layout(
+    pools, run, tmp_path
+):
+    """As they were saved before conversion knew experts: no blueprint, no digests.
+
+    What it saves next is described.
+    """
     shutil.copytree(run, tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step_00000004"
     (step / manifest.BLUEPRINT).write_text("null")
-    facts = manifest.read(step)["files"] | {manifest.BLUEPRINT: manifest.facts(step / manifest.BLUEPRINT)}
+    facts = manifest.read(step)["files"] | {
+        manifest.BLUEPRINT: manifest.facts(step / manifest.BLUEPRINT)
+    }
     manifest.write(step, 4, facts, {})
     assert verify(step) == []
-    with pytest.raises(Refusal, match=r"before checkpoints described them\. Resume in the same layout"):
+    with pytest.raises(
+        Refusal, match=r"before checkpoints described them\. Resume in the same layout"
+    ):
         to_hf(step, tmp_path / "hf")
     recipe = dataclasses.replace(RECIPE, steps=5, export=False)
     for changed, code in ((dataclasses.replace(recipe, ep=1), None), (recipe, 0)):
-        results = pools.run(2, train, recipe=changed, argv=["--out", str(tmp_path / "run"), "--resume", str(step)])
-        assert all((result == code) if code is not None else "before checkpoints described them" in str(result) for result, _ in results), results
+        results = pools.run(
+            2, train, recipe=changed, argv=["--out", str(tmp_path / "run"), "--resume", str(step)]
+        )
+        assert all(
+            (
+                (result == code)
+                if code is not None
+                else "before checkpoints described them" in str(result)
+            )
+            for result, _ in results
+        ), results
     assert open_step(tmp_path / "run").tensors

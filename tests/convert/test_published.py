@@ -1,4 +1,7 @@
-"""The files, keys and dtypes of the tensors in a Hugging Face folder, and its small files. No ranks."""
+"""The files, keys and dtypes of the tensors in a Hugging Face folder, and its small files.
+
+No ranks.
+"""
 
 import json
 from dataclasses import replace
@@ -36,63 +39,130 @@ def step_of(blueprint: Blueprint, dtype: str = "float32") -> Any:
     ("most", "expected"),
     [
         (10**6, {"model.safetensors": "embed norm mask head"}),
-        (290, {"model-00001-of-00002.safetensors": "embed norm", "model-00002-of-00002.safetensors": "mask head"}),  # 280 and 10 bytes
-        (289, {"model-00001-of-00002.safetensors": "embed", "model-00002-of-00002.safetensors": "norm mask head"}),
-        (136, {"model-00001-of-00002.safetensors": "embed", "model-00002-of-00002.safetensors": "norm mask head"}),  # 10, 6 and 120 bytes
-        (135, {f"model-0000{n}-of-00003.safetensors": keys for n, keys in ((1, "embed"), (2, "norm mask"), (3, "head"))}),
+        # 280 and 10 bytes
+        (
+            290,
+            {
+                "model-00001-of-00002.safetensors": "embed norm",
+                "model-00002-of-00002.safetensors": "mask head",
+            },
+        ),
+        (
+            289,
+            {
+                "model-00001-of-00002.safetensors": "embed",
+                "model-00002-of-00002.safetensors": "norm mask head",
+            },
+        ),
+        # 10, 6 and 120 bytes
+        (
+            136,
+            {
+                "model-00001-of-00002.safetensors": "embed",
+                "model-00002-of-00002.safetensors": "norm mask head",
+            },
+        ),
+        (
+            135,
+            {
+                f"model-0000{n}-of-00003.safetensors": keys
+                for n, keys in ((1, "embed"), (2, "norm mask"), (3, "head"))
+            },
+        ),
     ],
 )
-def test_a_file_has_at_most_the_bytes_of_a_shard(monkeypatch: pytest.MonkeyPatch, most: int, expected: dict[str, str]) -> None:
+def test_a_file_has_at_most_the_bytes_of_a_shard(
+    monkeypatch: pytest.MonkeyPatch, most: int, expected: dict[str, str]
+) -> None:
     monkeypatch.setattr(safetensors_files, "SHARD_BYTES", most)
-    blueprint, contents = published_as(step_of(Blueprint(TENSORS, {"tied": ("embed", "last")}, 1, True)), "bfloat16")
+    blueprint, contents = published_as(
+        step_of(Blueprint(TENSORS, {"tied": ("embed", "last")}, 1, True)), "bfloat16"
+    )
     assert {file: " ".join(keys) for file, keys in contents.items()} == expected
     dtypes = {key: dtype for keys in contents.values() for key, dtype in keys.items()}
     assert dtypes == {"embed": "BF16", "norm": "BF16", "mask": "BOOL", "head": "BF16"}
-    assert blueprint.published == {name: Stored(((name,),)) for name in dtypes} and blueprint.aliases == {"tied": ("embed", "last")}
+    assert blueprint.published == {
+        name: Stored(((name,),)) for name in dtypes
+    } and blueprint.aliases == {"tied": ("embed", "last")}
 
 
 def test_the_dtype_is_that_of_the_runs_exports_unless_another_is_asked() -> None:
     step = step_of(Blueprint(TENSORS[:1], {}, 1, True), "float16")
-    assert [published_as(step, dtype)[1]["model.safetensors"]["embed"] for dtype in (None, "float32", "bfloat16")] == ["F16", "F32", "BF16"]
+    assert [
+        published_as(step, dtype)[1]["model.safetensors"]["embed"]
+        for dtype in (None, "float32", "bfloat16")
+    ] == ["F16", "F32", "BF16"]
     with pytest.raises(Refusal, match="dtype = int3: is not a supported dtype"):
         published_as(step, "int3")
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [(None, ("F64", "BF16")), ("float16", ("F16", "F16"))])
-def test_published_files_keep_their_keys_and_the_dtypes_of_what_is_no_weight(dtype: str | None, weight: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weight"), [(None, ("F64", "BF16")), ("float16", ("F16", "F16"))]
+)
+def test_published_files_keep_their_keys_and_the_dtypes_of_what_is_no_weight(
+    dtype: str | None, weight: tuple[str, str]
+) -> None:
     """Keys that the model does not have are left out, and files without another key."""
-    own = {"a": {"embed": "F64", "inv_freq": "F32"}, "b": {"mask": "U8", "head": "BF16", "norm": "F8_E4M3"}, "c": {"pooler": "F32"}}
+    own = {
+        "a": {"embed": "F64", "inv_freq": "F32"},
+        "b": {"mask": "U8", "head": "BF16", "norm": "F8_E4M3"},
+        "c": {"pooler": "F32"},
+    }
     published = {name: Stored(((name,),)) for name in ("embed", "mask", "head", "norm")}
     blueprint = Blueprint(TENSORS, {}, 1, True, published, own)
     _, contents = published_as(step_of(blueprint), dtype)
-    assert contents == {"a": {"embed": weight[0]}, "b": {"mask": "U8", "head": weight[1], "norm": "F8_E4M3"}}
+    assert contents == {
+        "a": {"embed": weight[0]},
+        "b": {"mask": "U8", "head": weight[1], "norm": "F8_E4M3"},
+    }
     assert extra_keys(blueprint) == ["inv_freq", "pooler"]
 
 
 def adapter_tensors() -> tuple[Tensor, ...]:
-    names = (f"{BASE}.base_layer.weight", f"{BASE}.lora_A.default.weight", f"{BASE}.lora_B.default.weight")
+    names = (
+        f"{BASE}.base_layer.weight",
+        f"{BASE}.lora_A.default.weight",
+        f"{BASE}.lora_B.default.weight",
+    )
     shapes, groups = ((6, 6), (2, 6), (6, 2)), (None, 0, 0)
-    return tuple(Tensor(name, shape, group, None, "0") for name, shape, group in zip(names, shapes, groups, strict=True))
+    return tuple(
+        Tensor(name, shape, group, None, "0")
+        for name, shape, group in zip(names, shapes, groups, strict=True)
+    )
 
 
 def test_an_adapter_is_one_file_with_pefts_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two keys of a tied module name one tensor: the first is its own, the second an alias."""
     monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 1)
     head = Tensor("head.modules_to_save.default.weight", (4, 6), 0, None, "last")
-    keys = {"A": f"{BASE}.lora_A.default.weight", "head": head.name, "B": f"{BASE}.lora_B.default.weight", "embed": head.name}
-    whole = Blueprint((*adapter_tensors(), head), {"tied": (head.name, "ends")}, 1, True, adapter=keys)
+    keys = {
+        "A": f"{BASE}.lora_A.default.weight",
+        "head": head.name,
+        "B": f"{BASE}.lora_B.default.weight",
+        "embed": head.name,
+    }
+    whole = Blueprint(
+        (*adapter_tensors(), head), {"tied": (head.name, "ends")}, 1, True, adapter=keys
+    )
     blueprint, contents = published_as(step_of(whole), None)
     assert contents == {"adapter_model.safetensors": dict.fromkeys(keys, "F32")}
     assert [tensor.name for tensor in blueprint.tensors] == [keys["A"], keys["B"], head.name]
-    assert {name: stored.parts for name, stored in blueprint.published.items()} == {keys[key]: ((key,),) for key in ("A", "B", "head")}
+    assert {name: stored.parts for name, stored in blueprint.published.items()} == {
+        keys[key]: ((key,),) for key in ("A", "B", "head")
+    }
     assert blueprint.aliases == {"embed": (head.name, "every")}
 
 
 def test_an_adapter_leaves_tied_weights_of_its_base_out() -> None:
     keys = {"A": f"{BASE}.lora_A.default.weight", "B": f"{BASE}.lora_B.default.weight"}
-    whole = Blueprint(adapter_tensors(), {"tied": (f"{BASE}.base_layer.weight", "last")}, 1, True, adapter=keys)
+    whole = Blueprint(
+        adapter_tensors(), {"tied": (f"{BASE}.base_layer.weight", "last")}, 1, True, adapter=keys
+    )
     blueprint, contents = published_as(step_of(whole), None)
-    assert contents == {"adapter_model.safetensors": dict.fromkeys(keys, "F32")} and blueprint.aliases == {}
+    assert (
+        contents == {"adapter_model.safetensors": dict.fromkeys(keys, "F32")}
+        and blueprint.aliases == {}
+    )
     assert shapes_of(blueprint) == {"A": (2, 6), "B": (6, 2)}
 
 
@@ -103,26 +173,43 @@ def test_keys_of_an_adapter_saved_before_they_were_recorded() -> None:
         Tensor("base_model.model.head.modules_to_save.default.weight", (4, 6), 0, None, "last"),
         Tensor("base_model.model.norm.bias", (6,), 1, None, "last"),
     )
-    _, contents = published_as(step_of(Blueprint((*adapter_tensors(), *further), {}, 1, True)), None)
+    _, contents = published_as(
+        step_of(Blueprint((*adapter_tensors(), *further), {}, 1, True)), None
+    )
     assert list(contents["adapter_model.safetensors"]) == [
         *(f"{BASE}.lora_A.weight", f"{BASE}.lora_B.weight", f"{BASE}.lora_magnitude_vector"),
         *("base_model.model.head.weight", "base_model.model.norm.bias"),
     ]
 
 
-# From a model's folder, and back ------------------------------------------------------------------------------------
+# From a model's folder, and back
+# ------------------------------------------------------------------------------------
 
 
 def model_in(folder: Path, **config: Any) -> Path:
     """A model of two tensors in two files, with small files."""
     folder.mkdir()
     save_file({"wte": torch.arange(12.0).view(3, 4)}, folder / "model-00001-of-00002.safetensors")
-    save_file({"head": torch.arange(12.0).view(3, 4) + 1}, folder / "model-00002-of-00002.safetensors")
-    index = {"metadata": {}, "weight_map": {"wte": "model-00001-of-00002.safetensors", "head": "model-00002-of-00002.safetensors"}}
+    save_file(
+        {"head": torch.arange(12.0).view(3, 4) + 1}, folder / "model-00002-of-00002.safetensors"
+    )
+    index = {
+        "metadata": {},
+        "weight_map": {
+            "wte": "model-00001-of-00002.safetensors",
+            "head": "model-00002-of-00002.safetensors",
+        },
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps({"model_type": "x"} | config))
     (folder / "additional_chat_templates").mkdir()
-    for name in ("tokenizer.json", "generation_config.json", "adapter_config.json", "additional_chat_templates/rag.jinja", "notes.md"):
+    for name in (
+        "tokenizer.json",
+        "generation_config.json",
+        "adapter_config.json",
+        "additional_chat_templates/rag.jinja",
+        "notes.md",
+    ):
         (folder / name).write_text("{}")
     return folder
 
@@ -130,18 +217,34 @@ def model_in(folder: Path, **config: Any) -> Path:
 def kept(folder: Path, out: Path, **options: Any) -> Path:
     """The model of `model_in` as a step folder; its head is read as `lm_head`."""
     tensors = (Tensor("wte", (3, 4), 0, None, "first"), Tensor("lm_head", (3, 4), 0, None, "last"))
-    files = {"model-00001-of-00002.safetensors": {"wte": "F32"}, "model-00002-of-00002.safetensors": {"lm_head": "F32"}}
-    blueprint = Blueprint(tensors, {}, 0, False, {name: Stored(((name,),)) for name in ("wte", "lm_head")}, files)
-    layout = target_layout(blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=None, pp=None, zero=1)
+    files = {
+        "model-00001-of-00002.safetensors": {"wte": "F32"},
+        "model-00002-of-00002.safetensors": {"lm_head": "F32"},
+    }
+    blueprint = Blueprint(
+        tensors, {}, 0, False, {name: Stored(((name,),)) for name in ("wte", "lm_head")}, files
+    )
+    layout = target_layout(
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=None, pp=None, zero=1
+    )
     from_hf(folder, out, blueprint, layout, originals={"lm_head": "head"}, **options)
     return out
 
 
 def small(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and not path.name.startswith("model")}
+    return {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith("model")
+    }
 
 
-SMALL = {"config.json", "generation_config.json", "tokenizer.json", "additional_chat_templates/rag.jinja"}
+SMALL = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "additional_chat_templates/rag.jinja",
+}
 
 
 def test_a_folder_comes_back_with_its_small_files(tmp_path: Path) -> None:
@@ -149,9 +252,17 @@ def test_a_folder_comes_back_with_its_small_files(tmp_path: Path) -> None:
     assert small(step / "hf_files") == SMALL
     to_hf(step, tmp_path / "back")
     assert small(tmp_path / "back") == SMALL
-    assert (tmp_path / "back" / "config.json").read_bytes() == (tmp_path / "model" / "config.json").read_bytes()
-    assert torch.equal(load_file(tmp_path / "back" / "model-00002-of-00002.safetensors")["lm_head"], torch.arange(12.0).view(3, 4) + 1)
-    assert torch.equal(load_file(tmp_path / "back" / "model-00001-of-00002.safetensors")["wte"], torch.arange(12.0).view(3, 4))
+    assert (tmp_path / "back" / "config.json").read_bytes() == (
+        tmp_path / "model" / "config.json"
+    ).read_bytes()
+    assert torch.equal(
+        load_file(tmp_path / "back" / "model-00002-of-00002.safetensors")["lm_head"],
+        torch.arange(12.0).view(3, 4) + 1,
+    )
+    assert torch.equal(
+        load_file(tmp_path / "back" / "model-00001-of-00002.safetensors")["wte"],
+        torch.arange(12.0).view(3, 4),
+    )
 
 
 def test_a_config_that_differs_from_the_files_is_kept(tmp_path: Path) -> None:
@@ -161,7 +272,9 @@ def test_a_config_that_differs_from_the_files_is_kept(tmp_path: Path) -> None:
         folder = model_in(tmp_path / f"model{number}")
         step = kept(folder, tmp_path / f"step{number}", config=config)
         content = (step / "hf_files" / "config.json").read_bytes()
-        assert json.loads(content) == written and (content == (folder / "config.json").read_bytes()) == (written == same)
+        assert json.loads(content) == written and (
+            content == (folder / "config.json").read_bytes()
+        ) == (written == same)
         assert open_step(step).model_config == written
 
 
@@ -172,19 +285,34 @@ def test_a_config_that_differs_from_the_files_is_kept(tmp_path: Path) -> None:
         ({"dtype": "float32"}, {"dtype": "float16"}),
         ({"torch_dtype": "float32"}, {"torch_dtype": "float16"}),
         ({"torch_dtype": None, "dtype": None}, {"dtype": "float16"}),
-        ({"text_config": {"torch_dtype": "float32", "dtype": None}}, {"dtype": "float16", "text_config": {"torch_dtype": "float16"}}),
+        (
+            {"text_config": {"torch_dtype": "float32", "dtype": None}},
+            {"dtype": "float16", "text_config": {"torch_dtype": "float16"}},
+        ),
     ],
 )
-def test_config_json_states_the_dtype_that_was_asked(tmp_path: Path, own: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_config_json_states_the_dtype_that_was_asked(
+    tmp_path: Path, own: dict[str, Any], expected: dict[str, Any]
+) -> None:
     step = kept(model_in(tmp_path / "model", **own), tmp_path / "step")
     to_hf(step, tmp_path / "back", dtype="float16")
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == {"model_type": "x"} | expected
-    assert load_file(tmp_path / "back" / "model-00001-of-00002.safetensors")["wte"].dtype == torch.float16
+    assert (
+        json.loads((tmp_path / "back" / "config.json").read_text())
+        == {"model_type": "x"} | expected
+    )
+    assert (
+        load_file(tmp_path / "back" / "model-00001-of-00002.safetensors")["wte"].dtype
+        == torch.float16
+    )
     to_hf(step, tmp_path / "as_it_is")
-    assert json.loads((tmp_path / "as_it_is" / "config.json").read_text()) == {"model_type": "x"} | own
+    assert (
+        json.loads((tmp_path / "as_it_is" / "config.json").read_text()) == {"model_type": "x"} | own
+    )
 
 
-def test_an_adapter_leaves_the_base_models_small_files_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_leaves_the_base_models_small_files_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has its own config, and the files of tokenizer and processor, like the export of a run."""
     folder = model_in(tmp_path / "model")
     (folder / "preprocessor_config.json").write_text("{}")
@@ -193,10 +321,22 @@ def test_an_adapter_leaves_the_base_models_small_files_out(tmp_path: Path, monke
     adapter = replace(step.blueprint, adapter={"x.lora_A.weight": "wte"}, files={}, published={})
     listed = manifest.read(step.folder)  # a file that it does not list would be ignored
     (step.folder / "hf_files" / "adapter_config.json").write_text("{}")
-    listed["files"]["hf_files/adapter_config.json"] = manifest.facts(step.folder / "hf_files" / "adapter_config.json")
+    listed["files"]["hf_files/adapter_config.json"] = manifest.facts(
+        step.folder / "hf_files" / "adapter_config.json"
+    )
     manifest.write(step.folder, listed["step"], listed["files"], listed["tensors"])
     monkeypatch.setattr(hugging_face, "open_step", lambda _: replace(step, blueprint=adapter))
     to_hf(step.folder, tmp_path / "back")
-    files = {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "preprocessor_config.json", "additional_chat_templates/rag.jinja"}
-    assert {path.relative_to(tmp_path / "back").as_posix() for path in (tmp_path / "back").rglob("*") if path.is_file()} == files
+    files = {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "preprocessor_config.json",
+        "additional_chat_templates/rag.jinja",
+    }
+    assert {
+        path.relative_to(tmp_path / "back").as_posix()
+        for path in (tmp_path / "back").rglob("*")
+        if path.is_file()
+    } == files
     assert load_file(tmp_path / "back" / "adapter_model.safetensors").keys() == {"x.lora_A.weight"}

@@ -1,4 +1,6 @@
-"""Messages of a row, one by one: forms and their columns, roles, weights, tools, calls, and the texts that are looked up."""
+"""Messages of a row, one by one: forms and their columns, roles, weights, tools, calls, and the
+texts that are looked up.
+"""
 
 from typing import Any
 
@@ -22,7 +24,11 @@ from recipekit.data.chat_rows import (
 )
 from recipekit.spec.refusal import Refusal
 
-SHAREGPT, ALPACA, PROMPTS = "ShareGPT (conversations)", "Alpaca (instruction, input, output)", "prompts and completions"
+SHAREGPT, ALPACA, PROMPTS = (
+    "ShareGPT (conversations)",
+    "Alpaca (instruction, input, output)",
+    "prompts and completions",
+)
 PAIR = [user("q"), assistant("a")]
 UNTRAINED: dict[str, Any] = {"weight": None, "training": None, "train": False}
 
@@ -33,31 +39,52 @@ def content(row: dict[str, Any], padded: bool = False, messages_field: str = "me
     return form.content(row, "row 7", padded)
 
 
-# Forms ------------------------------------------------------------------------------------------------------------
+# Forms
+# --------------------------------------------------------------------------------------------------
 
 
 def test_columns_of_each_form():
     """Required ones first; the forms in the order in which they are tried."""
-    names = ["history", "tools", "system", "output", "input", "instruction", "completion", "prompt", "conversations", "messages", "id"]
+    names = [
+        "history",
+        "tools",
+        "system",
+        "output",
+        "input",
+        "instruction",
+        "completion",
+        "prompt",
+        "conversations",
+        "messages",
+        "id",
+    ]
     assert [(form.name, form.present(names)) for form in forms("messages")] == [
         (OPENAI, ["messages", "system", "tools"]),
         (SHAREGPT, ["conversations", "system", "tools"]),
         (ALPACA, ["instruction", "output", "input", "system", "history"]),
         (PROMPTS, ["prompt", "completion", "system", "tools"]),
     ]
-    assert [(form.name, form.present(names)) for form in forms("id")] == [(OPENAI, ["id", "system", "tools"])]
+    assert [(form.name, form.present(names)) for form in forms("id")] == [
+        (OPENAI, ["id", "system", "tools"])
+    ]
     for form in forms("messages"):
         for name in form.columns:
             assert form_of([other for other in form.columns if other != name]) is None
     assert forms("messages")[2].present(["system", "output", "messages"]) == ["output", "system"]
-    assert form_of(["output", "instruction"]) is not None and form_of(["conversations"], "talk") is None
+    assert (
+        form_of(["output", "instruction"]) is not None
+        and form_of(["conversations"], "talk") is None
+    )
 
 
 @pytest.mark.parametrize(
     "row, expected",
     [
         ({"messages": PAIR}, PAIR),
-        ({"messages": PAIR, "tools": [{"name": "f"}]}, {"messages": PAIR, "form": OPENAI, "tools": [{"name": "f"}]}),
+        (
+            {"messages": PAIR, "tools": [{"name": "f"}]},
+            {"messages": PAIR, "form": OPENAI, "tools": [{"name": "f"}]},
+        ),
         ({"messages": PAIR, "tools": []}, PAIR),
         ({"messages": None}, None),
         ({"messages": [], "system": "S"}, None),
@@ -67,26 +94,56 @@ def test_columns_of_each_form():
         ({"messages": [system("S"), *PAIR], "system": "S"}, [system("S"), *PAIR]),
         ({"messages": [system("T"), *PAIR], "system": "S"}, [system("S"), system("T"), *PAIR]),
         ({"messages": [user("S"), *PAIR], "system": "S"}, [system("S"), user("S"), *PAIR]),
-        ({"conversations": [{"from": "system", "value": "S"}], "system": "S"}, {"messages": [{"from": "system", "value": "S"}], "form": SHAREGPT}),
-        ({"conversations": PAIR, "tools": '[{"name": "f"}]'}, {"messages": PAIR, "form": SHAREGPT, "tools": [{"name": "f"}]}),
+        (
+            {"conversations": [{"from": "system", "value": "S"}], "system": "S"},
+            {"messages": [{"from": "system", "value": "S"}], "form": SHAREGPT},
+        ),
+        (
+            {"conversations": PAIR, "tools": '[{"name": "f"}]'},
+            {"messages": PAIR, "form": SHAREGPT, "tools": [{"name": "f"}]},
+        ),
         ({"conversations": None}, None),
         ({"instruction": "q", "output": "a"}, {"messages": PAIR, "form": ALPACA}),
-        ({"instruction": "q", "input": "i", "output": "a"}, {"messages": [user("q\ni"), assistant("a")], "form": ALPACA}),
+        (
+            {"instruction": "q", "input": "i", "output": "a"},
+            {"messages": [user("q\ni"), assistant("a")], "form": ALPACA},
+        ),
         ({"instruction": None, "input": "i", "output": None}, None),
-        ({"instruction": None, "input": "i", "output": "a"}, {"messages": [user("i"), assistant("a")], "form": ALPACA}),
-        ({"instruction": "", "input": None, "output": "a"}, {"messages": [user(""), assistant("a")], "form": ALPACA}),
+        (
+            {"instruction": None, "input": "i", "output": "a"},
+            {"messages": [user("i"), assistant("a")], "form": ALPACA},
+        ),
+        (
+            {"instruction": "", "input": None, "output": "a"},
+            {"messages": [user(""), assistant("a")], "form": ALPACA},
+        ),
         ({"instruction": "", "input": "", "output": ""}, None),
-        ({"instruction": "q", "output": "a", "tools": [{"name": "f"}]}, {"messages": PAIR, "form": ALPACA}),
-        ({"instruction": "q", "output": "a", "history": [["x", "y"]]}, {"messages": [user("x"), assistant("y"), *PAIR], "form": ALPACA}),
+        (
+            {"instruction": "q", "output": "a", "tools": [{"name": "f"}]},
+            {"messages": PAIR, "form": ALPACA},
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": [["x", "y"]]},
+            {"messages": [user("x"), assistant("y"), *PAIR], "form": ALPACA},
+        ),
         ({"instruction": "q", "output": "a", "history": None}, {"messages": PAIR, "form": ALPACA}),
         ({"prompt": "q", "completion": "a"}, {"messages": PAIR, "form": PROMPTS}),
         ({"prompt": "q", "completion": ""}, None),
         ({"prompt": [user("q")], "completion": None}, None),
-        ({"prompt": None, "completion": [assistant("a")]}, {"messages": [assistant("a")], "form": PROMPTS}),
+        (
+            {"prompt": None, "completion": [assistant("a")]},
+            {"messages": [assistant("a")], "form": PROMPTS},
+        ),
         ({"prompt": "", "completion": ""}, None),
         ({"prompt": None, "completion": None}, None),
-        ({"prompt": [user("q")], "completion": [assistant("a")]}, {"messages": [user("q") | UNTRAINED, assistant("a")], "form": PROMPTS}),
-        ({"prompt": "q", "completion": "a", "tools": [{"name": "f"}]}, {"messages": PAIR, "form": PROMPTS, "tools": [{"name": "f"}]}),
+        (
+            {"prompt": [user("q")], "completion": [assistant("a")]},
+            {"messages": [user("q") | UNTRAINED, assistant("a")], "form": PROMPTS},
+        ),
+        (
+            {"prompt": "q", "completion": "a", "tools": [{"name": "f"}]},
+            {"messages": PAIR, "form": PROMPTS, "tools": [{"name": "f"}]},
+        ),
     ],
 )
 def test_content_of_a_row(row, expected):
@@ -94,19 +151,42 @@ def test_content_of_a_row(row, expected):
 
 
 def test_nulls_of_a_table_are_dropped_from_tools_and_calls_alone():
-    call = {"function": {"name": "f", "arguments": {"x": None, "y": [{"z": None, "w": 0}]}}, "id": None}
-    row = {"messages": [user("q") | {"name": None}, assistant(None, tool_calls=[call]), "odd"], "tools": [{"name": "f", "strict": None}]}
-    assert content(row, padded=False) == {"messages": row["messages"], "form": OPENAI, "tools": row["tools"]}
-    calling = assistant(None, tool_calls=[{"function": {"name": "f", "arguments": {"y": [{"w": 0}]}}}])
-    assert content(row, padded=True) == {"messages": [user("q") | {"name": None}, calling, "odd"], "form": OPENAI, "tools": [{"name": "f"}]}
-    assert without_nulls([None, {"a": None, "b": [None, {"c": None}]}, 0]) == [None, {"b": [None, {}]}, 0]
+    call = {
+        "function": {"name": "f", "arguments": {"x": None, "y": [{"z": None, "w": 0}]}},
+        "id": None,
+    }
+    row = {
+        "messages": [user("q") | {"name": None}, assistant(None, tool_calls=[call]), "odd"],
+        "tools": [{"name": "f", "strict": None}],
+    }
+    assert content(row, padded=False) == {
+        "messages": row["messages"],
+        "form": OPENAI,
+        "tools": row["tools"],
+    }
+    calling = assistant(
+        None, tool_calls=[{"function": {"name": "f", "arguments": {"y": [{"w": 0}]}}}]
+    )
+    assert content(row, padded=True) == {
+        "messages": [user("q") | {"name": None}, calling, "odd"],
+        "form": OPENAI,
+        "tools": [{"name": "f"}],
+    }
+    assert without_nulls([None, {"a": None, "b": [None, {"c": None}]}, 0]) == [
+        None,
+        {"b": [None, {}]},
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
     "row, says",
     [
         ({"messages": PAIR, "system": 5}, "its system must be text, not int '5'"),
-        ({"messages": "q", "system": 5}, r"must be a list of messages \(--messages_field\), not str 'q'"),
+        (
+            {"messages": "q", "system": 5},
+            r"must be a list of messages \(--messages_field\), not str 'q'",
+        ),
         ({"conversations": {"from": "human"}}, "must be a list of messages .*, not dict"),
         ({"instruction": 5, "output": "a"}, "its instruction must be text, not int '5'"),
         ({"instruction": "q", "input": ["i"], "output": "a"}, "its input must be text, not list"),
@@ -119,12 +199,30 @@ def test_nulls_of_a_table_are_dropped_from_tools_and_calls_alone():
             {"instruction": "q", "output": "a", "history": [["q", "a", "b"]]},
             "its history must be a list of pairs of texts: a question and its answer, not list",
         ),
-        ({"instruction": "q", "output": "a", "history": [[1, "a"]]}, "its history must be a list of pairs of texts: a question and its answer, not list"),
-        ({"instruction": "q", "output": "a", "history": {"q": "a"}}, "its history must be a list of pairs of texts: a question and its answer, not dict"),
-        ({"prompt": [user("q")], "completion": "a"}, r"its completion must be a list of messages \(or prompt and completion both text\), not str 'a'"),
+        (
+            {"instruction": "q", "output": "a", "history": [[1, "a"]]},
+            "its history must be a list of pairs of texts: a question and its answer, not list",
+        ),
+        (
+            {"instruction": "q", "output": "a", "history": {"q": "a"}},
+            "its history must be a list of pairs of texts: a question and its answer, not dict",
+        ),
+        (
+            {"prompt": [user("q")], "completion": "a"},
+            (
+                r"its completion must be a list of messages \(or prompt and completion both text\),"
+                r" not str 'a'"
+            ),
+        ),
         ({"prompt": "q", "completion": [assistant("a")]}, "its prompt must be a list of messages"),
-        ({"prompt": ["q"], "completion": [assistant("a")]}, "its prompt must be a list of messages"),
-        ({"prompt": [user("q")], "completion": [assistant("a"), "b"]}, "its completion must be a list of messages"),
+        (
+            {"prompt": ["q"], "completion": [assistant("a")]},
+            "its prompt must be a list of messages",
+        ),
+        (
+            {"prompt": [user("q")], "completion": [assistant("a"), "b"]},
+            "its completion must be a list of messages",
+        ),
     ],
 )
 def test_wrong_value_of_a_column_is_refused(row, says):
@@ -132,26 +230,43 @@ def test_wrong_value_of_a_column_is_refused(row, says):
         content(row)
 
 
-# Tools ------------------------------------------------------------------------------------------------------------
+# Tools
+# --------------------------------------------------------------------------------------------------
 
 F = {"name": "f"}
 
 
 @pytest.mark.parametrize(
     "value, expected",
-    [(None, []), ("", []), (" \n", []), ("null", []), ("[]", []), ([], []), ([F], [F]), ('[{"name": "f"}]', [F]), (['{"name": "f"}', F], [F, F])],
+    [
+        (None, []),
+        ("", []),
+        (" \n", []),
+        ("null", []),
+        ("[]", []),
+        ([], []),
+        ([F], [F]),
+        ('[{"name": "f"}]', [F]),
+        (['{"name": "f"}', F], [F, F]),
+    ],
 )
 def test_tools_of_a_row(value, expected):
     assert tools_of(value, "row 7") == expected
 
 
-@pytest.mark.parametrize("value", ["f(x)", '{"name": "f"}', {"name": "f"}, [1], "[1]", [[F]], 5, [F, "f"], ["5"]])
+@pytest.mark.parametrize(
+    "value", ["f(x)", '{"name": "f"}', {"name": "f"}, [1], "[1]", [[F]], 5, [F, "f"], ["5"]]
+)
 def test_unreadable_tools_are_refused(value):
-    with pytest.raises(Refusal, match=r"^row 7: its tools (cannot be read|must be a list of tool descriptions, not)"):
+    with pytest.raises(
+        Refusal,
+        match=r"^row 7: its tools (cannot be read|must be a list of tool descriptions, not)",
+    ):
         tools_of(value, "row 7")
 
 
-# Messages ---------------------------------------------------------------------------------------------------------
+# Messages
+# --------------------------------------------------------------------------------------------------
 
 CALL: dict[str, Any] = {"id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
 BARE: dict[str, Any] = {"name": "f", "arguments": {"x": 1}}  # without the "function" wrapper
@@ -169,19 +284,39 @@ def part(text: Any, **more: Any) -> dict[str, Any]:
         (assistant("a", name="n", cache=0), assistant("a", name="n", cache=0)),
         (assistant(None, tool_calls=[CALL]), assistant("", tool_calls=[CALL])),
         ({"role": "assistant", "tool_calls": [BARE, CALL]}, assistant("", tool_calls=[BARE, CALL])),
-        *(({"role": "assistant", key: "t"}, assistant("", **{key: "t"})) for key in ("reasoning_content", "thinking", "reasoning")),
+        *(
+            ({"role": "assistant", key: "t"}, assistant("", **{key: "t"}))
+            for key in ("reasoning_content", "thinking", "reasoning")
+        ),
         (user("q") | {"content": [part("a", type="text"), part("b")]}, user("ab")),
         (user("q") | {"content": []}, user("")),
         ({"from": "human", "value": "q", "name": "n"}, user("q") | {"name": "n"}),
         ({"from": "gpt", "value": [part("a")]}, assistant("a")),
-        ({"from": "human", "role": "assistant", "content": "a"}, assistant("a", **{"from": "human"})),
-        ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, assistant("", tool_calls=[{"type": "function", "function": BARE}])),
+        (
+            {"from": "human", "role": "assistant", "content": "a"},
+            assistant("a", **{"from": "human"}),
+        ),
+        (
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+            assistant("", tool_calls=[{"type": "function", "function": BARE}]),
+        ),
         (
             {"from": "function_call", "value": '[{"name": "f"}, {"name": "g"}]', "train": False},
-            assistant("", tool_calls=[{"type": "function", "function": {"name": name}} for name in "fg"], train=False),
+            assistant(
+                "",
+                tool_calls=[{"type": "function", "function": {"name": name}} for name in "fg"],
+                train=False,
+            ),
         ),
-        *((assistant("a", **{key: value}), assistant("a", train=bool(value))) for key, value in (("weight", 1), ("weight", 0), ("weight", 1.0))),
-        *((assistant("a", **{key: value}), assistant("a", train=value)) for key in ("train", "training") for value in (True, False)),
+        *(
+            (assistant("a", **{key: value}), assistant("a", train=bool(value)))
+            for key, value in (("weight", 1), ("weight", 0), ("weight", 1.0))
+        ),
+        *(
+            (assistant("a", **{key: value}), assistant("a", train=value))
+            for key in ("train", "training")
+            for value in (True, False)
+        ),
         (assistant("a", weight=0, train=False, training=False), assistant("a", train=False)),
         (assistant("a", weight=1, training=True), assistant("a", train=True)),
         (assistant("a", **UNTRAINED), assistant("a", train=False)),
@@ -204,17 +339,46 @@ def test_message_in_its_one_form(message, expected):
         ({"role": "assistant", "reasoning": ["t"]}, "a message requires the strings"),
         (assistant(None, tool_calls=[]), "a message requires the strings"),
         (assistant("", tool_calls=[CALL]) | {"content": 5}, "a message requires the strings"),
-        *((user("q") | {"content": [entry]}, "a message requires the strings") for entry in ("q", part(5), {"type": "text"}, part("q", type="image"))),
-        (user("q") | {"content": [part("q"), part("x", type="image")]}, "a message requires the strings"),
-        *((assistant("", tool_calls=calls), "the tool_calls of a message must be a list of named functions") for calls in ({"name": "f"}, "f", ["f"])),
-        *((assistant("", tool_calls=[CALL, call]), "the tool_calls of a message") for call in ({"function": "f"}, {"function": {}}, {"name": 5}, {"id": "1"})),
+        *(
+            (user("q") | {"content": [entry]}, "a message requires the strings")
+            for entry in ("q", part(5), {"type": "text"}, part("q", type="image"))
+        ),
+        (
+            user("q") | {"content": [part("q"), part("x", type="image")]},
+            "a message requires the strings",
+        ),
+        *(
+            (
+                assistant("", tool_calls=calls),
+                "the tool_calls of a message must be a list of named functions",
+            )
+            for calls in ({"name": "f"}, "f", ["f"])
+        ),
+        *(
+            (assistant("", tool_calls=[CALL, call]), "the tool_calls of a message")
+            for call in ({"function": "f"}, {"function": {}}, {"name": 5}, {"id": "1"})
+        ),
         ({"from": "function_call", "value": "f(x)"}, "a function_call is not JSON"),
         ({"from": "function_call", "value": "5"}, "the tool_calls of a message"),
-        *((assistant("a", weight=value), "the weight of a message must be 0 or 1, not") for value in (True, False, 2, 0.5, -1, "1")),
-        *((assistant("a", **{key: value}), f"the {key} of a message must be true or false") for key in ("train", "training") for value in (0, 1, "true")),
         *(
-            (assistant("a", **{one: first, other: second}), "a message cannot be both trained on and excluded")
-            for one, first, other, second in (("weight", 1, "train", False), ("weight", 0, "training", True), ("train", True, "training", False))
+            (assistant("a", weight=value), "the weight of a message must be 0 or 1, not")
+            for value in (True, False, 2, 0.5, -1, "1")
+        ),
+        *(
+            (assistant("a", **{key: value}), f"the {key} of a message must be true or false")
+            for key in ("train", "training")
+            for value in (0, 1, "true")
+        ),
+        *(
+            (
+                assistant("a", **{one: first, other: second}),
+                "a message cannot be both trained on and excluded",
+            )
+            for one, first, other, second in (
+                ("weight", 1, "train", False),
+                ("weight", 0, "training", True),
+                ("train", True, "training", False),
+            )
         ),
     ],
 )
@@ -229,29 +393,62 @@ def test_chat_must_be_a_list_of_messages(chat):
         messages_of(chat, "row 7")
 
 
-@pytest.mark.parametrize("role", ["assistant", "developer", "function", "ipython", "system", "tool", "user"])
+@pytest.mark.parametrize(
+    "role", ["assistant", "developer", "function", "ipython", "system", "tool", "user"]
+)
 def test_known_roles(role):
-    assert role in ROLES and messages_of([{"role": role, "content": "q"}], "row 7") == [{"role": role, "content": "q"}]
+    assert role in ROLES and messages_of([{"role": role, "content": "q"}], "row 7") == [
+        {"role": role, "content": "q"}
+    ]
 
 
 def test_unknown_role_is_refused_with_the_roles_that_were_met():
-    chat = [user("q"), {"role": "judge", "content": "j"}, {"role": "critic", "content": "c"}, assistant("a")]
+    chat = [
+        user("q"),
+        {"role": "judge", "content": "j"},
+        {"role": "critic", "content": "c"},
+        assistant("a"),
+    ]
     with pytest.raises(UnknownRole) as refused:
         messages_of(chat, "row 7", ("judge",))
-    assert (refused.value.place, refused.value.role, refused.value.met) == ("row 7", "critic", {"user", "judge", "critic", "assistant"})
-    assert "row 7: a message has the role 'critic': these rows use the roles assistant, critic, judge, user, and the known roles are " in str(refused.value)
+    assert (refused.value.place, refused.value.role, refused.value.met) == (
+        "row 7",
+        "critic",
+        {"user", "judge", "critic", "assistant"},
+    )
+    assert (
+        "row 7: a message has the role 'critic': these rows use the roles assistant, critic, judge,"
+        " user, and the known roles are " in str(refused.value)
+    )
     assert len(messages_of(chat, "row 7", ("judge", "critic"))) == 4
 
 
 def test_keys_that_training_or_the_template_reads_are_known():
-    message = assistant("a", train=True, tool_calls=[CALL], tool_call_id="1", name="n", reasoning_content="r", thinking="t", reasoning="s")
+    message = assistant(
+        "a",
+        train=True,
+        tool_calls=[CALL],
+        tool_call_id="1",
+        name="n",
+        reasoning_content="r",
+        thinking="t",
+        reasoning="s",
+    )
     assert THOUGHTS == ("reasoning_content", "thinking", "reasoning") and len(message) == 9
     assert unknown_keys([message], lambda key: False) == set()
-    odd = [message, user("q") | {"loss": 1, "note": 2, "train": False}, {"role": "tool", "content": "t", "train": True}]
-    assert unknown_keys(odd, lambda key: key == "note") == {"loss", "train or weight of tool messages"}
+    odd = [
+        message,
+        user("q") | {"loss": 1, "note": 2, "train": False},
+        {"role": "tool", "content": "t", "train": True},
+    ]
+    assert unknown_keys(odd, lambda key: key == "note") == {
+        "loss",
+        "train or weight of tool messages",
+    }
 
 
-# Calls ------------------------------------------------------------------------------------------------------------
+# Calls
+# --------------------------------------------------------------------------------------------------
 
 CALLS = [
     {"name": "f", "arguments": '{"x": ["y", {"z": "w"}], "n": 5}'},
@@ -262,9 +459,22 @@ CALLS = [
 
 
 def test_texts_of_an_answer():
-    """Content, thoughts without repetition, names of calls, and keys and texts of their arguments."""
-    message = assistant("c", reasoning_content="t1", thinking="t2", reasoning="t1", tool_calls=CALLS)
-    assert text_pieces(message) == ["c", "t1", "t2", *("f", "x", "n", "y", "z", "w"), *("g", "k", "o", "v"), "h", "plain", "i"]
+    """Content, thoughts without repetition, names of calls, and keys and texts of their
+    arguments.
+    """
+    message = assistant(
+        "c", reasoning_content="t1", thinking="t2", reasoning="t1", tool_calls=CALLS
+    )
+    assert text_pieces(message) == [
+        "c",
+        "t1",
+        "t2",
+        *("f", "x", "n", "y", "z", "w"),
+        *("g", "k", "o", "v"),
+        "h",
+        "plain",
+        "i",
+    ]
     assert text_pieces(assistant("c", thinking=["t"])) == ["c"]
 
 
@@ -285,10 +495,18 @@ def test_texts_of_an_answer():
         (False, True, "", ""),
     ],
 )
-def test_arguments_of_calls_in_the_type_that_the_template_takes(as_dictionary, as_text, given, expected):
-    calls = [{"id": "1", "function": {"name": "f", "arguments": given, "more": 2}}, {"name": "g", "arguments": given}]
+def test_arguments_of_calls_in_the_type_that_the_template_takes(
+    as_dictionary, as_text, given, expected
+):
+    calls = [
+        {"id": "1", "function": {"name": "f", "arguments": given, "more": 2}},
+        {"name": "g", "arguments": given},
+    ]
     made = with_arguments(assistant("a", tool_calls=calls), as_dictionary, as_text)
-    expected_calls = [{"id": "1", "function": {"name": "f", "arguments": expected, "more": 2}}, {"name": "g", "arguments": expected}]
+    expected_calls = [
+        {"id": "1", "function": {"name": "f", "arguments": expected, "more": 2}},
+        {"name": "g", "arguments": expected},
+    ]
     assert made == assistant("a", tool_calls=expected_calls)
 
 
@@ -296,10 +514,20 @@ def test_arguments_of_calls_in_the_type_that_the_template_takes(as_dictionary, a
     "message, expected",
     [
         (assistant("a", reasoning="t"), assistant("X")),
-        (assistant("", tool_calls=[CALL], reasoning="t"), assistant("", tool_calls=[{"id": "1", "function": {"name": "X", "arguments": {}}}], reasoning="t")),
+        (
+            assistant("", tool_calls=[CALL], reasoning="t"),
+            assistant(
+                "",
+                tool_calls=[{"id": "1", "function": {"name": "X", "arguments": {}}}],
+                reasoning="t",
+            ),
+        ),
         (assistant("a", tool_calls=[BARE | {"id": "2"}, CALL]), None),
     ],
 )
 def test_another_answer_of_the_same_kind(message, expected):
-    two = [{"name": "X", "arguments": {}, "id": "2"}, {"id": "1", "function": {"name": "X", "arguments": {}}}]
+    two = [
+        {"name": "X", "arguments": {}, "id": "2"},
+        {"id": "1", "function": {"name": "X", "arguments": {}}},
+    ]
     assert another_answer(message, "X") == (expected or assistant("X", tool_calls=two))

@@ -1,10 +1,20 @@
-"""What is read off a chat template: its header and endings, dates, roles, forms of contents and calls, and where answers lie."""
+"""What is read off a chat template: its header and endings, dates, roles, forms of contents and
+calls, and where answers lie.
+"""
 
 from datetime import date
 from typing import Any
 
 import pytest
-from chat_templates import TOOLS, assistant, published_tokenizer, system, template_tokenizer, tool, user
+from chat_templates import (
+    TOOLS,
+    assistant,
+    published_tokenizer,
+    system,
+    template_tokenizer,
+    tool,
+    user,
+)
 from recipekit.data.chat_spans import ChatTemplate
 from recipekit.spec.refusal import Refusal
 
@@ -13,12 +23,20 @@ PAIR = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
 
 
 def template(source: Any, day: date | None = DAY) -> ChatTemplate:
-    return ChatTemplate(template_tokenizer(source, ("<|end|>", "<|x|>"), ("<turn_end>",), eos="<|end|>"), day)
+    return ChatTemplate(
+        template_tokenizer(source, ("<|end|>", "<|x|>"), ("<turn_end>",), eos="<|end|>"), day
+    )
 
 
 def each(source: str, prompt: str = "") -> str:
     """A template that writes `source` for each message, and a generation prompt."""
-    return "{% for m in messages %}" + source + "{% endfor %}{% if add_generation_prompt %}" + prompt + "{% endif %}"
+    return (
+        "{% for m in messages %}"
+        + source
+        + "{% endfor %}{% if add_generation_prompt %}"
+        + prompt
+        + "{% endif %}"
+    )
 
 
 def answers(of: ChatTemplate, chat: list[Any], tools: Any = None) -> list[str]:
@@ -26,11 +44,13 @@ def answers(of: ChatTemplate, chat: list[Any], tools: Any = None) -> list[str]:
     return [text[slice(*span)] for _, span in found]
 
 
-# Around an answer -------------------------------------------------------------------------------------------------
+# Around an answer
+# -------------------------------------------------------------------------------------------------
 
 QWEN_CALL = '", "arguments": {}}\n</tool_call><|im_end|>\n'
 HEADERS = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-AROUND = {  # its generation prompt, the lengths by which that may be shortened, and the texts behind an answer
+# its generation prompt, the lengths by which that may be shortened, and the texts behind an answer
+AROUND = {
     "Qwen2.5": ("<|im_start|>assistant\n", (0, 1, 10, 22), ("<|im_end|>\n", QWEN_CALL)),
     "Qwen3": ("<|im_start|>assistant\n", (0, 1, 10, 22), ("", "<|im_end|>\n", QWEN_CALL)),
     "Llama 2": ("", (0,), (" </s>", "")),
@@ -39,7 +59,11 @@ AROUND = {  # its generation prompt, the lengths by which that may be shortened,
     "Mistral v3": ("", (0,), ("</s>", '", "arguments": {}, "id": "call00001"}]</s>')),
     "Gemma": ("<start_of_turn>model\n", (0, 1, 6, 21), ("<end_of_turn>\n", "")),
     "Phi-3": ("<|assistant|>\n", (0, 1, 14), ("<|end|>\n", "<|end|>\n<|endoftext|>", "")),
-    "DeepSeek-R1": ("<Assistant><think>\n", (0, 1, 8, 19), ("<end>", "\n```json\n{}\n```<tool_call_end><tool_calls_end><end>")),
+    "DeepSeek-R1": (
+        "<Assistant><think>\n",
+        (0, 1, 8, 19),
+        ("<end>", "\n```json\n{}\n```<tool_call_end><tool_calls_end><end>"),
+    ),
     "Zephyr": ("<|assistant|>", (0, 13), ("</s>\n", "")),
     "SmolVLM": ("Assistant:", (0, 10), ("<end_of_utterance>\n", "")),
     "Vicuna": (" ASSISTANT:", (0, 11), ("</s>", "")),
@@ -57,15 +81,44 @@ def test_text_around_an_answer(name):
     "source, header, ending",
     [
         ("<{{ m.role }}>{{ m.content }}\n", "<assistant>", "\n"),
-        ("{% if not loop.first %}<|end|>{% endif %}<{{ m.role }}>{{ m.content }}", "<|end|><assistant>", "<|end|>"),
-        ("{{ 'A: ' if loop.index == 2 else 'A; ' if m.role == 'assistant' else 'U' }}{{ m.content }}.", "A", "."),
+        (
+            "{% if not loop.first %}<|end|>{% endif %}<{{ m.role }}>{{ m.content }}",
+            "<|end|><assistant>",
+            "<|end|>",
+        ),
+        (
+            (
+                "{{ 'A: ' if loop.index == 2 else 'A; ' if m.role == 'assistant' else 'U' }}{{"
+                " m.content }}."
+            ),
+            "A",
+            ".",
+        ),
         ("{{ loop.index }}{{ m.content }}.", "", "."),
         (" {{ m.content }}.", "", "."),
-        ("{% if messages | length == 3 %}{{ m.a.b }}{% endif %}<{{ m.role }}>{{ m.content }}\n", "<assistant>", "\n"),
+        (
+            "{% if messages | length == 3 %}{{ m.a.b }}{% endif %}<{{ m.role }}>{{ m.content }}\n",
+            "<assistant>",
+            "\n",
+        ),
         ("<{{ m.role }}>{{ m.content if m.role == 'user' }}\n", "", ""),
         ("<{{ m.role }}>{{ m.content }}{{ m.content if m.role == 'assistant' }}\n", "", "\ue001\n"),
-        ("{% if m.role == 'user' %}<u>{{ m.content }}{% else %}<a>{{ m.content }}</a>{% endif %}", "<a>", "</a>"),
-        ("{% if loop.index == 1 and loop.last %}{{ m.nope.nope }}{% endif %}<{{ m.role }}>{{ m.content }}", "", ""),
+        (
+            (
+                "{% if m.role == 'user' %}<u>{{ m.content }}{% else %}<a>{{ m.content }}</a>{%"
+                " endif %}"
+            ),
+            "<a>",
+            "</a>",
+        ),
+        (
+            (
+                "{% if loop.index == 1 and loop.last %}{{ m.nope.nope }}{% endif %}<{{ m.role }}>{{"
+                " m.content }}"
+            ),
+            "",
+            "",
+        ),
     ],
 )
 def test_header_of_a_template_without_a_generation_prompt(source, header, ending):
@@ -101,14 +154,38 @@ def test_end_of_an_answer_in_a_longer_chat(part, text, end):
 @pytest.mark.parametrize(
     "source, expected",
     [
-        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<turn_end>{% else %}<|end|>{% endfor %}", ["<|end|>"]),
-        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<|x|>{% else %}<|end|>{% endfor %}", ["<|end|>", "<|x|>"]),
         (
-            "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}<|x|>{% else %}<turn_end>{% endfor %}",
+            (
+                "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<turn_end>{% else"
+                " %}<|end|>{% endfor %}"
+            ),
+            ["<|end|>"],
+        ),
+        (
+            (
+                "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<|x|>{% else"
+                " %}<|end|>{% endfor %}"
+            ),
+            ["<|end|>", "<|x|>"],
+        ),
+        (
+            (
+                "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name +"
+                " c.function.arguments }}<|x|>{% else %}<turn_end>{% endfor %}"
+            ),
             ["<turn_end>", "<|x|>"],
         ),
-        ("{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments.items() | list }}<|x|>{% else %}.{% endfor %}", ["<|x|>"]),
-        ("{{ m.content }}<turn_end>.{% if loop.last %}<|x|><|end|>\n{% endif %}", ["<turn_end>", "<|end|>"]),
+        (
+            (
+                "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{{"
+                " c.function.arguments.items() | list }}<|x|>{% else %}.{% endfor %}"
+            ),
+            ["<|x|>"],
+        ),
+        (
+            "{{ m.content }}<turn_end>.{% if loop.last %}<|x|><|end|>\n{% endif %}",
+            ["<turn_end>", "<|end|>"],
+        ),
         ("{{ m.content }}{{ m.content }}<turn_end>", ["<turn_end>"]),
     ],
 )
@@ -123,41 +200,80 @@ def test_a_token_that_begins_like_another_is_told_from_it():
     assert ChatTemplate(tokenizer).steps_back == (0, 1, 4, 10)
 
 
-# Dates, marks, keys and roles -------------------------------------------------------------------------------------
+# Dates, marks, keys and roles
+# -------------------------------------------------------------------------------------
 
 
 def test_date_is_written_in_the_format_of_each_call():
-    source = "{{ strftime_now('%d %b') }}|{{ strftime_now( \"%B 'x' %Y\" ) }}{# strftime_now(f) #}" + each("{{ m.content }}")
-    assert template(source).is_dated and template(source).render([user("q")]) == "04 Mar|March 'x' 2026q"
+    source = (
+        "{{ strftime_now('%d %b') }}|{{ strftime_now( \"%B 'x' %Y\" ) }}{# strftime_now(f) #}"
+        + each("{{ m.content }}")
+    )
+    assert (
+        template(source).is_dated
+        and template(source).render([user("q")]) == "04 Mar|March 'x' 2026q"
+    )
     today = date.today()
-    assert template("{{ strftime_now('%Y') }}", None).render([user("q")]) in (str(today.year), str(date.today().year))
+    assert template("{{ strftime_now('%Y') }}", None).render([user("q")]) in (
+        str(today.year),
+        str(date.today().year),
+    )
     computed = "{% set f = '%Y' %}{{ strftime_now(f) }}"
     assert template(computed, None).render([user("q")]) == str(date.today().year)
-    for read in (lambda of: of.rendered(PAIR, None, "row 1"), lambda of: of.attempt(PAIR), lambda of: of.header):
-        with pytest.raises(Refusal, match=r"^--tokenizer: its chat template computes the date format"):
+    for read in (
+        lambda of: of.rendered(PAIR, None, "row 1"),
+        lambda of: of.attempt(PAIR),
+        lambda of: of.header,
+    ):
+        with pytest.raises(
+            Refusal, match=r"^--tokenizer: its chat template computes the date format"
+        ):
             read(template(computed))
     assert not template("{# strftime_now('%d') #}").is_dated
 
 
 def test_two_templates_of_a_tokenizer():
-    both = template({"default": "default" + each("{{ m.content }}"), "tool_use": "{{ strftime_now('%d') }}" + each("{{ m.content }}")})
-    assert both.is_dated and both.render([user("q")]) == "defaultq" and both.render([user("q")], TOOLS) == "04q"
+    both = template(
+        {
+            "default": "default" + each("{{ m.content }}"),
+            "tool_use": "{{ strftime_now('%d') }}" + each("{{ m.content }}"),
+        }
+    )
+    assert (
+        both.is_dated
+        and both.render([user("q")]) == "defaultq"
+        and both.render([user("q")], TOOLS) == "04q"
+    )
     marked = "{% generation %}{{ m.content }}{% endgeneration %}"
     assert not template({"default": each(marked), "tool_use": each("{{ m.content }}")}).is_marked
     assert not template({"default": each("{{ m.content }}"), "tool_use": each(marked)}).is_marked
     assert template({"default": each(marked), "tool_use": each(marked)}).is_marked
-    with pytest.raises(Refusal, match=r"^--tokenizer: has several chat templates and none named `default`"):
+    with pytest.raises(
+        Refusal, match=r"^--tokenizer: has several chat templates and none named `default`"
+    ):
         template({"one": "a", "two": "b"}).render([user("q")])
 
 
-@pytest.mark.parametrize("tag", ["{% generation %}", "{%generation%}", "{%- generation -%}", "{%+ generation +%}", "{%-\n generation\n-%}"])
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "{% generation %}",
+        "{%generation%}",
+        "{%- generation -%}",
+        "{%+ generation +%}",
+        "{%-\n generation\n-%}",
+    ],
+)
 def test_marks_in_any_spelling(tag):
     assert template(each(tag + "{{ m.content }}{% endgeneration %}")).is_marked
     assert not template(each("{# " + tag + " #}{{ m.content }}")).is_marked
 
 
 def test_keys_and_roles_that_a_template_names():
-    found = template("{% if m.role == 'judge' or x == \"two words\" or y != 'not' %}{{ m.a_b }}{{ tools }}{% elif m['c.d'] ==  'e.f-g' %}{% endif %}{# note #}")
+    found = template(
+        "{% if m.role == 'judge' or x == \"two words\" or y != 'not' %}{{ m.a_b }}{{ tools }}{%"
+        " elif m['c.d'] ==  'e.f-g' %}{% endif %}{# note #}"
+    )
     assert found.roles == {"judge", "two words", "e.f-g"}
     keys = ("a_b", "tools", "c.d", "judge", "a", "b", "tool", "ools", "c-d", "note")
     assert [key for key in keys if found.names(key)] == ["a_b", "tools", "c.d", "judge"]
@@ -165,39 +281,68 @@ def test_keys_and_roles_that_a_template_names():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["raise_exception('x')", "m.content + 1", "'{x}'.format(y=1)", "'{'.format()", "none | wordwrap", "'{1}'.format('a')", "m.x.y"],
+    [
+        "raise_exception('x')",
+        "m.content + 1",
+        "'{x}'.format(y=1)",
+        "'{'.format()",
+        "none | wordwrap",
+        "'{1}'.format('a')",
+        "m.x.y",
+    ],
 )
 def test_a_chat_that_cannot_be_rendered_is_refused(wrong):
-    found = template(each("{% if m.content == 'bad' %}{{ " + wrong + " }}{% endif %}{{ m.content }}"))
+    found = template(
+        each("{% if m.content == 'bad' %}{{ " + wrong + " }}{% endif %}{{ m.content }}")
+    )
     assert found.attempt([user("bad")]) is None and found.attempt([user("good")]) == "good"
     with pytest.raises(Refusal, match=r"^row 1: the chat template cannot render this chat: "):
         found.answers([user("bad")], None, "row 1")
     assert found.attempt([]) is None
 
 
-# Forms of contents and calls --------------------------------------------------------------------------------------
+# Forms of contents and calls
+# --------------------------------------------------------------------------------------
 
 CALL = assistant("", {"x": "ü"})
 AS_TEXT = assistant("", '{"x": "ü"}')
 
 
 def written_calls(arguments: str, content: str = "{{ m.content }}") -> str:
-    return each(content + "{% for c in m.tool_calls %}[{{ c.function.name }}:" + arguments + "]{% endfor %};")
+    return each(
+        content
+        + "{% for c in m.tool_calls %}[{{ c.function.name }}:"
+        + arguments
+        + "]{% endfor %};"
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, from_dictionary, from_text",
     [
-        ("{{ c.function.arguments }}", '{"x": "ü"}', '{"x": "ü"}'),  # a dictionary would be written as Python writes it
-        ("{{ c.function.arguments | tojson }}", '{"x": "ü"}', '{"x": "ü"}'),  # a text would be quoted
+        # a dictionary would be written as Python writes it
+        ("{{ c.function.arguments }}", '{"x": "ü"}', '{"x": "ü"}'),
+        # a text would be quoted
+        ("{{ c.function.arguments | tojson }}", '{"x": "ü"}', '{"x": "ü"}'),
         ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "x=ü", "x=ü"),
         ("{{ '' + c.function.arguments }}", '{"x": "ü"}', '{"x": "ü"}'),
-        ("{{ 'T' + c.function.arguments if c.function.arguments is string else 'D' ~ c.function.arguments | tojson }}", 'D{"x": "ü"}', 'T{"x": "ü"}'),
+        (
+            (
+                "{{ 'T' + c.function.arguments if c.function.arguments is string else 'D' ~"
+                " c.function.arguments | tojson }}"
+            ),
+            'D{"x": "ü"}',
+            'T{"x": "ü"}',
+        ),
     ],
 )
-def test_arguments_are_given_in_the_type_that_the_template_writes(arguments, from_dictionary, from_text):
+def test_arguments_are_given_in_the_type_that_the_template_writes(
+    arguments, from_dictionary, from_text
+):
     found = template(written_calls(arguments))
-    assert [found.render([user("q"), call]) for call in (CALL, AS_TEXT)] == [f"q;[f:{text}];" for text in (from_dictionary, from_text)]
+    assert [found.render([user("q"), call]) for call in (CALL, AS_TEXT)] == [
+        f"q;[f:{text}];" for text in (from_dictionary, from_text)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +351,27 @@ def test_arguments_are_given_in_the_type_that_the_template_writes(arguments, fro
         ("{{ m.content }}", "{{ c.function.arguments | tojson }}", ""),
         ("{{ m.content.strip() }}", "{{ '' + c.function.arguments }}", ""),
         ("{{ m.content if m.content is not none }}", "{{ c.function.arguments | tojson }}", ""),
-        ("{% if m.tool_calls and m.content is not none %}{{ m.a.b }}{% endif %}{{ m.content or '' }}", "{{ c.function.arguments | tojson }}", None),
-        ("{% if m.tool_calls and m.content is not none %}{{ m.a.b }}{% endif %}{{ m.content or '' }}", "{{ '' + c.function.arguments }}", None),
-        ("{% if m.tool_calls and m.content is not none %}{{ m.a.b }}{% endif %}{{ m.content }}", "{{ '' + c.function.arguments }}", ""),
+        (
+            (
+                "{% if m.tool_calls and m.content is not none %}{{ m.a.b }}{% endif %}{{ m.content"
+                " or '' }}"
+            ),
+            "{{ c.function.arguments | tojson }}",
+            None,
+        ),
+        (
+            (
+                "{% if m.tool_calls and m.content is not none %}{{ m.a.b }}{% endif %}{{ m.content"
+                " or '' }}"
+            ),
+            "{{ '' + c.function.arguments }}",
+            None,
+        ),
+        (
+            "{% if m.tool_calls and m.content is not none %}{{ m.a.b }}{% endif %}{{ m.content }}",
+            "{{ '' + c.function.arguments }}",
+            "",
+        ),
     ],
 )
 def test_content_of_a_message_that_only_calls(content, arguments, expected):
@@ -219,7 +382,9 @@ def test_content_of_a_message_that_only_calls(content, arguments, expected):
 
 def test_a_template_for_tools_decides_the_form_of_calls():
     of_tools = written_calls("{{ '' + c.function.arguments }}")
-    found = template({"default": written_calls("{{ c.function.arguments | tojson }}"), "tool_use": of_tools})
+    found = template(
+        {"default": written_calls("{{ c.function.arguments | tojson }}"), "tool_use": of_tools}
+    )
     assert found.render([user("q"), CALL], TOOLS) == 'q;[f:{"x": "ü"}];'
 
 
@@ -240,23 +405,42 @@ def test_contents_are_given_in_the_form_that_the_template_writes(source, content
     assert template(each(source)).in_its_form([user("q")]) == [user("q") | {"content": content}]
 
 
-# Answers ----------------------------------------------------------------------------------------------------------
+# Answers
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length, shorter", [(256, 64), (64, 16), (16, 8), (8, 4), (4, 0)])
 def test_longest_known_end_of_the_prompt_is_looked_up(length, shorter):
-    """The prompt differs from the chat in front of its last `length` characters; the answer begins with a shorter end of it."""
+    """The prompt differs from the chat in front of its last `length` characters; the answer begins
+    with a shorter end of it.
+    """
     head = "".join(chr(0x4E00 + number) for number in range(length))
     decoy = head[length - shorter :] if shorter else ""
-    of_user, of_assistant = "<{{ messages | length }}>{{ m.content }}", "{{ messages | length }}" + head
-    source = "{% if m.role == 'user' %}" + of_user + "{% else %}" + of_assistant + decoy + "{{ m.content }}{% endif %}"
-    assert answers(template(each(source, of_assistant)), [user("quest"), assistant("a")]) == [decoy + "a"]
+    of_user, of_assistant = (
+        "<{{ messages | length }}>{{ m.content }}",
+        "{{ messages | length }}" + head,
+    )
+    source = (
+        "{% if m.role == 'user' %}"
+        + of_user
+        + "{% else %}"
+        + of_assistant
+        + decoy
+        + "{{ m.content }}{% endif %}"
+    )
+    assert answers(template(each(source, of_assistant)), [user("quest"), assistant("a")]) == [
+        decoy + "a"
+    ]
 
 
 OTHER_ENDING = (
-    "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}<|x|>{% else %}<|end|>{% endfor %}"
+    "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls"
+    " %}{{ c.function.name }}<|x|>{% else %}<|end|>{% endfor %}"
 )
-OTHER_HEADER = "{% if m.role == 'user' %}U{{ m.content }};{% else %}{{ '<|x|>' if not loop.first }}name: {{ m.content }};{% endif %}"
+OTHER_HEADER = (
+    "{% if m.role == 'user' %}U{{ m.content }};{% else %}{{ '<|x|>' if not loop.first }}name: {{"
+    " m.content }};{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -268,18 +452,52 @@ OTHER_HEADER = "{% if m.role == 'user' %}U{{ m.content }};{% else %}{{ '<|x|>' i
         ("<{{ m.role }}>\n{{ m.content }}\n", "<assistant>", PAIR, ["\na1\n", "\na2\n"]),
         ("<{{ m.role }}>{{ m.content }}\n", "<assistant>\n", PAIR, ["a1\n", "a2\n"]),
         # A count of messages moves all: each answer is looked up, and ends with its ending.
-        ("{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>", "<assistant>", PAIR, ["a1<|end|>", "a2<|end|>"]),
-        ("{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}", "<assistant>", PAIR[:2], ["a1"]),
+        (
+            "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>",
+            "<assistant>",
+            PAIR,
+            ["a1<|end|>", "a2<|end|>"],
+        ),
+        (
+            "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}",
+            "<assistant>",
+            PAIR[:2],
+            ["a1"],
+        ),
         # The private character that marks another answer may be in the text.
-        ("{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>", "<assistant>", [user("\ue100q"), assistant("\ue101")], ["\ue101<|end|>"]),
-        # A part of the chat cannot be rendered; nothing around an answer is the same in a shorter chat; an ending that comes first.
-        ("{{ m.a.b if messages | length == 2 and messages[-1].content == 'a1' }}<{{ m.role }}>{{ m.content }}\n", "<assistant>", PAIR, ["a1\n", "a2\n"]),
+        (
+            "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>",
+            "<assistant>",
+            [user("\ue100q"), assistant("\ue101")],
+            ["\ue101<|end|>"],
+        ),
+        # A part of the chat cannot be rendered; nothing around an answer is the same in a shorter
+        # chat; an ending that comes first.
+        (
+            (
+                "{{ m.a.b if messages | length == 2 and messages[-1].content == 'a1' }}<{{ m.role"
+                " }}>{{ m.content }}\n"
+            ),
+            "<assistant>",
+            PAIR,
+            ["a1\n", "a2\n"],
+        ),
         ("{{ messages | length }}{{ m.content }}", "", PAIR, ["a1", "a2"]),
-        (OTHER_ENDING, "<assistant>", [*PAIR[:3], assistant("", {"x": 1})], ["a1<|end|>", "f<|x|>"]),
+        (
+            OTHER_ENDING,
+            "<assistant>",
+            [*PAIR[:3], assistant("", {"x": 1})],
+            ["a1<|end|>", "f<|x|>"],
+        ),
         # Answers without anything around them.
         ("{{ m.content }}", "", PAIR, ["a1", "a2"]),
         # Two answers in a row, and one that begins with the next header.
-        ("<{{ m.role }}>{{ m.content }}.", "<assistant>", [user("q"), assistant("a"), assistant("<assistant>b")], ["a.", "<assistant>b."]),
+        (
+            "<{{ m.role }}>{{ m.content }}.",
+            "<assistant>",
+            [user("q"), assistant("a"), assistant("<assistant>b")],
+            ["a.", "<assistant>b."],
+        ),
     ],
 )
 def test_answers_of_a_chat(source, prompt, chat, expected):
@@ -289,33 +507,70 @@ def test_answers_of_a_chat(source, prompt, chat, expected):
 @pytest.mark.parametrize(
     "source, number",
     [
-        ("{{ '[b]' if m.role == 'assistant' else '[u]' }}{{ m.content }};{{ messages | length }}", 2),  # no end of the prompt is in the chat
-        ("{{ 'x' if m.role == 'assistant' else m.content }}{{ messages | length if loop.first }}", 2),  # no answer is written
-        ("{{ 'a2|' if loop.first and messages[-1].content == 'a2' }}{{ m.content }}<|end|>", 4),  # the last answer begins in front of the first
+        # no end of the prompt is in the chat
+        (
+            (
+                "{{ '[b]' if m.role == 'assistant' else '[u]' }}{{ m.content }};{{ messages |"
+                " length }}"
+            ),
+            2,
+        ),
+        # no answer is written
+        (
+            (
+                "{{ 'x' if m.role == 'assistant' else m.content }}{{ messages | length if"
+                " loop.first }}"
+            ),
+            2,
+        ),
+        # the last answer begins in front of the first
+        ("{{ 'a2|' if loop.first and messages[-1].content == 'a2' }}{{ m.content }}<|end|>", 4),
     ],
 )
 def test_an_answer_that_cannot_be_found_is_refused(source, number):
-    with pytest.raises(Refusal, match=f"^row 1, message {number}: the chat template changes this answer, so its tokens cannot be located"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            f"^row 1, message {number}: the chat template changes this answer, so its tokens cannot"
+            " be located"
+        ),
+    ):
         answers(template(each(source, "<assistant>" if "[b]" in source else "")), PAIR)
 
 
-MARKED = "{% if m.role == 'assistant' %}{{ 'A' }}{% generation %}{{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+MARKED = (
+    "{% if m.role == 'assistant' %}{{ 'A' }}{% generation %}{{ m.content }}.{% endgeneration %}{%"
+    " else %}{{ m.content }}{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
     "silent, expected",
-    [((), ["a.", "b.", "c."]), ((1,), ["b.", "c."]), ((2,), ["a.", "c."]), ((4,), ["a.", "b."]), ((1, 2), ["c."]), ((1, 2, 4), [])],
+    [
+        ((), ["a.", "b.", "c."]),
+        ((1,), ["b.", "c."]),
+        ((2,), ["a.", "c."]),
+        ((4,), ["a.", "b."]),
+        ((1, 2), ["c."]),
+        ((1, 2, 4), []),
+    ],
 )
 @pytest.mark.parametrize("source", [MARKED, MARKED.replace("{{ 'A' }}", "")])
 def test_marked_answers_that_are_excluded_are_left_out(source, silent, expected):
     """Also if an answer follows directly upon the other."""
     chat = [user("q"), assistant("a"), assistant("b"), user("r"), assistant("c")]
-    chat = [message | ({"train": False} if number in silent else {}) for number, message in enumerate(chat)]
+    chat = [
+        message | ({"train": False} if number in silent else {})
+        for number, message in enumerate(chat)
+    ]
     assert answers(template(each(source, "A" if "'A'" in source else "")), chat) == expected
 
 
 def test_tools_and_system_reach_every_part_of_a_chat():
-    source = "{{ tools | length if tools }}{{ messages[0].content if messages[0].role == 'system' }}" + each("<{{ m.role }}>{{ m.content }}\n", "<assistant>")
+    source = (
+        "{{ tools | length if tools }}{{ messages[0].content if messages[0].role == 'system' }}"
+        + each("<{{ m.role }}>{{ m.content }}\n", "<assistant>")
+    )
     found = template(source)
     assert found.answers([system("S"), *PAIR], TOOLS, "row 1")[1] == [(2, (32, 35)), (4, (55, 58))]
     assert answers(found, [*PAIR[:2], tool("t"), assistant("b")], TOOLS) == ["a1\n", "b\n"]

@@ -1,7 +1,8 @@
-"""Labels of chats as TRL's assistant-only mode makes them, with the chat templates that TRL bundles for training.
+"""Labels of chats as TRL's assistant-only mode makes them, with the chat templates that TRL bundles
+for training.
 
-Some templates of TRL (Qwen3, GLM 4.5) render another text in training than the model's own template does. These are left
-out, since the labels of two different texts cannot be compared.
+Some templates of TRL (Qwen3, GLM 4.5) render another text in training than the model's own template
+does. These are left out, since the labels of two different texts cannot be compared.
 """
 
 import re
@@ -20,20 +21,28 @@ TOKENS = re.compile(r"<\|[^|<>' ]{1,30}\|>|<｜[^<>' ]{1,30}｜>|</?[a-z_]{3,30}
 PAIR = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
 CALLING = [user("q1"), assistant("", {"x": "y"}), tool("12"), assistant("a1")]
 
-# What TRL marks of the generation prompt in front of each answer. A model never writes it: inference puts it there.
+# What TRL marks of the generation prompt in front of each answer. A model never writes it:
+# inference puts it there.
 EQUAL = [""]
 HEADER = ["<|start|>assistant"]  # TRL's markers enclose the header of the turn
 LINE_END = ["\n"]  # TRL's marker follows the role, so that the line end of the header is learned
 THINK = ["<think>"]  # the generation prompt opens the thoughts
 NO_THOUGHT = ["<think>\n\n</think>\n\n"]  # the generation prompt ends with empty thoughts
 THINK_LINE = ["<think>\n"]  # the generation prompt opens the thoughts and ends the line
-AFTER_TOOL = ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"]  # TRL's markers enclose the speaker, and the end of the results
+# TRL's markers enclose the speaker, and the end of the results
+AFTER_TOOL = ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"]
 
 OF_PARTS = ("idefics3",)  # templates that write a content only as a list of parts
 
 COMPARED = [
-    *((name, PAIR, None, EQUAL) for name in ("cohere", "gemma", "gemma3", "idefics3", "diffusion_gemma")),
-    *((name, CALLING, TOOLS, EQUAL) for name in ("lfm2", "llama3", "phi3_5", "qwen2_5_vl", "qwen3_instruct_2507")),
+    *(
+        (name, PAIR, None, EQUAL)
+        for name in ("cohere", "gemma", "gemma3", "idefics3", "diffusion_gemma")
+    ),
+    *(
+        (name, CALLING, TOOLS, EQUAL)
+        for name in ("lfm2", "llama3", "phi3_5", "qwen2_5_vl", "qwen3_instruct_2507")
+    ),
     *((name, CALLING, TOOLS, HEADER) for name in ("gptoss", "muse_glimmer")),
     ("qwen2_5", CALLING, TOOLS, LINE_END),
     ("nemotron_3_nano", CALLING, TOOLS, THINK),
@@ -43,14 +52,30 @@ COMPARED = [
 ]
 
 
-@pytest.mark.parametrize("name, chat, tools, prompts", COMPARED, ids=[name for name, *_ in COMPARED])
+@pytest.mark.parametrize(
+    "name, chat, tools, prompts", COMPARED, ids=[name for name, *_ in COMPARED]
+)
 def test_labels_are_those_of_trl(name, chat, tools, prompts):
     source, training = ((BUNDLED / f"{name}{kind}.jinja").read_text() for kind in ("", "_training"))
-    tokenizer = template_tokenizer(source, tuple(sorted(set(TOKENS.findall(source)))), (), "<s>", "<|endoftext|>")
-    given = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in chat] if name in OF_PARTS else chat
-    theirs = tokenizer.apply_chat_template(given, tools=tools, chat_template=training, return_dict=True, return_assistant_tokens_mask=True)
+    tokenizer = template_tokenizer(
+        source, tuple(sorted(set(TOKENS.findall(source)))), (), "<s>", "<|endoftext|>"
+    )
+    given = (
+        [message | {"content": [{"type": "text", "text": message["content"]}]} for message in chat]
+        if name in OF_PARTS
+        else chat
+    )
+    theirs = tokenizer.apply_chat_template(
+        given,
+        tools=tools,
+        chat_template=training,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
 
-    ((ids, labels),), _ = counted_chats(ChatTemplate(tokenizer), [{"messages": chat, "tools": tools}], ["row 1"], 4096)
+    ((ids, labels),), _ = counted_chats(
+        ChatTemplate(tokenizer), [{"messages": chat, "tools": tools}], ["row 1"], 4096
+    )
     learned = np.concatenate([[False], labels[:-1] != IGNORE])
     starts = np.flatnonzero(learned & ~np.roll(learned, 1))
     assert ids.tolist() == theirs["input_ids"] and len(starts) == 2

@@ -1,4 +1,6 @@
-"""Bad input: named with file and row, or left out, counted and told; and what a stream leaves behind."""
+"""Bad input: named with file and row, or left out, counted and told; and what a stream leaves
+behind.
+"""
 
 import contextlib
 import dataclasses
@@ -27,7 +29,8 @@ from recipekit.spec.refusal import Refusal
 
 BYTES = byte_tokenizer()
 END = BYTES.eos_token_id
-SMALL = Sizes(block_rows=16, block_tokens=(1, 1 << 22), chunk_rows=7, read_rows=7)  # a small file has many blocks and chunks
+# a small file has many blocks and chunks
+SMALL = Sizes(block_rows=16, block_tokens=(1, 1 << 22), chunk_rows=7, read_rows=7)
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +50,18 @@ def lines(own: list[str]) -> bytes:
 
 
 def parquet(path: Path, values: pa.Array, name: str = "text") -> bytes:
-    pq.write_table(pa.table({name: values, "number": range(len(values))}), path, row_group_size=30, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({name: values, "number": range(len(values))}),
+        path,
+        row_group_size=30,
+        compression="none",
+        use_dictionary=False,
+    )
     return path.read_bytes()
 
 
-# Each makes the file `a`, and returns (what of its 60 documents can be read, at most; broken rows of an epoch; what the refusal says)
+# Each makes the file `a`, and returns (what of its 60 documents can be read, at most; broken rows
+# of an epoch; what the refusal says)
 Fault = Callable[[Path], tuple[list[str], int, str]]
 
 
@@ -133,7 +143,8 @@ def not_utf8_in_parquet(folder: Path) -> tuple[list[str], int, str]:
 
 def missing_parquet_column(folder: Path) -> tuple[list[str], int, str]:
     parquet(folder / "a.parquet", pa.array(texts(60, 1)), "body")
-    return [], 2, r"a\.parquet, row group \d: has no column 'text', only 'body', 'number'"  # one for each row group
+    # one for each row group
+    return [], 2, r"a\.parquet, row group \d: has no column 'text', only 'body', 'number'"
 
 
 def number_for_text(folder: Path) -> tuple[list[str], int, str]:
@@ -143,19 +154,26 @@ def number_for_text(folder: Path) -> tuple[list[str], int, str]:
 
 def number_of_5000_digits(folder: Path) -> tuple[list[str], int, str]:
     own = texts(60, 1)
-    (folder / "a.jsonl").write_bytes(lines(own[:30]) + b'{"text": "x", "number": ' + b"7" * 5000 + b"}\n" + lines(own[30:]))
+    (folder / "a.jsonl").write_bytes(
+        lines(own[:30]) + b'{"text": "x", "number": ' + b"7" * 5000 + b"}\n" + lines(own[30:])
+    )
     return own, 1, r"a\.jsonl, row 31: cannot be read as JSON: Exceeds the limit \(4300 digits\)"
 
 
 def deep_json(folder: Path) -> tuple[list[str], int, str]:
     own = texts(60, 1)
-    (folder / "a.jsonl").write_bytes(lines(own[:30]) + b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n" + lines(own[30:]))
+    (folder / "a.jsonl").write_bytes(
+        lines(own[:30]) + b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n" + lines(own[30:])
+    )
     return own, 1, r"a\.jsonl, row 31: cannot be read as JSON: maximum recursion depth exceeded"
 
 
 def cut_arrow(folder: Path) -> tuple[list[str], int, str]:
     own = texts(60, 1)
-    with pa.OSFile(str(folder / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
+    with (
+        pa.OSFile(str(folder / "a.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer,
+    ):
         writer.write_table(pa.table({"text": own}), max_chunksize=30)
     content = (folder / "a.arrow").read_bytes()
     (folder / "a.arrow").write_bytes(content[: len(content) * 3 // 4])
@@ -168,21 +186,44 @@ def no_arrow(folder: Path) -> tuple[list[str], int, str]:
 
 
 FAULTS = [
-    *(not_an_object, not_json, missing_column, not_utf8_line, empty_file, empty_gzip_file, corrupt_gzip, cut_gzip),
-    *(no_parquet, cut_parquet, corrupt_page, not_utf8_in_parquet, missing_parquet_column, number_for_text, cut_arrow, no_arrow),
+    *(
+        not_an_object,
+        not_json,
+        missing_column,
+        not_utf8_line,
+        empty_file,
+        empty_gzip_file,
+        corrupt_gzip,
+        cut_gzip,
+    ),
+    *(
+        no_parquet,
+        cut_parquet,
+        corrupt_page,
+        not_utf8_in_parquet,
+        missing_parquet_column,
+        number_for_text,
+        cut_arrow,
+        no_arrow,
+    ),
     *(number_of_5000_digits, deep_json),
 ]
 
 
 def make(fault: Fault, folder: Path) -> tuple[list[str], list[str], int, str]:
-    """The broken file `a` before a good one of its kind: documents of the broken and the good one, broken rows, what a refusal says."""
+    """The broken file `a` before a good one of its kind: documents of the broken and the good one,
+    broken rows, what a refusal says.
+    """
     broken, bad, says = fault(folder)
     good = texts(90, 2)
     kind = next(folder.glob("a.*")).name.removeprefix("a.")
     if kind == "parquet":
         parquet(folder / "b.parquet", pa.array(good))
     elif kind == "arrow":
-        with pa.OSFile(str(folder / "b.arrow"), "wb") as sink, pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
+        with (
+            pa.OSFile(str(folder / "b.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer,
+        ):
             writer.write_table(pa.table({"text": good}))
     else:
         (folder / "b.jsonl").write_bytes(lines(good))
@@ -190,17 +231,32 @@ def make(fault: Fault, folder: Path) -> tuple[list[str], list[str], int, str]:
 
 
 def request_for(folder: Path, **fields) -> Request:
-    return Request(**({"dataset": f"{folder}/*.*", "seq_len": 32, "global_batch": 6, "sizes": SMALL} | fields))
+    return Request(
+        **({"dataset": f"{folder}/*.*", "seq_len": 32, "global_batch": 6, "sizes": SMALL} | fields)
+    )
 
 
-def take(request: Request, steps: int, dp: int = 1, state: dict | None = None, say=print) -> tuple[np.ndarray, list[dict]]:
+def take(
+    request: Request, steps: int, dp: int = 1, state: dict | None = None, say=print
+) -> tuple[np.ndarray, list[dict]]:
     """Ids (steps, global_batch, seq_len), and the state after each step."""
     with contextlib.ExitStack() as closing:
-        streams = [closing.enter_context(contextlib.closing(open_stream(request, BYTES, dp=dp, dp_rank=rank, state=state, say=say))) for rank in range(dp)]
+        streams = [
+            closing.enter_context(
+                contextlib.closing(
+                    open_stream(request, BYTES, dp=dp, dp_rank=rank, state=state, say=say)
+                )
+            )
+            for rank in range(dp)
+        ]
         rows, states = [], []
         for _ in range(steps):
             given = [next(own) for own in streams]
-            rows.append(np.concatenate([batch["input_ids"].numpy() for batches, _ in given for batch in batches]))
+            rows.append(
+                np.concatenate(
+                    [batch["input_ids"].numpy() for batches, _ in given for batch in batches]
+                )
+            )
             assert all(after == given[0][1] for _, after in given)
             states.append(json.loads(json.dumps(given[0][1])))
         return np.array(rows), states
@@ -222,7 +278,9 @@ def test_a_fault_stops_with_its_place(fault, tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_left_out_counted_and_told(fault, tmp_path):
-    """The same on every layout, with and without kept tokens, and after a resume at any point; everything else is read."""
+    """The same on every layout, with and without kept tokens, and after a resume at any point;
+    everything else is read.
+    """
     folder = tmp_path / "data"
     folder.mkdir()
     broken, good, bad, says = make(fault, folder)
@@ -237,9 +295,13 @@ def test_a_fault_is_left_out_counted_and_told(fault, tmp_path):
     epochs = [state["domains"][""]["place"].get("epoch", 0) for state in states]
     assert counts == sorted(counts) and counts[-1] >= bad * epochs[-1] >= bad
     assert any(bad == count for count in counts), counts
-    assert any(re.search(says.split(":")[0], line) for line in said) and len(said) <= chunks.TOLD, said
+    assert any(re.search(says.split(":")[0], line) for line in said) and len(said) <= chunks.TOLD, (
+        said
+    )
     for dp, cache, at in ((2, "off", 7), (3, "auto", 23), (1, "auto", 41)):
-        again, after = take(dataclasses.replace(request, token_cache=cache), 60 - at, dp, states[at - 1])
+        again, after = take(
+            dataclasses.replace(request, token_cache=cache), 60 - at, dp, states[at - 1]
+        )
         assert (again == ids[at:]).all() and after == states[at:]
 
 
@@ -263,14 +325,21 @@ def test_what_is_no_token_is_named_or_left_out(tmp_path, kind, wrong, says):
     broken = [*ids[:34], None, [*ids[34][:5], wrong, *ids[34][5:], wrong], *ids[35:], [], [wrong]]
     parquet(tmp_path / "a.parquet", pa.array(broken, pa.list_(kind)), "ids")
     request = request_for(tmp_path, text_field="ids")
-    rule = rf"contains token {says}, but the tokenizer's ids are 0 to {len(BYTES) - 1}. Use the tokenizer that made"
+    rule = (
+        rf"contains token {says}, but the tokenizer's ids are 0 to {len(BYTES) - 1}. Use the"
+        r" tokenizer that made"
+    )
     with pytest.raises(Refusal, match=rf"a\.parquet, row group (1, row 6|2, row 3): {rule}"):
         take(request, 60)
     said: list[str] = []
-    rows, states = take(dataclasses.replace(request, bad_rows="skip", seq_len=20), 60, say=said.append)
+    rows, states = take(
+        dataclasses.replace(request, bad_rows="skip", seq_len=20), 60, say=said.append
+    )
     seen = {tuple(row) for row in rows.reshape(-1, 20)}
     assert seen <= {tuple(row) for row in ids[:34] + ids[35:]} and len(seen) > 50
-    assert {state["domains"][""]["bad"] for state in states} >= {2} and [f"contains token {says}" in line for line in said] == [True, True, False]
+    assert {state["domains"][""]["bad"] for state in states} >= {2} and [
+        f"contains token {says}" in line for line in said
+    ] == [True, True, False]
     assert said[2].startswith("2 of the first 63 rows are empty")
 
 
@@ -279,7 +348,11 @@ def test_only_the_first_faults_are_told_and_kept_tokens_tell_them_too(tmp_path):
     for _ in range(2):
         said: list[str] = []
         _, states = take(request_for(tmp_path, bad_rows="skip"), 5, say=said.append)
-        assert len(said) == chunks.TOLD and "a.jsonl, row 5: is not JSON" in said[-1] and "bad_rows counts on" in said[-1]
+        assert (
+            len(said) == chunks.TOLD
+            and "a.jsonl, row 5: is not JSON" in said[-1]
+            and "bad_rows counts on" in said[-1]
+        )
         assert states[0]["domains"][""]["bad"] == 20
 
 
@@ -301,7 +374,9 @@ def test_evaluation_leaves_out_too(fault, tmp_path):
     else:
         (folder / "c.jsonl").write_bytes(lines(held_out))
     said: list[str] = []
-    batches = eval_rows(request_for(folder, bad_rows="skip", eval_rows=2), BYTES, dp=1, dp_rank=0, say=said.append)
+    batches = eval_rows(
+        request_for(folder, bad_rows="skip", eval_rows=2), BYTES, dp=1, dp_rank=0, say=said.append
+    )
     assert batches and any("skipped" in line for line in said)
     with pytest.raises(Refusal):
         eval_rows(request_for(folder, eval_rows=2), BYTES, dp=1, dp_rank=0)
@@ -315,22 +390,37 @@ def test_a_swapped_shard_is_named(tmp_path):
         next(own)
         state, files = own.state, json.loads(json.dumps(own.files))
     (tmp_path / "3.jsonl").write_bytes(lines(texts(20, 33)))
-    with pytest.raises(Refusal, match=r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed\. Restore the old files"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed\."
+            r" Restore the old files"
+        ),
+    ):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
     for number in range(4, 9):
         (tmp_path / f"{number}.jsonl").rename(tmp_path / f"n{number}.jsonl")
-    with pytest.raises(Refusal, match=r"3.jsonl has changed, 4.jsonl is gone, .* 7.jsonl is gone and 6 more\. Restore"):
+    with pytest.raises(
+        Refusal,
+        match=r"3.jsonl has changed, 4.jsonl is gone, .* 7.jsonl is gone and 6 more\. Restore",
+    ):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
-    with pytest.raises(Refusal, match="the saved data stream has"):  # a run that did not write down its files
+    # a run that did not write down its files
+    with pytest.raises(Refusal, match="the saved data stream has"):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state)
 
 
-# What a stream leaves behind ------------------------------------------------------------------------------------------
+# What a stream leaves behind
+# ------------------------------------------------------------------------------------------
 
 
 def rss_anon() -> int:
     """Bytes of this process that no file backs."""
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
 
 
 @pytest.mark.slow
@@ -340,8 +430,17 @@ def test_memory_is_flat_over_10_000_batches(tmp_path, kind):
     if kind == "lines":
         (tmp_path / "a.jsonl").write_bytes(lines(own))
     else:
-        parquet(tmp_path / "a.parquet", pa.array([[*BYTES(text)["input_ids"], END] for text in own], pa.list_(pa.int32())), "ids")
-    request = request_for(tmp_path, dataset=str(next(tmp_path.glob("a.*"))), text_field="ids" if kind == "parquet" else "text", token_cache="off")
+        parquet(
+            tmp_path / "a.parquet",
+            pa.array([[*BYTES(text)["input_ids"], END] for text in own], pa.list_(pa.int32())),
+            "ids",
+        )
+    request = request_for(
+        tmp_path,
+        dataset=str(next(tmp_path.glob("a.*"))),
+        text_field="ids" if kind == "parquet" else "text",
+        token_cache="off",
+    )
     with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own_stream:
         for _ in range(1000):
             next(own_stream)
@@ -359,15 +458,25 @@ def test_close_leaves_no_file_no_thread_and_no_memory(tmp_path, kind):
     if kind == "parquet":
         parquet(tmp_path / "a.parquet", pa.array(own))
     elif kind == "arrow":
-        with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer:
+        with (
+            pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink,
+            pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as writer,
+        ):
             writer.write_table(pa.table({"text": own}), max_chunksize=30)
     else:
-        (tmp_path / f"a.{kind}").write_bytes(gzip.compress(lines(own)) if kind.endswith("gz") else lines(own))
+        (tmp_path / f"a.{kind}").write_bytes(
+            gzip.compress(lines(own)) if kind.endswith("gz") else lines(own)
+        )
     process = psutil.Process()
     shared, threads = set(os.listdir("/dev/shm")), set(threading.enumerate())
     files = {file.path for file in process.open_files()}
     for _ in range(3):
-        own_stream = open_stream(request_for(tmp_path, dataset=str(tmp_path / f"a.{kind}"), token_cache="off"), BYTES, dp=1, dp_rank=0)
+        own_stream = open_stream(
+            request_for(tmp_path, dataset=str(tmp_path / f"a.{kind}"), token_cache="off"),
+            BYTES,
+            dp=1,
+            dp_rank=0,
+        )
         next(own_stream)
         own_stream.close()
         del own_stream
@@ -375,7 +484,9 @@ def test_close_leaves_no_file_no_thread_and_no_memory(tmp_path, kind):
     assert {file.path for file in process.open_files()} == files
     maps = Path("/proc/self/maps").read_text()
     assert str(tmp_path) not in maps, [line for line in maps.splitlines() if str(tmp_path) in line]
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared if "torch" in name or "data" in name}
+    assert not {
+        name for name in set(os.listdir("/dev/shm")) - shared if "torch" in name or "data" in name
+    }
 
 
 def test_a_dead_reader_raises_where_the_batches_are_taken():
@@ -402,5 +513,8 @@ def test_an_error_that_nobody_thought_of_is_raised_too(tmp_path, monkeypatch):
         raise MemoryError("no memory left")
 
     monkeypatch.setattr(lanes, "fill_rows", fail)
-    with contextlib.closing(open_stream(request_for(tmp_path), BYTES, dp=1, dp_rank=0)) as own, pytest.raises(MemoryError, match="no memory left"):
+    with (
+        contextlib.closing(open_stream(request_for(tmp_path), BYTES, dp=1, dp_rank=0)) as own,
+        pytest.raises(MemoryError, match="no memory left"),
+    ):
         next(own)

@@ -1,4 +1,6 @@
-"""Data faults among real ranks: all stop together or go on together, peers are proven equal, and nothing hangs."""
+"""Data faults among real ranks: all stop together or go on together, peers are proven equal, and
+nothing hangs.
+"""
 
 import contextlib
 import itertools
@@ -57,10 +59,17 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
 
             patch.setattr(formats, "_raw_lines", failing)
         if fault == "stall":
-            read, latest = formats._raw_lines, Path(argv[argv.index("--out") + 1]) / "checkpoints" / "latest"
+            read, latest = (
+                formats._raw_lines,
+                Path(argv[argv.index("--out") + 1]) / "checkpoints" / "latest",
+            )
 
             def stalling(span: Any) -> Iterator[bytes]:
-                """After 150 rows nothing comes until a checkpoint is there; meanwhile the rank is told to stop. The data are counted before."""
+                """After 150 rows nothing comes until a checkpoint is there; meanwhile the rank is
+                told to stop.
+
+                The data are counted before.
+                """
                 if threading.current_thread().name != "data":
                     yield from read(span)
                     return
@@ -76,7 +85,9 @@ def train_small(argv: list[str], fault: str = "", **fields: Any) -> tuple[int | 
             patch.setattr(prepare, "open_data", lambda *given: ToldToStop(corpus.open_data(*given)))
         if fault == "lost" and dist.get_rank() == 1:
             files = Path(argv[argv.index("--dataset") + 1])
-            patch.setattr(engine, "check_data", lambda *given: (files.unlink(), corpus.check_data(*given))[1])
+            patch.setattr(
+                engine, "check_data", lambda *given: (files.unlink(), corpus.check_data(*given))[1]
+            )
         if fault == "off by one" and dist.get_rank() == 1:
             patch.setattr(prepare, "open_data", lambda *given: OffByOne(corpus.open_data(*given)))
         try:
@@ -125,20 +136,50 @@ def nothing() -> None:
 
 
 def stopped_at(printed: str) -> int:
-    (line,) = [line for line in printed.splitlines() if line.startswith("stopped by bad data after step ")]
+    (line,) = [
+        line for line in printed.splitlines() if line.startswith("stopped by bad data after step ")
+    ]
     return int(line.removeprefix("stopped by bad data after step ").partition(" of ")[0])
 
 
-@pytest.mark.parametrize("fault", [pytest.param("row", marks=pytest.mark.slow), pytest.param("disk", marks=pytest.mark.slow), "signal"])
-def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_path: Path, fault: str) -> None:
-    """A bad row that every rank meets; a disk that fails on the host of one rank only; the row, and one rank is told to stop meanwhile."""
-    (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + ("nonsense\n" if fault != "disk" else "") + lines(texts(50, 2)))
-    argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off"]
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("row", marks=pytest.mark.slow),
+        pytest.param("disk", marks=pytest.mark.slow),
+        "signal",
+    ],
+)
+def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(
+    pools: Any, tmp_path: Path, fault: str
+) -> None:
+    """A bad row that every rank meets; a disk that fails on the host of one rank only; the row, and
+    one rank is told to stop meanwhile.
+    """
+    (tmp_path / "a.jsonl").write_text(
+        lines(texts(150, 1)) + ("nonsense\n" if fault != "disk" else "") + lines(texts(50, 2))
+    )
+    argv = [
+        "--out",
+        str(tmp_path / "run"),
+        "--dataset",
+        str(tmp_path / "a.jsonl"),
+        "--token_cache",
+        "off",
+    ]
     results = pools.run(2, train_small, argv=argv, fault=fault)
     assert [code for code, _ in results] == [1, 1], results
     last = stopped_at(results[0][1])
-    assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and len(metrics(tmp_path / "run")) == last
-    says = "a.jsonl, row 151: is not JSON" if fault != "disk" else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
+    assert (
+        3 < last < 25
+        and checkpoints(tmp_path / "run") == [last]
+        and len(metrics(tmp_path / "run")) == last
+    )
+    says = (
+        "a.jsonl, row 151: is not JSON"
+        if fault != "disk"
+        else "a.jsonl, row 151: cannot be read: [Errno 5] Input/output error"
+    )
     assert f"Step {last + 1} cannot be made: {tmp_path}/{says}" in results[0][1], results[0][1]
 
 
@@ -146,21 +187,53 @@ def test_stop_ends_all_ranks_with_a_checkpoint_and_the_place(pools: Any, tmp_pat
 def test_a_stop_while_data_are_waited_for_leaves_a_checkpoint(pools: Any, tmp_path: Path) -> None:
     """The data stay away for longer than a rank that was told to stop may live."""
     (tmp_path / "a.jsonl").write_text(lines(texts(200, 1)))
-    argv = ["--out", str(tmp_path / "run"), "--dataset", str(tmp_path / "a.jsonl"), "--token_cache", "off", "--grace", "15"]
+    argv = [
+        "--out",
+        str(tmp_path / "run"),
+        "--dataset",
+        str(tmp_path / "a.jsonl"),
+        "--token_cache",
+        "off",
+        "--grace",
+        "15",
+    ]
     results = pools.run(2, train_small, argv=argv, fault="stall")
     assert [code for code, _ in results] == [143, 143], results
     last = len(metrics(tmp_path / "run"))
-    assert 3 < last < 25 and checkpoints(tmp_path / "run") == [last] and f"stopped by SIGTERM after step {last}" in results[0][1], results
+    assert (
+        3 < last < 25
+        and checkpoints(tmp_path / "run") == [last]
+        and f"stopped by SIGTERM after step {last}" in results[0][1]
+    ), results
 
 
 @pytest.mark.slow
 def test_a_launched_run_stops_with_exit_code_1(tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """The bad row is in the first block: refused before the first step, by every rank, told once and without a traceback."""
+    """The bad row is in the first block: refused before the first step, by every rank, told once
+    and without a traceback.
+    """
     (tmp_path / "a.jsonl").write_text(lines(texts(150, 1)) + "nonsense\n")
-    job = Job(tmp_path, deepspeed(NANO, "--tiny", "--dataset", tmp_path / "a.jsonl", "--steps", 5, "--no-wandb", "--out", tmp_path / "run"))
+    job = Job(
+        tmp_path,
+        deepspeed(
+            NANO,
+            "--tiny",
+            "--dataset",
+            tmp_path / "a.jsonl",
+            "--steps",
+            5,
+            "--no-wandb",
+            "--out",
+            tmp_path / "run",
+        ),
+    )
     try:
         assert job.wait(150) == 1
-        told = [line for line in job.output.splitlines() if "a.jsonl, row 151: is not JSON" in line and not line.startswith("data: not counted")]
+        told = [
+            line
+            for line in job.output.splitlines()
+            if "a.jsonl, row 151: is not JSON" in line and not line.startswith("data: not counted")
+        ]
         assert len(told) == 1 and "Traceback" not in job.output, job.output
         job.wait_gone(20)
     finally:
@@ -172,91 +245,167 @@ def test_skip_trains_on_counts_and_resumes_alike(pools: Any, tmp_path: Path) -> 
     data = tmp_path / "data"
     data.mkdir()
     for number in range(3):
-        (data / f"{number}.jsonl").write_text(lines(texts(70, number)) + "nonsense\n[1]\n" + lines(texts(20, 10 + number)))
+        (data / f"{number}.jsonl").write_text(
+            lines(texts(70, number)) + "nonsense\n[1]\n" + lines(texts(20, 10 + number))
+        )
     argv = ["--dataset", str(data / "*.jsonl"), "--bad_rows", "skip", "--steps", "24"]
-    whole, parts = ["--out", str(tmp_path / "whole"), *argv], ["--out", str(tmp_path / "parts"), *argv]
+    whole, parts = (
+        ["--out", str(tmp_path / "whole"), *argv],
+        ["--out", str(tmp_path / "parts"), *argv],
+    )
     results = pools.run(2, train_small, argv=whole)
     assert [code for code, _ in results] == [0, 0], results
-    assert "skipped (--bad_rows skip): " in results[0][1] and "skipped" not in results[1][1], results
+    assert "skipped (--bad_rows skip): " in results[0][1] and "skipped" not in results[1][1], (
+        results
+    )
     assert results[0][1].count("skipped (--bad_rows skip): ") == chunks.TOLD
     for stop in ("7", "16", "0"):
         results = pools.run(2, train_small, argv=[*parts, "--stop_at", stop])
         assert [code for code, _ in results] == [0, 0], results
-    counts, again = ([line["bad_rows"] for line in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    counts, again = (
+        [line["bad_rows"] for line in metrics(tmp_path / name)] for name in ("whole", "parts")
+    )
     assert counts == again and counts == sorted(counts) and counts[-1] >= 3
-    losses, resumed = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "parts"))
+    losses, resumed = (
+        [line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "parts")
+    )
     assert losses == resumed
 
     kept = json.loads((tmp_path / "parts" / "data_files.json").read_text())
     assert set(kept[""]) == {"0.jsonl", "1.jsonl", "2.jsonl"}
     (data / "1.jsonl").write_text(lines(texts(90, 5)))
-    results = pools.run(2, train_small, argv=[*parts, "--stop_at", "0", "--resume", str(tmp_path / "parts" / "checkpoints" / "step_00000016")])
-    assert [code for code, _ in results] == [0, 0] and "the data differ from the checkpoint's and are read from the beginning: --dataset" in results[0][1], (
-        results
+    results = pools.run(
+        2,
+        train_small,
+        argv=[
+            *parts,
+            "--stop_at",
+            "0",
+            "--resume",
+            str(tmp_path / "parts" / "checkpoints" / "step_00000016"),
+        ],
     )
-    results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12", "--stop_at", "5"])
+    assert (
+        [code for code, _ in results] == [0, 0]
+        and "the data differ from the checkpoint's and are read from the beginning: --dataset"
+        in results[0][1]
+    ), results
+    results = pools.run(
+        2,
+        train_small,
+        argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12", "--stop_at", "5"],
+    )
     assert [code for code, _ in results] == [0, 0], results
     (data / "2.jsonl").write_text(lines(texts(90, 6)))
     results = pools.run(2, train_small, argv=["--out", str(tmp_path / "swapped"), *argv[:-1], "12"])
-    assert all("the files differ from those the saved run read: 2.jsonl has changed. Restore the old files" in str(code) for code, _ in results), results
+    assert all(
+        "the files differ from those the saved run read: 2.jsonl has changed. Restore the old files"
+        in str(code)
+        for code, _ in results
+    ), results
 
 
 def train_apart(argv: list[str], datasets: list[str], **more: Any) -> tuple[int | str, str]:
-    """`train_small` with a dataset of its own for each rank, as where hosts hold different copies."""
+    """`train_small` with a dataset of its own for each rank, as where hosts hold different
+    copies.
+    """
     import torch.distributed as dist
 
     return train_small([*argv, "--dataset", datasets[dist.get_rank()]], **more)
 
 
-def test_ranks_that_hold_different_data_are_refused_before_the_first_step(pools: Any, tmp_path: Path) -> None:
+def test_ranks_that_hold_different_data_are_refused_before_the_first_step(
+    pools: Any, tmp_path: Path
+) -> None:
     for host in ("one", "two"):
         (tmp_path / host).mkdir()
         for name in ("same", "other"):
-            (tmp_path / host / f"{name}.jsonl").write_text(lines(texts(100, 1 if name == "same" else len(host) + ord(host[0]))))
+            (tmp_path / host / f"{name}.jsonl").write_text(
+                lines(texts(100, 1 if name == "same" else len(host) + ord(host[0])))
+            )
     argv, out = ["--steps", "4"], tmp_path / "run"
-    results = pools.run(2, train_apart, argv=[*argv, "--out", str(out)], datasets=[str(tmp_path / host) for host in ("one", "two")])
+    results = pools.run(
+        2,
+        train_apart,
+        argv=[*argv, "--out", str(out)],
+        datasets=[str(tmp_path / host) for host in ("one", "two")],
+    )
     said = results[0][0]
     assert isinstance(said, str) and results[1][0] == said, results
-    assert "the data of rank 1 on " in said and "differ from those of rank 0 on " in said and said.count("other.jsonl has changed") == 1, said
-    assert "same.jsonl" not in said and said.count("\n") == 0 and not (out / "metrics.jsonl").exists(), said
+    assert (
+        "the data of rank 1 on " in said
+        and "differ from those of rank 0 on " in said
+        and said.count("other.jsonl has changed") == 1
+    ), said
+    assert (
+        "same.jsonl" not in said and said.count("\n") == 0 and not (out / "metrics.jsonl").exists()
+    ), said
     copies = [str(tmp_path / "one" / "same.jsonl"), str(tmp_path / "two" / "same.jsonl")]
-    results = pools.run(2, train_apart, argv=[*argv, "--out", str(tmp_path / "equal")], datasets=copies)
+    results = pools.run(
+        2, train_apart, argv=[*argv, "--out", str(tmp_path / "equal")], datasets=copies
+    )
     assert [code for code, _ in results] == [0, 0], results
 
 
-def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(pools: Any, tmp_path: Path) -> None:
+def test_data_that_one_rank_cannot_open_end_all_ranks_before_a_model_is_built(
+    pools: Any, tmp_path: Path
+) -> None:
     """The first row was there when the run was planned; then the file of one host is gone."""
     copies = [str(tmp_path / "one.jsonl"), str(tmp_path / "two.jsonl")]
     for copy in copies:
         Path(copy).write_text(lines(texts(20, 1)))
-    results = pools.run(2, train_apart, argv=["--out", str(tmp_path / "run")], datasets=copies, fault="lost")
+    results = pools.run(
+        2, train_apart, argv=["--out", str(tmp_path / "run")], datasets=copies, fault="lost"
+    )
     assert all("two.jsonl: the file does not exist" in str(code) for code, _ in results), results
     assert "built in" not in results[0][1] and not (tmp_path / "run").exists(), results
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
-def test_peers_that_read_other_data_are_caught_within_ten_steps(pools: Any, tmp_path: Path, layout: str) -> None:
+def test_peers_that_read_other_data_are_caught_within_ten_steps(
+    pools: Any, tmp_path: Path, layout: str
+) -> None:
     (tmp_path / "a.jsonl").write_text(lines(texts(400, 1)))
     fields = {layout[:2]: 2}
     argv = ["--dataset", str(tmp_path / "a.jsonl"), "--steps", "12"]
-    assert [code for code, _ in pools.run(2, train_small, argv=["--out", str(tmp_path / "equal"), *argv], **fields)] == [0, 0]
-    results = pools.run(2, train_small, argv=["--out", str(tmp_path / "other"), *argv], fault="off by one", **fields)
-    assert [code for code, _ in results] == ["ranks 0 and 1 share data-parallel rank 0, but were given other tokens up to step 10"] * 2, results
+    assert [
+        code
+        for code, _ in pools.run(
+            2, train_small, argv=["--out", str(tmp_path / "equal"), *argv], **fields
+        )
+    ] == [0, 0]
+    results = pools.run(
+        2, train_small, argv=["--out", str(tmp_path / "other"), *argv], fault="off by one", **fields
+    )
+    assert [code for code, _ in results] == [
+        "ranks 0 and 1 share data-parallel rank 0, but were given other tokens up to step 10"
+    ] * 2, results
     assert len(metrics(tmp_path / "other")) == 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [(2, 3), (2, 3, 4)])
 def test_uneven_shards_never_hang(pools: Any, tmp_path: Path, worlds: tuple[int, ...]) -> None:
-    """Three shards of 3, 40 and 11 documents on several numbers of ranks: 30 steps over many epochs, each rank as many as the others."""
+    """Three shards of 3, 40 and 11 documents on several numbers of ranks: 30 steps over many
+    epochs, each rank as many as the others.
+    """
     (tmp_path / "data").mkdir()
     for number, count in enumerate((3, 40, 11)):
         (tmp_path / "data" / f"{number}.jsonl").write_text(lines(texts(count, number)))
     tokens = []
     for world in worlds:
         pools.run(world, nothing)
-        argv = ["--out", str(tmp_path / str(world)), "--dataset", str(tmp_path / "data" / "*.jsonl"), "--steps", "30"]
-        results = pools.run(world, train_small, timeout=60 * contention(), argv=argv, global_batch=12)
+        argv = [
+            "--out",
+            str(tmp_path / str(world)),
+            "--dataset",
+            str(tmp_path / "data" / "*.jsonl"),
+            "--steps",
+            "30",
+        ]
+        results = pools.run(
+            world, train_small, timeout=60 * contention(), argv=argv, global_batch=12
+        )
         assert [code for code, _ in results] == [0] * world, results
         tokens.append([line["tokens"] for line in metrics(tmp_path / str(world))])
     assert all(own == tokens[0] for own in tokens) and len(tokens[0]) == 30

@@ -1,4 +1,6 @@
-"""Data behind addresses and on the hub, from a server on this machine that is busy, resets, truncates and dies."""
+"""Data behind addresses and on the hub, from a server on this machine that is busy, resets,
+truncates and dies.
+"""
 
 import contextlib
 import hashlib
@@ -36,7 +38,10 @@ COMMIT = "5" * 40
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Gives parts of files; each request first takes the next of `faults`. Knows of the hub what `datasets` 5.2.0 asks for one repository, org/name."""
+    """Gives parts of files; each request first takes the next of `faults`.
+
+    Knows of the hub what `datasets` 5.2.0 asks for one repository, org/name.
+    """
 
     daemon_threads = True
 
@@ -84,14 +89,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(503, b"busy", {"Retry-After": fault.removeprefix("wait")})
             return
         if path.startswith("/api/datasets/org/name"):
-            self.answer(200, json.dumps(self.listing(path)).encode(), {"Content-Type": "application/json"})
+            self.answer(
+                200, json.dumps(self.listing(path)).encode(), {"Content-Type": "application/json"}
+            )
             return
-        name = path.removeprefix(f"/datasets/org/name/resolve/{COMMIT}/").removeprefix("/datasets/org/name/resolve/main/").removeprefix("/")
+        name = (
+            path.removeprefix(f"/datasets/org/name/resolve/{COMMIT}/")
+            .removeprefix("/datasets/org/name/resolve/main/")
+            .removeprefix("/")
+        )
         content = self.server.files.get(name)
         if content is None:
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
             return
-        more = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        more = {
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", asked or "")
         if not found or not self.server.gives_ranges:
             with self.server.lock:
@@ -106,21 +121,57 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.sent[name] += len(part)
         more |= {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
-        self.answer(206, part, more, cut=len(part) // 2 if fault == "truncate" else None, short=fault == "short")
+        self.answer(
+            206,
+            part,
+            more,
+            cut=len(part) // 2 if fault == "truncate" else None,
+            short=fault == "short",
+        )
 
     do_HEAD = do_POST = do_GET
 
     def listing(self, path: str) -> Any:
-        files = {name: {"type": "file", "path": name, "size": len(content), "oid": "0" * 40} for name, content in self.server.files.items()}
+        files = {
+            name: {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+            for name, content in self.server.files.items()
+        }
         if "/tree/" in path:
             folder = path.partition(COMMIT)[2].strip("/")
-            folders = {name.rpartition("/")[0]: {"type": "directory", "path": name.rpartition("/")[0], "oid": "0" * 40} for name in files if "/" in name}
+            folders = {
+                name.rpartition("/")[0]: {
+                    "type": "directory",
+                    "path": name.rpartition("/")[0],
+                    "oid": "0" * 40,
+                }
+                for name in files
+                if "/" in name
+            }
             whole = "recursive=true" in self.path.lower()
-            return [entry for name, entry in (folders | files).items() if name.rpartition("/")[0] == folder or (whole and name.startswith(folder))]
-        return {"id": "org/name", "sha": COMMIT, "private": False, "downloads": 0, "tags": [], "siblings": [{"rfilename": name} for name in files]}
+            return [
+                entry
+                for name, entry in (folders | files).items()
+                if name.rpartition("/")[0] == folder or (whole and name.startswith(folder))
+            ]
+        return {
+            "id": "org/name",
+            "sha": COMMIT,
+            "private": False,
+            "downloads": 0,
+            "tags": [],
+            "siblings": [{"rfilename": name} for name in files],
+        }
 
-    def answer(self, status: int, content: bytes, headers: dict[str, str], cut: int | None = None, short: bool = False) -> None:
-        content = content[: len(content) // 2] if short else content  # a whole answer, of fewer bytes than were asked for
+    def answer(
+        self,
+        status: int,
+        content: bytes,
+        headers: dict[str, str],
+        cut: int | None = None,
+        short: bool = False,
+    ) -> None:
+        # a whole answer, of fewer bytes than were asked for
+        content = content[: len(content) // 2] if short else content
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(name, value)
@@ -133,19 +184,34 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def texts(count: int, seed: int) -> list[str]:
     draw = np.random.default_rng(seed)
-    return [f"{seed}-{number} " + "x" * int(size) for number, size in enumerate(draw.integers(1, 60, count))]
+    return [
+        f"{seed}-{number} " + "x" * int(size)
+        for number, size in enumerate(draw.integers(1, 60, count))
+    ]
 
 
 def table(own: list[str], folder: Path, **more: Any) -> bytes:
-    pq.write_table(pa.table({"other": [text.upper() for text in own], "text": own}), folder / "made.parquet", **more)
+    pq.write_table(
+        pa.table({"other": [text.upper() for text in own], "text": own}),
+        folder / "made.parquet",
+        **more,
+    )
     return (folder / "made.parquet").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("content")
-    files = {f"data/train-{number}.parquet": table(texts(200, number), folder, row_group_size=50) for number in range(2)}
-    return files | {f"{number}.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts(200, number)).encode() for number in range(2)}
+    files = {
+        f"data/train-{number}.parquet": table(texts(200, number), folder, row_group_size=50)
+        for number in range(2)
+    }
+    return files | {
+        f"{number}.jsonl": (
+            "".join(json.dumps({"text": text}) + "\n" for text in texts(200, number)).encode()
+        )
+        for number in range(2)
+    }
 
 
 @pytest.fixture
@@ -161,11 +227,17 @@ def short_waits(monkeypatch):
 
 
 def request_for(dataset: str, **fields: Any) -> Request:
-    return Request(**({"dataset": dataset, "seq_len": 32, "global_batch": 4, "retry_s": 20.0} | fields))
+    return Request(
+        **({"dataset": dataset, "seq_len": 32, "global_batch": 4, "retry_s": 20.0} | fields)
+    )
 
 
-def take(request: Request, steps: int, state: dict | None = None, **more: Any) -> tuple[np.ndarray, dict]:
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0, state=state, **more)) as own:
+def take(
+    request: Request, steps: int, state: dict | None = None, **more: Any
+) -> tuple[np.ndarray, dict]:
+    with contextlib.closing(
+        open_stream(request, BYTES, dp=1, dp_rank=0, state=state, **more)
+    ) as own:
         rows = [[batch["input_ids"].numpy() for batch in next(own)[0]] for _ in range(steps)]
         return np.array(rows), json.loads(json.dumps(own.state))
 
@@ -176,7 +248,9 @@ def addresses(server: Server, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["parquet", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_a_bad_server_changes_nothing(server, kind, tmp_path):
-    """Every kind of fault amid the reading: the rows are those of the same files on disk, and each wait is told once."""
+    """Every kind of fault amid the reading: the rows are those of the same files on disk, and each
+    wait is told once.
+    """
     for name, content in server.files.items():
         if name.endswith(kind):
             (tmp_path / Path(name).name).write_bytes(content)
@@ -187,18 +261,32 @@ def test_a_bad_server_changes_nothing(server, kind, tmp_path):
     got, _ = take(request_for(addresses(server, kind)), 100, say=said.append)
     assert (got == expected).all()
     assert not server.faults and len(said) == 18
-    for part in ("429 Too Many Requests", "503 Service Unavailable", "reset by peer", "before its announced length", "requested bytes", "Asking again in"):
+    for part in (
+        "429 Too Many Requests",
+        "503 Service Unavailable",
+        "reset by peer",
+        "before its announced length",
+        "requested bytes",
+        "Asking again in",
+    ):
         assert any(part in line for line in said), (part, said)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_small_files_of_a_server_without_ranges_are_read_as_a_whole(content, tmp_path, monkeypatch, kind):
-    """Of Python's own server: the rows of the files on disk. A resume on a server with ranges has the same rows, too."""
+def test_small_files_of_a_server_without_ranges_are_read_as_a_whole(
+    content, tmp_path, monkeypatch, kind
+):
+    """Of Python's own server: the rows of the files on disk.
+
+    A resume on a server with ranges has the same rows, too.
+    """
     for name, data in content.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     names = sorted(name for name in content if name.endswith(kind))
-    expected, _ = take(request_for(",".join(str(tmp_path / name) for name in names), token_cache="off"), 60)
+    expected, _ = take(
+        request_for(",".join(str(tmp_path / name) for name in names), token_cache="off"), 60
+    )
     handler = partial(QuietHandler, directory=str(tmp_path))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as quick:
         threading.Thread(target=quick.serve_forever, args=(0.05,), daemon=True).start()
@@ -208,7 +296,13 @@ def test_small_files_of_a_server_without_ranges_are_read_as_a_whole(content, tmp
         again, _ = take(request_for(dataset), 35, state)
         assert (got == expected).all() and (again == expected[25:]).all()
         monkeypatch.setattr(remote, "WHOLE_BYTES", len(content[names[0]]) - 1)
-        with pytest.raises(Refusal, match=rf"/{names[0]}: the server does not support HTTP range requests.* files must be at most 0 MiB\. Download the file"):
+        with pytest.raises(
+            Refusal,
+            match=(
+                rf"/{names[0]}: the server does not support HTTP range requests.* files must be at"
+                r" most 0 MiB\. Download the file"
+            ),
+        ):
             open_stream(request_for(dataset), BYTES, dp=1, dp_rank=0)
         quick.shutdown()
 
@@ -229,7 +323,9 @@ def test_a_bad_server_without_ranges_changes_nothing(server):
     assert (got == expected).all() and len(said) == 6 and not server.faults
     fetched = sum(len(server.files[f"{number}.jsonl"]) for number in range(2))
     assert sum(server.sent.values()) <= 5 * fetched, "asked for twice each, and cut short twice"
-    with contextlib.closing(open_stream(request_for(addresses(server, "parquet")), BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(
+        open_stream(request_for(addresses(server, "parquet")), BYTES, dp=1, dp_rank=0)
+    ) as own:
         server.files = {name: content + b" " for name, content in server.files.items()}
         with pytest.raises(Refusal, match="has changed on the server since it was opened"):
             for _ in range(300):
@@ -245,26 +341,43 @@ def test_resume_from_addresses_and_kept_tokens(server, tmp_path):
     assert (again == expected[25:]).all() and list(tmp_path.glob("*/*.arrow"))
     before = server.count("train-")
     take(request, 60)
-    assert server.count("train-") - before <= 4, "the tokens are kept: only what the files are is asked for"
+    assert server.count("train-") - before <= 4, (
+        "the tokens are kept: only what the files are is asked for"
+    )
     assert eval_rows(request_for(addresses(server, "parquet"), eval_rows=2), BYTES, dp=1, dp_rank=0)
 
 
 def test_gives_up_after_the_time_with_one_clear_error(server):
-    with contextlib.closing(open_stream(request_for(addresses(server, "parquet"), retry_s=1.0), BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(
+        open_stream(request_for(addresses(server, "parquet"), retry_s=1.0), BYTES, dp=1, dp_rank=0)
+    ) as own:
         server.faults = ["503"] * 10_000
         begun = time.monotonic()
         with pytest.raises(Refusal) as refused:
             while True:
                 next(own)
     assert 0.9 < time.monotonic() - begun < 60
-    for part in (f"{server.url}/data/train-", "503 Service Unavailable", "(--retry_s 1)", "resumes from the last checkpoint"):
+    for part in (
+        f"{server.url}/data/train-",
+        "503 Service Unavailable",
+        "(--retry_s 1)",
+        "resumes from the last checkpoint",
+    ):
         assert part in str(refused.value), str(refused.value)
-    assert re.search(r", \d+ times in [1-9] s ", str(refused.value))  # a busy machine takes more than the one second
+    # a busy machine takes more than the one second
+    assert re.search(r", \d+ times in [1-9] s ", str(refused.value))
 
 
 def test_skip_does_not_skip_a_server_that_is_away(server):
     with (
-        contextlib.closing(open_stream(request_for(addresses(server, "parquet"), retry_s=0.5, bad_rows="skip"), BYTES, dp=1, dp_rank=0)) as own,
+        contextlib.closing(
+            open_stream(
+                request_for(addresses(server, "parquet"), retry_s=0.5, bad_rows="skip"),
+                BYTES,
+                dp=1,
+                dp_rank=0,
+            )
+        ) as own,
         pytest.raises(Refusal, match=r"--retry_s 0\.5"),
     ):
         server.faults = ["reset"] * 10_000
@@ -312,14 +425,19 @@ def test_close_ends_a_wait_at_once(server):
 @pytest.mark.parametrize(
     "path, says",
     [
-        ("gone.parquet", ["/gone.parquet", "the server returned 404 Not Found", "Check the address"]),
+        (
+            "gone.parquet",
+            ["/gone.parquet", "the server returned 404 Not Found", "Check the address"],
+        ),
         ("0.csv", ["every address must be a JSONL file, or every address a Parquet file"]),
         ("0.jsonl,{url}/data/train-0.parquet", ["or every address a Parquet file"]),
     ],
 )
 def test_a_wrong_address_is_refused_at_once(server, path, says):
     with pytest.raises(Refusal) as refused:
-        open_stream(request_for(f"{server.url}/{path.format(url=server.url)}"), BYTES, dp=1, dp_rank=0)
+        open_stream(
+            request_for(f"{server.url}/{path.format(url=server.url)}"), BYTES, dp=1, dp_rank=0
+        )
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
@@ -335,17 +453,31 @@ def test_a_file_that_changes_on_the_server_is_named(server, content, tmp_path):
     server.files["data/train-1.parquet"] = table(texts(200, 7), tmp_path, row_group_size=50)
     with pytest.raises(Refusal, match=r"train-1.parquet has changed\. Restore the old files"):
         open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own, pytest.raises(Refusal, match="has changed on the server since"):
-        server.files["data/train-0.parquet"] = server.files["data/train-1.parquet"] = table(texts(200, 8), tmp_path, row_group_size=50)
+    with (
+        contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own,
+        pytest.raises(Refusal, match="has changed on the server since"),
+    ):
+        server.files["data/train-0.parquet"] = server.files["data/train-1.parquet"] = table(
+            texts(200, 8), tmp_path, row_group_size=50
+        )
         for _ in range(300):
             next(own)
 
 
 def test_the_first_batch_needs_no_whole_shard(tmp_path, monkeypatch):
-    """One file of one row group of 48 MB: the first batch needs a block of 1 MB tokens, a buffer, and the footer."""
+    """One file of one row group of 48 MB: the first batch needs a block of 1 MB tokens, a buffer,
+    and the footer.
+    """
     draw = np.random.default_rng(0)
     own = [draw.bytes(8000).hex() for _ in range(1500)]
-    content = table(own, tmp_path, row_group_size=1500, compression="none", use_dictionary=False, write_batch_size=16)
+    content = table(
+        own,
+        tmp_path,
+        row_group_size=1500,
+        compression="none",
+        use_dictionary=False,
+        write_batch_size=16,
+    )
     assert len(content) > 45e6
     with Server({"large.parquet": content}) as running:
         request = request_for(f"{running.url}/large.parquet", seq_len=2048)
@@ -356,7 +488,8 @@ def test_the_first_batch_needs_no_whole_shard(tmp_path, monkeypatch):
     assert sent < 12e6, f"{sent / 1e6:.1f} of {len(content) / 1e6:.1f} MB"
 
 
-# The hub ------------------------------------------------------------------------------------------------------------
+# The hub
+# --------------------------------------------------------------------------------------------------
 
 RANK = """
 import hashlib, os, sys
@@ -391,8 +524,14 @@ if world > 1:
 def run_ranks(server: Server, world: int, folder: Path, retry_s: float = 60.0) -> list[str]:
     (folder / "rank.py").write_text(RANK)
     port = str(free_port())
-    # http_backoff of huggingface_hub asks again by itself; HF_HOME is new, so that nothing is known beforehand
-    more = {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder / "home"), "HF_DATASETS_CACHE": str(folder / "cache")}
+    # http_backoff of huggingface_hub asks again by itself; HF_HOME is new, so that nothing is known
+    # beforehand
+    more = {
+        "HF_ENDPOINT": server.url,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(folder / "home"),
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+    }
     more |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [
         subprocess.Popen(
@@ -409,7 +548,9 @@ def run_ranks(server: Server, world: int, folder: Path, retry_s: float = 60.0) -
 
 @pytest.mark.slow
 def test_a_data_set_of_the_hub_is_looked_up_by_one_rank(content, tmp_path):
-    """The same rows on one rank of a bad hub and on two of a good one, which is asked once which files there are."""
+    """The same rows on one rank of a bad hub and on two of a good one, which is asked once which
+    files there are.
+    """
     files = {name: own for name, own in content.items() if name.endswith("parquet")}
     outputs, questions = [], []
     for world, faults in ((1, ["503", "reset", "429"] * 2), (2, [])):
@@ -421,9 +562,17 @@ def test_a_data_set_of_the_hub_is_looked_up_by_one_rank(content, tmp_path):
             questions.append(Counter(path for _, path, asked in running.asked if asked is None))
             assert not running.faults
             running.shutdown()
-    of_two = {path: count for path, count in questions[1].items() if path.startswith("/api/datasets/")}
+    of_two = {
+        path: count for path, count in questions[1].items() if path.startswith("/api/datasets/")
+    }
     assert len(of_two) >= 3 and set(of_two.values()) == {1}, of_two
-    hashes = [line for output in outputs for text in output for line in text.splitlines() if line.startswith("rows:")]
+    hashes = [
+        line
+        for output in outputs
+        for text in output
+        for line in text.splitlines()
+        if line.startswith("rows:")
+    ]
     assert len(hashes) == 3 and len(set(hashes)) == 1, outputs
     assert any("Asking again" in line for line in outputs[0][0].splitlines()), outputs[0]
 
@@ -451,4 +600,7 @@ def test_a_hub_that_stays_away_is_refused_on_every_rank(content, tmp_path):
         outputs = run_ranks(running, 2, tmp_path, retry_s=1.0)
         running.shutdown()
     for output in outputs:
-        assert "refused: --dataset org/name: the server returned 503 Service Unavailable" in output and "(--retry_s 1)" in output, output
+        assert (
+            "refused: --dataset org/name: the server returned 503 Service Unavailable" in output
+            and "(--retry_s 1)" in output
+        ), output

@@ -25,7 +25,10 @@ SMALL = Sizes(read_rows=5, chunk_rows=7, block_tokens=(400, 400))
 
 
 def values(empty: Any) -> list[Any]:
-    return [empty if number % 3 == 2 else f"the words of document {number}, and some more of them" * 4 for number in range(ROWS)]
+    return [
+        empty if number % 3 == 2 else f"the words of document {number}, and some more of them" * 4
+        for number in range(ROWS)
+    ]
 
 
 def lines(folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -41,7 +44,10 @@ def parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def arrow(folder: Path, rows: list[dict[str, Any]]) -> str:
     table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(folder / "rows.arrow"), "wb") as stream, pa.ipc.new_stream(stream, table.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "rows.arrow"), "wb") as stream,
+        pa.ipc.new_stream(stream, table.schema) as writer,
+    ):
         writer.write_table(table)
     return str(folder / "rows.arrow")
 
@@ -53,8 +59,17 @@ def zipped(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def counted(reader: Reader) -> tuple[int, int, int]:
     """(rows, empty rows, skipped rows) of everything that a reader reads."""
-    found = [chunk for part in range(len(reader.source.parts)) for group in range(int(str(reader.groups(part)))) for chunk in reader.chunks(part, group, 0)]
-    return sum(chunk.rows for chunk in found), sum(chunk.empty for chunk in found), sum(chunk.bad for chunk in found)
+    found = [
+        chunk
+        for part in range(len(reader.source.parts))
+        for group in range(int(str(reader.groups(part))))
+        for chunk in reader.chunks(part, group, 0)
+    ]
+    return (
+        sum(chunk.rows for chunk in found),
+        sum(chunk.empty for chunk in found),
+        sum(chunk.bad for chunk in found),
+    )
 
 
 def request(dataset: str, **more: Any) -> Request:
@@ -62,7 +77,9 @@ def request(dataset: str, **more: Any) -> Request:
     return Request(**({"dataset": dataset, "tokenizer": "bytes"} | fields | more))
 
 
-def steps(asked: Request, count: int, said: list[str], state: Any = None) -> Iterator[tuple[Any, Any]]:
+def steps(
+    asked: Request, count: int, said: list[str], state: Any = None
+) -> Iterator[tuple[Any, Any]]:
     stream = open_stream(asked, byte_tokenizer(), dp=1, dp_rank=0, say=said.append, state=state)
     try:
         for _ in range(count):
@@ -82,24 +99,39 @@ def test_empty_texts_are_counted(tmp_path: Path, write: Callable[..., str], empt
 @pytest.mark.parametrize("empty", [None, []], ids=["null", "empty"])
 @pytest.mark.parametrize("write", [lines, parquet])
 def test_empty_chats_are_counted(tmp_path: Path, write: Callable[..., str], empty: Any) -> None:
-    dataset = write(tmp_path, [{"messages": empty if number % 4 == 1 else CHAT} for number in range(40)])
+    dataset = write(
+        tmp_path, [{"messages": empty if number % 4 == 1 else CHAT} for number in range(40)]
+    )
     (reader,) = open_corpus(request(dataset, task="sft"), byte_tokenizer()).readers()
     assert counted(reader) == (40, 10, 0)
 
 
-@pytest.mark.parametrize(("column", "empty"), [("chosen", None), ("chosen", " "), ("rejected", None), ("rejected", "")])
+@pytest.mark.parametrize(
+    ("column", "empty"), [("chosen", None), ("chosen", " "), ("rejected", None), ("rejected", "")]
+)
 @pytest.mark.parametrize("write", [lines, parquet])
-def test_empty_answers_of_pairs_are_counted(tmp_path: Path, write: Callable[..., str], column: str, empty: Any) -> None:
-    rows = [{"prompt": "what?", "chosen": "this", "rejected": f"that {number}"} | ({column: empty} if number % 4 == 1 else {}) for number in range(40)]
+def test_empty_answers_of_pairs_are_counted(
+    tmp_path: Path, write: Callable[..., str], column: str, empty: Any
+) -> None:
+    rows = [
+        {"prompt": "what?", "chosen": "this", "rejected": f"that {number}"}
+        | ({column: empty} if number % 4 == 1 else {})
+        for number in range(40)
+    ]
     task = task_called("preference")
     assert task.samples
     pairs = Pairs(byte_tokenizer(), 64, False)
-    (reader,) = open_rows(request(write(tmp_path, rows), task="preference"), task.samples, pairs).readers()
+    (reader,) = open_rows(
+        request(write(tmp_path, rows), task="preference"), task.samples, pairs
+    ).readers()
     assert counted(reader) == (40, 10, 0)
 
 
 def test_lists_of_tokens_that_are_null_or_empty_are_counted(tmp_path: Path) -> None:
-    rows = [{"input_ids": None if number % 4 == 1 else [] if number % 4 == 2 else [10, 11, 12]} for number in range(40)]
+    rows = [
+        {"input_ids": None if number % 4 == 1 else [] if number % 4 == 2 else [10, 11, 12]}
+        for number in range(40)
+    ]
     dataset = parquet(tmp_path, rows)
     (reader,) = open_corpus(request(dataset, text_field="input_ids"), byte_tokenizer()).readers()
     assert counted(reader) == (40, 20, 0)
@@ -107,7 +139,9 @@ def test_lists_of_tokens_that_are_null_or_empty_are_counted(tmp_path: Path) -> N
 
 def test_a_text_file_without_text_is_an_empty_row(tmp_path: Path) -> None:
     for number in range(9):
-        (tmp_path / f"{number}.txt").write_text("" if number == 4 else " \n " if number == 5 else f"the words of file {number}")
+        (tmp_path / f"{number}.txt").write_text(
+            "" if number == 4 else " \n " if number == 5 else f"the words of file {number}"
+        )
     (reader,) = open_corpus(request(str(tmp_path)), byte_tokenizer()).readers()
     assert counted(reader) == (9, 2, 0)
 
@@ -124,7 +158,9 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
 CHAT = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
 FORMS: dict[str, dict[str, Any]] = {  # a row of each form of chats
     "messages": {"messages": CHAT},
-    "conversations": {"conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "this"}]},
+    "conversations": {
+        "conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "this"}]
+    },
     "alpaca": {"instruction": "what?", "input": "", "output": "this"},
     "texts": {"prompt": "what?", "completion": "this"},
     "lists": {"prompt": CHAT[:1], "completion": CHAT[1:]},
@@ -144,9 +180,13 @@ FORMS: dict[str, dict[str, Any]] = {  # a row of each form of chats
     ],
     ids=repr,
 )
-def test_empty_chats_of_every_form_are_counted(tmp_path: Path, form: str, empty: dict[str, Any]) -> None:
+def test_empty_chats_of_every_form_are_counted(
+    tmp_path: Path, form: str, empty: dict[str, Any]
+) -> None:
     """The first row is empty, so the check of the plan meets one, too."""
-    dataset = lines(tmp_path, [FORMS[form] | (empty if number % 4 == 0 else {}) for number in range(40)])
+    dataset = lines(
+        tmp_path, [FORMS[form] | (empty if number % 4 == 0 else {}) for number in range(40)]
+    )
     asked = request(dataset, task="sft")
     check_first_row([Path(dataset)], dataset, asked)
     (reader,) = open_corpus(asked, byte_tokenizer()).readers()
@@ -165,7 +205,9 @@ def test_an_empty_prompt_leaves_its_completion(tmp_path: Path, form: str, empty:
 
 def test_an_empty_list_is_an_empty_text(tmp_path: Path) -> None:
     """Rows that hold no text may also hold an empty list, which is no list of tokens."""
-    dataset = lines(tmp_path, [{"text": [] if number % 3 == 0 else "some words"} for number in range(12)])
+    dataset = lines(
+        tmp_path, [{"text": [] if number % 3 == 0 else "some words"} for number in range(12)]
+    )
     check_first_row([Path(dataset)], dataset, request(dataset))
     (reader,) = open_corpus(request(dataset), byte_tokenizer()).readers()
     assert counted(reader) == (12, 4, 0)
@@ -181,7 +223,10 @@ def test_the_built_in_texts_have_no_empty_rows() -> None:
 def test_one_line_reports_empty_rows(tmp_path: Path) -> None:
     dataset, said = lines(tmp_path, [{"text": value} for value in values(None)]), list[str]()
     list(steps(request(dataset, sizes=Sizes()), 1, said))  # one block holds all
-    assert said == ["20 of 60 rows are empty (null, no text or blank) and skipped. The metric empty_rows counts them"]
+    assert said == [
+        "20 of 60 rows are empty (null, no text or blank) and skipped. The metric empty_rows counts"
+        " them"
+    ]
     said.clear()
     list(steps(request(dataset), 1, said))
     (line,) = said
@@ -196,7 +241,10 @@ def test_the_count_goes_on_after_a_resume_and_in_the_next_epoch(tmp_path: Path) 
     assert len(said) == 1
     assert states[19]["domains"][""]["place"], "step 20 is behind the first block"
     for step in (20, 70):
-        again = [state for _, state in steps(asked, 90 - step, said, json.loads(json.dumps(states[step - 1])))]
+        again = [
+            state
+            for _, state in steps(asked, 90 - step, said, json.loads(json.dumps(states[step - 1])))
+        ]
         assert again == states[step:]
     assert len(said) == 1, "an earlier start has reported"
 
@@ -217,16 +265,27 @@ def refusal(asked: Request) -> str:
 
 
 @pytest.mark.parametrize("write", [lines, parquet, zipped])
-def test_data_without_any_text_are_refused_with_their_columns(tmp_path: Path, write: Callable[..., str]) -> None:
+def test_data_without_any_text_are_refused_with_their_columns(
+    tmp_path: Path, write: Callable[..., str]
+) -> None:
     dataset = write(tmp_path, [{"text": "", "body": "words", "n": 1} for _ in range(12)])
-    rule = "contains no document to train on: of 12 rows 12 are empty, 0 cannot be read. Its columns are 'text', 'body', 'n'"
-    assert refusal(request(dataset)) == f"--dataset: {rule}. Add more data, or name another column (--text_field, --messages_field, ...)"
+    rule = (
+        "contains no document to train on: of 12 rows 12 are empty, 0 cannot be read. Its columns"
+        " are 'text', 'body', 'n'"
+    )
+    assert (
+        refusal(request(dataset))
+        == f"--dataset: {rule}. Add more data, or name another column (--text_field,"
+        " --messages_field, ...)"
+    )
 
 
 def test_data_of_broken_rows_alone_are_refused_with_their_columns(tmp_path: Path) -> None:
     dataset = lines(tmp_path, [{"body": "words", "n": 1} for _ in range(12)])
     found = refusal(request(dataset, bad_rows="skip"))
     assert "of 12 rows 0 are empty, 12 cannot be read. Its columns are 'body', 'n'" in found
-    dataset = lines(tmp_path, [{"text": None} if number % 2 else {"text": 5} for number in range(12)])
+    dataset = lines(
+        tmp_path, [{"text": None} if number % 2 else {"text": 5} for number in range(12)]
+    )
     found = refusal(request(dataset, bad_rows="skip"))
     assert "of 12 rows 6 are empty, 6 cannot be read. Its columns are 'text'" in found

@@ -28,31 +28,53 @@ SILENT: Any = lambda _: None  # noqa: E731
 
 
 def write(file: Path, count: int, shortest: int, longest: int) -> Path:
-    """Write documents that differ, of `shortest` to `longest` characters, which are as many tokens without the end token."""
+    """Write documents that differ, of `shortest` to `longest` characters, which are as many tokens
+    without the end token.
+    """
     draw = random.Random(count)
     with file.open("w") as lines:
         for number in range(count):
             size = draw.randint(shortest, longest)
-            lines.write(json.dumps({"text": (f"{number:05d} " + "".join(draw.choices("abc ", k=size)))[:size]}) + "\n")
+            lines.write(
+                json.dumps(
+                    {"text": (f"{number:05d} " + "".join(draw.choices("abc ", k=size)))[:size]}
+                )
+                + "\n"
+            )
     return file
 
 
 def asked(dataset: object, **more: Any) -> Request:
-    fields = {"tokenizer": "bytes", "seq_len": 32, "global_batch": 8, "token_cache": "off", "sizes": SMALL}
+    fields = {
+        "tokenizer": "bytes",
+        "seq_len": 32,
+        "global_batch": 8,
+        "token_cache": "off",
+        "sizes": SMALL,
+    }
     return Request(**({"dataset": str(dataset)} | fields | more))
 
 
-def given(request: Request, steps: int, dp: int, tokenizer: Any = TOKENIZER) -> tuple[list[Counter[bytes]], list[Any]]:
-    """Read the streams of all ranks. Return how often each piece of a document was given up to each step, and the states."""
+def given(
+    request: Request, steps: int, dp: int, tokenizer: Any = TOKENIZER
+) -> tuple[list[Counter[bytes]], list[Any]]:
+    """Read the streams of all ranks.
+
+    Return how often each piece of a document was given up to each step, and the states.
+    """
     streams = [open_stream(request, tokenizer, dp=dp, dp_rank=rank) for rank in range(dp)]
     seen, counts, states = Counter[bytes](), [], []
     for _ in range(steps):
         of_ranks = [next(stream) for stream in streams]
         assert all(state == of_ranks[0][1] for _, state in of_ranks)
         for batch in (batch for batches, _ in of_ranks for batch in batches):
-            for ids, positions in zip(batch["input_ids"].numpy(), batch["position_ids"].numpy(), strict=True):
+            for ids, positions in zip(
+                batch["input_ids"].numpy(), batch["position_ids"].numpy(), strict=True
+            ):
                 pieces = np.split(ids, np.flatnonzero(positions == 0)[1:])
-                seen.update(piece.tobytes() for piece in pieces if (piece != tokenizer.pad_token_id).any())
+                seen.update(
+                    piece.tobytes() for piece in pieces if (piece != tokenizer.pad_token_id).any()
+                )
         counts.append(seen.copy())
         states.append(of_ranks[0][1])
     for stream in streams:
@@ -87,18 +109,34 @@ PACKED, UNPACKED, LONG = (6, 20), (31, 31), (20, 90)  # characters
         pytest.param(10_000, UNPACKED, 4, 2.0, marks=slow),
     ],
 )
-def test_epochs_are_what_the_stream_gave(tmp_path: Path, count: int, lengths: tuple[int, int], dp: int, epochs: float) -> None:
-    """Counted documents, tokens and steps against what all ranks were given: each token `epochs` times, and in the last step further rows."""
-    sizes = Sizes(block_rows=200, block_tokens=(1, 1 << 22), part_bytes=50_000) if count == 10_000 else SMALL
-    request = asked(write(tmp_path / "rows.jsonl", count, *lengths), global_batch=8 if count == 3 else count // 5, sizes=sizes)
+def test_epochs_are_what_the_stream_gave(
+    tmp_path: Path, count: int, lengths: tuple[int, int], dp: int, epochs: float
+) -> None:
+    """Counted documents, tokens and steps against what all ranks were given: each token `epochs`
+    times, and in the last step further rows.
+    """
+    sizes = (
+        Sizes(block_rows=200, block_tokens=(1, 1 << 22), part_bytes=50_000)
+        if count == 10_000
+        else SMALL
+    )
+    request = asked(
+        write(tmp_path / "rows.jsonl", count, *lengths),
+        global_batch=8 if count == 3 else count // 5,
+        sizes=sizes,
+    )
     of = outline_of(request)
     steps, more = steps_of(of, epochs, request.ramp, SILENT)
     counts, states = given(request, steps + 1, dp)
     tokens = [tokens_of(pieces) for pieces in counts]
 
-    texts = [json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()
+    ]
     trained = [text for text in texts if not is_held_out(text)]
-    assert of.counted.documents == len(trained) and of.counted.tokens == sum(len(text) + 1 for text in trained)
+    assert of.counted.documents == len(trained) and of.counted.tokens == sum(
+        len(text) + 1 for text in trained
+    )
     for step in {1, (steps + 1) // 2, steps, steps + 1}:
         assert states[step - 1]["domains"][""]["given"]["tokens"] == tokens[step - 1]
         complete, exact = epochs_of(of, step * request.global_batch)
@@ -106,11 +144,21 @@ def test_epochs_are_what_the_stream_gave(tmp_path: Path, count: int, lengths: tu
     assert 0 <= more < request.global_batch and tokens[steps - 1] >= epochs * of.counted.tokens
     if epochs == int(epochs):
         times = int(epochs)
-        last = int(of.fills(times)[:more].sum()) if more <= of.counted.rows else tokens[steps - 1] - times * of.counted.tokens
-        assert tokens[steps - 1] == times * of.counted.tokens + last, "the rows of the next epoch that fill up the last step"
+        last = (
+            int(of.fills(times)[:more].sum())
+            if more <= of.counted.rows
+            else tokens[steps - 1] - times * of.counted.tokens
+        )
+        assert tokens[steps - 1] == times * of.counted.tokens + last, (
+            "the rows of the next epoch that fill up the last step"
+        )
         if lengths != LONG:  # a document is a piece
-            assert len(counts[steps - 1]) == len(trained) and min(counts[steps - 1].values()) >= times
-            assert sum(counts[steps - 1].values()) - times * len(trained) == sum(max(0, number - times) for number in counts[steps - 1].values())
+            assert (
+                len(counts[steps - 1]) == len(trained) and min(counts[steps - 1].values()) >= times
+            )
+            assert sum(counts[steps - 1].values()) - times * len(trained) == sum(
+                max(0, number - times) for number in counts[steps - 1].values()
+            )
 
 
 @pytest.mark.parametrize("count", [3, 40, 200])
@@ -128,7 +176,11 @@ def test_two_epochs_have_each_token_of_each_document_twice(tmp_path: Path, count
     of = outline_of(request, tokenizer)
     steps, more = steps_of(of, 2, request.ramp, SILENT)
     counts, _ = given(request, steps, 2, tokenizer)
-    found = Counter(int(token) for piece, times in counts[-1].items() for token in np.frombuffer(piece, np.int64).repeat(times))
+    found = Counter(
+        int(token)
+        for piece, times in counts[-1].items()
+        for token in np.frombuffer(piece, np.int64).repeat(times)
+    )
     found.pop(tokenizer.pad_token_id, None)
     assert len(found) == of.counted.tokens <= len(numbers) and set(found.values()) <= {2, 3}
     assert sum(number == 3 for number in found.values()) == int(of.fills(2)[:more].sum())
@@ -139,7 +191,10 @@ MIXTURE = ["a={a}@70; b={b}@30", "a={a}@1|9:0; b={b}@1; c={c}@2", "a={a}@0|5:1; 
 
 @pytest.mark.parametrize("dataset", MIXTURE)
 def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: str) -> None:
-    files = {name: write(tmp_path / f"{name}.jsonl", size, 6, 60) for name, size in (("a", 20), ("b", 40), ("c", 3))}
+    files = {
+        name: write(tmp_path / f"{name}.jsonl", size, 6, 60)
+        for name, size in (("a", 20), ("b", 40), ("c", 3))
+    }
     request, steps = asked(dataset.format(**files)), 25
     corpus = open_corpus(request, TOKENIZER)
     outlines = outlines_of(corpus, {domain.name for domain in corpus.domains}, SILENT)
@@ -148,10 +203,16 @@ def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: s
     for stream in streams:
         for _ in range(steps):
             batches, state = next(stream)
-            for ids, domain in ((ids, domain) for batch in batches for ids, domain in zip(batch["input_ids"], batch["domain"].tolist(), strict=True)):
+            for ids, domain in (
+                (ids, domain)
+                for batch in batches
+                for ids, domain in zip(batch["input_ids"], batch["domain"].tolist(), strict=True)
+            ):
                 tokens[domain] += int((ids != TOKENIZER.pad_token_id).sum())
         stream.close()
-    found, is_exact = epochs_of_mixture(corpus.domains, list(outlines.values()), request.ramp, steps)
+    found, is_exact = epochs_of_mixture(
+        corpus.domains, list(outlines.values()), request.ramp, steps
+    )
     assert is_exact
     for number, (name, of) in enumerate(outlines.items()):
         assert state["domains"][name]["given"]["tokens"] == tokens[number]
@@ -160,7 +221,9 @@ def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: s
 
 
 def test_a_ramp_fills_epochs_with_other_steps(tmp_path: Path) -> None:
-    request = asked(write(tmp_path / "rows.jsonl", 100, 31, 31), global_batch=4, batch_ramp="5:8, 9:16")
+    request = asked(
+        write(tmp_path / "rows.jsonl", 100, 31, 31), global_batch=4, batch_ramp="5:8, 9:16"
+    )
     of = outline_of(request)
     rows = of.counted.rows
     steps, more = steps_of(of, 3, request.ramp, SILENT)
@@ -189,7 +252,9 @@ def test_a_stream_measures_its_first_epoch(tmp_path: Path, stop: int) -> None:
     assert (counted.empty, counted.bad) == (1, 1)
     _, states = given(request, 30, 1)
 
-    stream = open_stream(request, TOKENIZER, dp=2, dp_rank=1, state=json.loads(json.dumps(states[stop - 1])))
+    stream = open_stream(
+        request, TOKENIZER, dp=2, dp_rank=1, state=json.loads(json.dumps(states[stop - 1]))
+    )
     resumed = [next(stream)[1] for _ in range(30 - stop)]
     stream.close()
     assert resumed == states[stop:]
@@ -198,7 +263,13 @@ def test_a_stream_measures_its_first_epoch(tmp_path: Path, stop: int) -> None:
     assert known == sorted(known) and known[-1]
     first = known.index(True)
     assert counted.rows < 16 * (first + 1) <= counted.rows + 32
-    expected = {"documents": counted.documents, "tokens": counted.tokens, "rows": counted.rows, "empty": 1, "bad": 1}
+    expected = {
+        "documents": counted.documents,
+        "tokens": counted.tokens,
+        "rows": counted.rows,
+        "empty": 1,
+        "bad": 1,
+    }
     assert states[-1]["domains"][""]["epoch"] == states[first]["domains"][""]["epoch"] == expected
 
 
@@ -210,7 +281,10 @@ def test_a_state_of_a_version_without_a_count_is_resumed(tmp_path: Path) -> None
     stream = open_stream(request, TOKENIZER, dp=1, dp_rank=0, state=old)
     last = [next(stream)[1] for _ in range(15)][-1]["domains"][""]
     stream.close()
-    assert not {"given", "epoch"} & last.keys() and last["tokens"] == states[-1]["domains"][""]["tokens"]
+    assert (
+        not {"given", "epoch"} & last.keys()
+        and last["tokens"] == states[-1]["domains"][""]["tokens"]
+    )
 
 
 def test_a_long_count_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +299,10 @@ def test_a_long_count_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_samples_have_as_many_rows_in_each_epoch(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{number} is", "chosen": " a number", "rejected": " none"} for number in range(50)]
+    rows = [
+        {"prompt": f"{number} is", "chosen": " a number", "rejected": " none"}
+        for number in range(50)
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = asked(tmp_path / "pairs.jsonl", task="preference", global_batch=4)
     task = task_called("preference")
@@ -237,5 +314,12 @@ def test_samples_have_as_many_rows_in_each_epoch(tmp_path: Path) -> None:
     state = [next(stream)[1] for _ in range(steps)][-1]["domains"][""]
     stream.close()
     assert of.counted.rows == of.counted.tokens == of.counted.documents <= 50 and of.is_regular
-    assert state["given"] == {"documents": state["given"]["documents"], "tokens": 4 * steps, "rows": 4 * steps}
-    assert 4 * steps - more == 2 * of.counted.rows and epochs_of(of, 4 * steps) == (4 * steps / of.counted.rows, True)
+    assert state["given"] == {
+        "documents": state["given"]["documents"],
+        "tokens": 4 * steps,
+        "rows": 4 * steps,
+    }
+    assert 4 * steps - more == 2 * of.counted.rows and epochs_of(of, 4 * steps) == (
+        4 * steps / of.counted.rows,
+        True,
+    )

@@ -1,4 +1,6 @@
-"""A tokenizer with more tokens than the model has embeddings: refused where the data hold such a token, and only there."""
+"""A tokenizer with more tokens than the model has embeddings: refused where the data hold such a
+token, and only there.
+"""
 
 import dataclasses
 import json
@@ -18,15 +20,26 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal, refuse
 from recipekit.spec.task_specs import TASKS
 
-SAYS = r"contains token 264 \('<image>'\): the tokenizer has 265 tokens, but the model has embeddings for 0 to 263. Call resize_token_embeddings\(265\)"
+SAYS = (
+    r"contains token 264 \('<image>'\): the tokenizer has 265 tokens, but the model has embeddings"
+    r" for 0 to 263. Call resize_token_embeddings\(265\)"
+)
 
 
 def recipe_of(folder: Path, task: str = "pretrain", **changes) -> Recipe:
     tokenizer = byte_tokenizer(task == "masked_lm")
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(folder / "tokenizer")
-    base = Recipe(model="none", task=task, tokenizer=str(folder / "tokenizer"), dataset=str(folder / "rows.jsonl"), seq_len=64)
-    return dataclasses.replace(base, micro_batch=1, global_batch=1, token_cache=str(folder / "kept"), **changes)
+    base = Recipe(
+        model="none",
+        task=task,
+        tokenizer=str(folder / "tokenizer"),
+        dataset=str(folder / "rows.jsonl"),
+        seq_len=64,
+    )
+    return dataclasses.replace(
+        base, micro_batch=1, global_batch=1, token_cache=str(folder / "kept"), **changes
+    )
 
 
 def write(folder: Path, task: str, word: str) -> None:
@@ -74,7 +87,10 @@ def test_a_row_with_such_a_token_is_named_and_can_be_left_out(tmp_path: Path, ta
 
 
 def test_tokens_of_the_task_itself_need_an_embedding(tmp_path: Path) -> None:
-    """Padding does not: the end token fills rows instead. Hidden tokens are replaced by tokens with an embedding."""
+    """Padding does not: the end token fills rows instead.
+
+    Hidden tokens are replaced by tokens with an embedding.
+    """
     request = request_of(recipe_of(tmp_path, "masked_lm"))
     tokenizer = fitting_tokenizer(request, {"vocab_size": 264})
     masks = masks_of(request, tokenizer)
@@ -88,26 +104,49 @@ def test_tokens_of_the_task_itself_need_an_embedding(tmp_path: Path) -> None:
 
 
 def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
-    tokenizer = fitting_tokenizer(request_of(recipe_of(tmp_path, "preference")), {"text_config": {"vocab_size": 264}})
+    tokenizer = fitting_tokenizer(
+        request_of(recipe_of(tmp_path, "preference")), {"text_config": {"vocab_size": 264}}
+    )
     pairs = Pairs(tokenizer, 64, False)
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert encode_pair(pairs, row)[0] >= 1
     for name in row:
-        with pytest.raises(ValueError, match="it contains token 264, but the model has embeddings for 0 to 263"):
+        with pytest.raises(
+            ValueError, match="it contains token 264, but the model has embeddings for 0 to 263"
+        ):
             encode_pair(pairs, row | {name: "b<image>"})
     tokenizer.num_embeddings = 265
-    assert encode_pair(pairs, row | {"chosen": "b<image>"})[1][1:] == [ord("b") - 33, 264, tokenizer.eos_token_id]
+    assert encode_pair(pairs, row | {"chosen": "b<image>"})[1][1:] == [
+        ord("b") - 33,
+        264,
+        tokenizer.eos_token_id,
+    ]
 
 
-@pytest.mark.parametrize("task, embeddings, notes", [("pretrain", 264, 1), ("pretrain", 265, 0), ("sft", 263, 1), ("image_classification", 264, 0)])
-def test_a_longer_tokenizer_is_said_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, embeddings: int, notes: int) -> None:
-    """For tasks that read tokens, also if the tokenizer is part of a processor. A refusal of the data is raised on all ranks."""
+@pytest.mark.parametrize(
+    "task, embeddings, notes",
+    [("pretrain", 264, 1), ("pretrain", 265, 0), ("sft", 263, 1), ("image_classification", 264, 0)],
+)
+def test_a_longer_tokenizer_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, embeddings: int, notes: int
+) -> None:
+    """For tasks that read tokens, also if the tokenizer is part of a processor.
+
+    A refusal of the data is raised on all ranks.
+    """
     tokenizer: Any = fitting_tokenizer(request_of(recipe_of(tmp_path)), {"vocab_size": embeddings})
-    monkeypatch.setattr(corpus, "shared_problems", lambda refusal: refusal.problems if refusal else [])
+    monkeypatch.setattr(
+        corpus, "shared_problems", lambda refusal: refusal.problems if refusal else []
+    )
     for name in ("open_corpus", "open_rows"):
         monkeypatch.setattr(corpus, name, lambda *given: None)
-    of_task = SimpleNamespace(facts=TASKS[task], samples=None if TASKS[task].of_tokens else "samples")
-    line = f"tokenizer: 265 tokens, but the model has embeddings for {embeddings}. Data with other tokens are refused"
+    of_task = SimpleNamespace(
+        facts=TASKS[task], samples=None if TASKS[task].of_tokens else "samples"
+    )
+    line = (
+        f"tokenizer: 265 tokens, but the model has embeddings for {embeddings}. Data with other"
+        " tokens are refused"
+    )
     for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
         said: list[str] = []
         corpus.check_data(recipe_of(tmp_path, task), of_task, processor, said.append)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Files with the byte order mark that Windows' editors write: a tokenizer's folder is read as without it."""
+"""Files with the byte order mark that Windows' editors write: a tokenizer's folder is read as
+without it.
+"""
 
 import codecs
 from pathlib import Path
@@ -8,7 +10,13 @@ from recipekit.architectures.small_files import without_marks
 from recipekit.data.processors import byte_tokenizer, load_tokenizer
 from recipekit.model.small_files import _read
 
-MARKED = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+MARKED = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
 CHAT = [{"role": "user", "content": "q"}]
 
 
@@ -16,7 +24,9 @@ CHAT = [{"role": "user", "content": "q"}]
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     byte_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+    )
     (folder / "generation_config.json").write_text("{}")
     return folder
 
@@ -29,11 +39,15 @@ def test_a_tokenizer_is_read_as_without_the_mark(name: str, model: Path, tmp_pat
     (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (model / name).read_bytes())
     marked = load_tokenizer(str(tmp_path))
     assert marked.get_vocab() == plain.get_vocab() and marked.name_or_path == str(tmp_path)
-    assert marked.apply_chat_template(CHAT, tokenize=False) == plain.apply_chat_template(CHAT, tokenize=False)
+    assert marked.apply_chat_template(CHAT, tokenize=False) == plain.apply_chat_template(
+        CHAT, tokenize=False
+    )
 
 
 def test_exports_and_copies_have_no_mark(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_bytes(codecs.BOM_UTF8 + (model / "tokenizer_config.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(
+        codecs.BOM_UTF8 + (model / "tokenizer_config.json").read_bytes()
+    )
     contents: dict[str, bytes] = {}
     _read(tmp_path, lambda name: True, contents, [])
     assert contents == {"tokenizer_config.json": (model / "tokenizer_config.json").read_bytes()}

@@ -1,4 +1,6 @@
-"""Pictures in the stream, decoded by the task: the same bits on any ranks, threads and restarts; broken files; memory; the start."""
+"""Pictures in the stream, decoded by the task: the same bits on any ranks, threads and restarts;
+broken files; memory; the start.
+"""
 
 import contextlib
 import dataclasses
@@ -38,28 +40,51 @@ from recipekit.spec.task import IGNORE, MicroBatch
 from recipekit.tasks.image_classification import TASK, Pictures
 from test_data_faults import rss_anon
 
-CONFIG = {"image_size": 32, "num_channels": 1, "id2label": {str(number): "" for number in range(10)}}
+CONFIG = {
+    "image_size": 32,
+    "num_channels": 1,
+    "id2label": {str(number): "" for number in range(10)},
+}
 SMALL = Sizes(block_samples=100, chunk_rows=64)
 SAMPLES = TASK.samples
 assert SAMPLES is not None
 
 
 def request_for(dataset: Path | str, **fields) -> Request:
-    defaults: dict[str, Any] = {"dataset": str(dataset), "task": "image_classification", "global_batch": 12, "micro_batch": 2, "sizes": SMALL}
+    defaults: dict[str, Any] = {
+        "dataset": str(dataset),
+        "task": "image_classification",
+        "global_batch": 12,
+        "micro_batch": 2,
+        "sizes": SMALL,
+    }
     return Request(**(defaults | fields))
 
 
 @functools.cache
 def processor(threads: int = 2, size: int = 32) -> Pictures:
-    return TASK.processor(Request(task="image_classification", threads=threads), CONFIG | {"image_size": size})
+    return TASK.processor(
+        Request(task="image_classification", threads=threads), CONFIG | {"image_size": size}
+    )
 
 
-def take(request: Request, steps: int, dp: int = 1, state: Any = None, pictures: Pictures | None = None, **more) -> tuple[list[MicroBatch], dict]:
+def take(
+    request: Request,
+    steps: int,
+    dp: int = 1,
+    state: Any = None,
+    pictures: Pictures | None = None,
+    **more,
+) -> tuple[list[MicroBatch], dict]:
     """The global batches of all ranks put together, and the state after them as JSON."""
     pictures = pictures or processor(request.threads)
     with contextlib.ExitStack() as closing:
-        opening = functools.partial(open_samples, request, pictures, SAMPLES, dp=dp, state=state, **more)
-        streams = [closing.enter_context(contextlib.closing(opening(dp_rank=rank))) for rank in range(dp)]
+        opening = functools.partial(
+            open_samples, request, pictures, SAMPLES, dp=dp, state=state, **more
+        )
+        streams = [
+            closing.enter_context(contextlib.closing(opening(dp_rank=rank))) for rank in range(dp)
+        ]
         batches = []
         for _ in range(steps):
             parts = [batch for own in streams for batch in next(own)[0]]
@@ -75,13 +100,25 @@ def bits(batches: list[MicroBatch]) -> str:
     return digest.hexdigest()
 
 
-# Order and resume -----------------------------------------------------------------------------------------------------
+# Order and resume
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_bits_do_not_depend_on_ranks_threads_and_micro_batches(fashion):
     wanted = bits(take(request_for(fashion, threads=1, micro_batch=12), 50)[0])
-    for dp, threads, micro_batch in ((1, 2, 3), (2, 1, 6), (2, 4, 1), (3, 2, 4), (4, 4, 3), (4, 1, 1), (12, 2, 1)):
-        assert bits(take(request_for(fashion, threads=threads, micro_batch=micro_batch), 50, dp)[0]) == wanted, (dp, threads, micro_batch)
+    for dp, threads, micro_batch in (
+        (1, 2, 3),
+        (2, 1, 6),
+        (2, 4, 1),
+        (3, 2, 4),
+        (4, 4, 3),
+        (4, 1, 1),
+        (12, 2, 1),
+    ):
+        assert (
+            bits(take(request_for(fashion, threads=threads, micro_batch=micro_batch), 50, dp)[0])
+            == wanted
+        ), (dp, threads, micro_batch)
     assert bits(take(request_for(fashion, seed=1), 50)[0]) != wanted
 
 
@@ -92,10 +129,14 @@ def uninterrupted(fashion) -> list[MicroBatch]:
 
 @settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(st.tuples(st.integers(0, 35), st.sampled_from([1, 2, 4])), min_size=2, max_size=4))
-def test_resume_is_exact_at_any_point_any_number_of_times_on_other_ranks(fashion, uninterrupted, legs):
+def test_resume_is_exact_at_any_point_any_number_of_times_on_other_ranks(
+    fashion, uninterrupted, legs
+):
     state, at = None, 0
     for length, dp in legs:
-        batches, state = take(request_for(fashion, micro_batch=3 if dp < 4 else 1), length, dp, state)
+        batches, state = take(
+            request_for(fashion, micro_batch=3 if dp < 4 else 1), length, dp, state
+        )
         assert bits(batches) == bits(uninterrupted[at : at + length])
         at += length
     assert state is not None and state["step"] == at and len(json.dumps(state)) < 1024
@@ -129,13 +170,22 @@ def test_resume_reads_one_block_wherever_it_is(tmp_path, monkeypatch):
         read.clear()
         take(request, 1, state=states[at])
         counts.append(sum(read))
-    assert max(counts) <= 500, counts  # the block, those of the steps prepared ahead, and the rest of a chunk
+    # the block, those of the steps prepared ahead, and the rest of a chunk
+    assert max(counts) <= 500, counts
 
 
 def test_fewer_rows_than_lanes_and_uneven_files_never_end(tmp_path):
     for name, count in (("a", 1), ("b", 70), ("c", 3)):
         values = [[[ord(name), n]] for n in range(count)]
-        pq.write_table(pa.table({"image": values, "label": list(range(10)) * 7 if count == 70 else [n for n in range(count)]}), tmp_path / f"{name}.parquet")
+        pq.write_table(
+            pa.table(
+                {
+                    "image": values,
+                    "label": list(range(10)) * 7 if count == 70 else [n for n in range(count)],
+                }
+            ),
+            tmp_path / f"{name}.parquet",
+        )
     reference, _ = take(request_for(tmp_path), 40)
     assert bits(take(request_for(tmp_path, micro_batch=3), 40, 4)[0]) == bits(reference)
     few, _ = take(request_for(tmp_path / "c.parquet"), 10)
@@ -144,28 +194,48 @@ def test_fewer_rows_than_lanes_and_uneven_files_never_end(tmp_path):
 
 def test_the_hash_of_peers_sees_another_picture_and_another_order():
     draw = np.random.default_rng(0)
-    batch = {"pixel_values": torch.from_numpy(draw.random((8, 3, 64, 64), dtype=np.float32)), "labels": torch.arange(8)}
+    batch = {
+        "pixel_values": torch.from_numpy(draw.random((8, 3, 64, 64), dtype=np.float32)),
+        "labels": torch.arange(8),
+    }
     swapped = {name: tensor[[1, 0, *range(2, 8)]] for name, tensor in batch.items()}
     other = {**batch, "pixel_values": batch["pixel_values"].clone()}
     other["pixel_values"][5] = 0
-    assert len({roll(0, [case]) for case in (batch, swapped, other, {**batch, "labels": batch["labels"] + 1})}) == 4
+    assert (
+        len(
+            {
+                roll(0, [case])
+                for case in (batch, swapped, other, {**batch, "labels": batch["labels"] + 1})
+            }
+        )
+        == 4
+    )
     assert roll(0, [batch]) == roll(0, [{name: tensor.clone() for name, tensor in batch.items()}])
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------
+# Faults
+# --------------------------------------------------------------------------------------------------
 
 
 def broken_picture(folder: Path, images: np.ndarray) -> Path:
     """90 pictures, of which the 41st is cut short."""
     contents = [png(image) for image in images[:90]]
     contents[40] = contents[40][:150]
-    pq.write_table(pa.table({"image": contents, "label": list(range(10)) * 9}), folder / "a.parquet", row_group_size=30)
+    pq.write_table(
+        pa.table({"image": contents, "label": list(range(10)) * 9}),
+        folder / "a.parquet",
+        row_group_size=30,
+    )
     return folder / "a.parquet"
 
 
 def test_a_picture_that_is_cut_short_is_named(tmp_path, pixels):
     with pytest.raises(
-        Refusal, match=r"a.parquet, row group 1, row 11: cannot be used: is not a readable image: .*\. Correct the row, or leave it out \(--bad_rows skip\)"
+        Refusal,
+        match=(
+            r"a.parquet, row group 1, row 11: cannot be used: is not a readable image: .*\. Correct"
+            r" the row, or leave it out \(--bad_rows skip\)"
+        ),
     ):
         take(request_for(broken_picture(tmp_path, pixels[0])), 20)
 
@@ -174,16 +244,31 @@ def test_a_picture_that_is_cut_short_may_count_nothing_and_is_told(tmp_path, pix
     path, said = broken_picture(tmp_path, pixels[0]), list[str]()
     request = request_for(path, bad_rows="skip", global_batch=4)
     batches, _ = take(request, 44, say=said.append)
-    blank = [(number, row) for number, batch in enumerate(batches) for row in (batch["labels"] == IGNORE).nonzero().flatten().tolist()]
-    assert len(blank) == 2 and not any(batches[number]["pixel_values"][row].any() for number, row in blank)  # once an epoch
-    assert len(said) == 1 and said[0].startswith(f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable image: ")
-    assert bits(take(request_for(path, bad_rows="skip", global_batch=4, micro_batch=1), 44, 4)[0]) == bits(batches)
+    blank = [
+        (number, row)
+        for number, batch in enumerate(batches)
+        for row in (batch["labels"] == IGNORE).nonzero().flatten().tolist()
+    ]
+    # once an epoch
+    assert len(blank) == 2 and not any(
+        batches[number]["pixel_values"][row].any() for number, row in blank
+    )
+    assert len(said) == 1 and said[0].startswith(
+        f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable"
+        " image: "
+    )
+    assert bits(
+        take(request_for(path, bad_rows="skip", global_batch=4, micro_batch=1), 44, 4)[0]
+    ) == bits(batches)
 
 
 @pytest.mark.parametrize("bad_rows", ["stop", "skip"])
 def test_a_table_that_is_cut_short_is_named_or_counted(tmp_path, pixels, bad_rows):
     whole = broken_picture(tmp_path, pixels[0]).read_bytes()
-    pq.write_table(pa.table({"image": [png(image) for image in pixels[0][:60]], "label": [1] * 60}), tmp_path / "b.parquet")
+    pq.write_table(
+        pa.table({"image": [png(image) for image in pixels[0][:60]], "label": [1] * 60}),
+        tmp_path / "b.parquet",
+    )
     (tmp_path / "a.parquet").write_bytes(whole[:-100])
     request, said = request_for(tmp_path, bad_rows=bad_rows), list[str]()
     if bad_rows == "stop":
@@ -191,7 +276,9 @@ def test_a_table_that_is_cut_short_is_named_or_counted(tmp_path, pixels, bad_row
             take(request, 20)
         return
     batches, state = take(request, 20, say=said.append)
-    assert all((batch["labels"] == 1).all() for batch in batches) and state["domains"][""]["bad"] >= 3
+    assert (
+        all((batch["labels"] == 1).all() for batch in batches) and state["domains"][""]["bad"] >= 3
+    )
     assert len(said) == 1 and "a.parquet: cannot be read" in said[0]
 
 
@@ -202,13 +289,26 @@ def test_a_held_out_picture_that_is_cut_short(tmp_path, pixels):
     request, said = request_for(tmp_path / "a.parquet", eval_rows=4), list[str]()
     with pytest.raises(Refusal, match=r"a.parquet, row \d+: cannot be used"):
         eval_samples(request, processor(), SAMPLES, dp=1, dp_rank=0)
-    batches = eval_samples(request_for(tmp_path / "a.parquet", eval_rows=2, bad_rows="skip"), processor(), SAMPLES, dp=1, dp_rank=0, say=said.append)
-    assert all((batch["labels"] == IGNORE).all() for batch in batches) and len(said) == 2 and all("cannot be used" in line for line in said)
+    batches = eval_samples(
+        request_for(tmp_path / "a.parquet", eval_rows=2, bad_rows="skip"),
+        processor(),
+        SAMPLES,
+        dp=1,
+        dp_rank=0,
+        say=said.append,
+    )
+    assert (
+        all((batch["labels"] == IGNORE).all() for batch in batches)
+        and len(said) == 2
+        and all("cannot be used" in line for line in said)
+    )
 
 
 def test_threads_that_are_gone_raise_where_the_batches_are_taken(fashion):
     pictures = TASK.processor(Request(task="image_classification"), CONFIG)
-    with contextlib.closing(open_samples(request_for(fashion), pictures, SAMPLES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(
+        open_samples(request_for(fashion), pictures, SAMPLES, dp=1, dp_rank=0)
+    ) as own:
         next(own)
         pictures.pool.shutdown()
         begun = time.monotonic()
@@ -218,12 +318,17 @@ def test_threads_that_are_gone_raise_where_the_batches_are_taken(fashion):
         assert time.monotonic() - begun < 60
 
 
-# What a stream takes, and leaves behind -------------------------------------------------------------------------------
+# What a stream takes, and leaves behind
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_memory_is_flat_over_2000_batches(fashion):
-    with contextlib.closing(open_samples(request_for(fashion, micro_batch=12), processor(size=64), SAMPLES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(
+        open_samples(
+            request_for(fashion, micro_batch=12), processor(size=64), SAMPLES, dp=1, dp_rank=0
+        )
+    ) as own:
         for _ in range(300):
             next(own)
         gc.collect()
@@ -248,11 +353,21 @@ def test_close_leaves_no_thread(fashion):
     assert not set(threading.enumerate()) - before
 
 
-def test_the_first_batch_of_ten_thousand_row_groups_reads_the_groups_of_one_block(tmp_path, monkeypatch):
-    """Each once. The thread that reads ahead may begin the next block, never all of it before the batch is taken."""
+def test_the_first_batch_of_ten_thousand_row_groups_reads_the_groups_of_one_block(
+    tmp_path, monkeypatch
+):
+    """Each once.
+
+    The thread that reads ahead may begin the next block, never all of it before the batch is taken.
+    """
     stream = io.BytesIO()
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(stream, "PNG")
-    table = pa.table({"image": [stream.getvalue() + bytes([n % 256, n // 256]) for n in range(10_000)], "label": [n % 10 for n in range(10_000)]})
+    table = pa.table(
+        {
+            "image": [stream.getvalue() + bytes([n % 256, n // 256]) for n in range(10_000)],
+            "label": [n % 10 for n in range(10_000)],
+        }
+    )
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
     read: list[int] = []
     original = pq.ParquetFile.iter_batches
@@ -266,64 +381,123 @@ def test_the_first_batch_of_ten_thousand_row_groups_reads_the_groups_of_one_bloc
     assert Sizes().block_samples <= len(read) == len(set(read)) < 2 * Sizes().block_samples
 
 
-# In a run -------------------------------------------------------------------------------------------------------------
+# In a run
+# --------------------------------------------------------------------------------------------------
 
 
 def told(path: str, lost: str, seed: int) -> tuple[list[str], list[str], str]:
-    """What a rank says to the user and writes to the log of a broken picture that is dealt to rank 1; how it refuses a folder that rank 1 does not have."""
+    """What a rank says to the user and writes to the log of a broken picture that is dealt to rank
+    1; how it refuses a folder that rank 1 does not have.
+    """
     said, logged, refused, rank = list[str](), list[str](), "", dist.get_rank()
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("recipekit.data.samples").addHandler(handler)
-    request, say = request_for(path, bad_rows="skip", global_batch=4, micro_batch=1, seed=seed), said.append if rank == 0 else lambda _: None
-    with contextlib.closing(open_samples(request, processor(), SAMPLES, dp=2, dp_rank=rank, say=say)) as own:
+    request, say = (
+        request_for(path, bad_rows="skip", global_batch=4, micro_batch=1, seed=seed),
+        said.append if rank == 0 else lambda _: None,
+    )
+    with contextlib.closing(
+        open_samples(request, processor(), SAMPLES, dp=2, dp_rank=rank, say=say)
+    ) as own:
         for _ in range(22):
             next(own)
     logging.getLogger("recipekit.data.samples").removeHandler(handler)
     try:
-        corpus.check_data(Recipe(model="x", task="image_classification", dataset=path if rank == 0 else lost), TASK, processor(), print)
+        corpus.check_data(
+            Recipe(model="x", task="image_classification", dataset=path if rank == 0 else lost),
+            TASK,
+            processor(),
+            print,
+        )
     except Refusal as refusal:
         refused = str(refusal)
     return said, logged, refused
 
 
-def test_the_rank_that_meets_a_broken_picture_tells_and_what_one_cannot_open_all_refuse(pools, tmp_path, pixels):
+def test_the_rank_that_meets_a_broken_picture_tells_and_what_one_cannot_open_all_refuse(
+    pools, tmp_path, pixels
+):
     path = broken_picture(tmp_path, pixels[0])
     for seed in range(10):  # until rank 1 has the picture
         request = request_for(path, bad_rows="skip", global_batch=4, micro_batch=1, seed=seed)
-        with contextlib.closing(open_samples(request, processor(), SAMPLES, dp=2, dp_rank=1)) as own:
+        with contextlib.closing(
+            open_samples(request, processor(), SAMPLES, dp=2, dp_rank=1)
+        ) as own:
             if any((batch["labels"] == IGNORE).any() for _ in range(22) for batch in next(own)[0]):
                 break
     results = pools.run(2, told, path=str(path), lost=str(tmp_path / "lost"), seed=seed)
-    expected = f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable image: "
+    expected = (
+        f"skipped (--bad_rows skip): {path}, row group 1, row 11: cannot be used: is not a readable"
+        " image: "
+    )
     for number, (said, logged, refused) in enumerate(results):
-        assert not said and len(logged) == number and all(line.startswith(f"rank 1: {expected}") for line in logged)
-        assert refused == f"--dataset {tmp_path / 'lost'}: the file does not exist. Check the path, or give a hub id as ORG/NAME"
+        assert (
+            not said
+            and len(logged) == number
+            and all(line.startswith(f"rank 1: {expected}") for line in logged)
+        )
+        assert (
+            refused
+            == f"--dataset {tmp_path / 'lost'}: the file does not exist. Check the path, or give a"
+            " hub id as ORG/NAME"
+        )
 
 
 def plan_for(dataset: Path | str, **fields: Any) -> Plan:
     """The plan of a run on pictures, as far as its data goes."""
-    command = parse(Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", wandb=False), Path("pictures.py"), ["--dry_run"])
+    command = parse(
+        Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", wandb=False),
+        Path("pictures.py"),
+        ["--dry_run"],
+    )
     plan = make_plan(command)
-    own: dict[str, Any] = {"task": "image_classification", "dataset": str(dataset), "micro_batch": 2, "global_batch": 12, "eval_every": 1, "eval_rows": 5}
+    own: dict[str, Any] = {
+        "task": "image_classification",
+        "dataset": str(dataset),
+        "micro_batch": 2,
+        "global_batch": 12,
+        "eval_every": 1,
+        "eval_rows": 5,
+    }
     mesh, resume_from = fields.pop("mesh", plan.mesh), fields.pop("resume_from", None)
-    return dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, **(own | fields)), mesh=mesh, resume_from=resume_from)
+    return dataclasses.replace(
+        plan,
+        recipe=dataclasses.replace(plan.recipe, **(own | fields)),
+        mesh=mesh,
+        resume_from=resume_from,
+    )
 
 
 def test_a_run_evaluates_as_many_micro_batches_as_its_pipeline_needs(fashion):
-    for schedule, mesh, rows in (("1f1b", Mesh(pp=4), 6), ("dualpipev", Mesh(pp=4), 16), ("dualpipev", Mesh(), 6)):
+    for schedule, mesh, rows in (
+        ("1f1b", Mesh(pp=4), 6),
+        ("dualpipev", Mesh(pp=4), 16),
+        ("dualpipev", Mesh(), 6),
+    ):
         plan = plan_for(fashion, pipeline_schedule=schedule, mesh=mesh)
         with contextlib.closing(corpus.open_data(plan, TASK, processor(), 0, None, print)) as own:
-            held_out = corpus.open_held_out(plan, TASK, processor(), mesh.coords(0), own.state, print)
+            held_out = corpus.open_held_out(
+                plan, TASK, processor(), mesh.coords(0), own.state, print
+            )
         labels = torch.cat([batch["labels"] for batch in held_out])
         assert len(labels) == rows and (labels[:5] != IGNORE).all() and (labels[5:] == IGNORE).all()
-        assert sum(int(TASK.count(batch).sum()) for batch in held_out) == 5 and {batch["pixel_values"].shape[0] for batch in held_out} == {2}
-    assert corpus.open_held_out(plan_for(fashion, eval_every=0), TASK, processor(), Mesh().coords(0), own.state, print) == []
+        assert sum(int(TASK.count(batch).sum()) for batch in held_out) == 5 and {
+            batch["pixel_values"].shape[0] for batch in held_out
+        } == {2}
+    assert (
+        corpus.open_held_out(
+            plan_for(fashion, eval_every=0), TASK, processor(), Mesh().coords(0), own.state, print
+        )
+        == []
+    )
 
 
 def test_a_run_goes_on_where_it_was_and_with_other_pictures_only_if_told(fashion, tmp_path, pixels):
     said: list[str] = []
-    opened = functools.partial(corpus.open_data, task=TASK, processor=processor(), dp_rank=0, say=said.append)
+    opened = functools.partial(
+        corpus.open_data, task=TASK, processor=processor(), dp_rank=0, say=said.append
+    )
     with contextlib.closing(opened(plan_for(fashion), state=None)) as own:
         _, state = next(own)
         second = next(own)[0]
@@ -333,4 +507,10 @@ def test_a_run_goes_on_where_it_was_and_with_other_pictures_only_if_told(fashion
     with pytest.raises(OtherData):
         opened(plan_for(other, resume="auto"), state=state)
     with contextlib.closing(opened(plan_for(other, resume="somewhere"), state=state)) as own:
-        assert own.state["step"] == 0 and len(said) == 1 and said[0].startswith("the data differ from the checkpoint's and are read from the beginning: ")
+        assert (
+            own.state["step"] == 0
+            and len(said) == 1
+            and said[0].startswith(
+                "the data differ from the checkpoint's and are read from the beginning: "
+            )
+        )

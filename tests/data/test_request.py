@@ -29,15 +29,30 @@ def test_values_and_defaults_are_those_of_the_recipe():
     request = request_of(Recipe(model="x", **changed))
     assert request == Request(model="x", **changed) and asdict(request).items() >= changed.items()
     assert request.skip and request.columns == ("messages",)
-    assert not Request().skip and Request(text_field="body").columns == ("body",) and not Request().names
+    assert (
+        not Request().skip
+        and Request(text_field="body").columns == ("body",)
+        and not Request().names
+    )
     pictures = Request(task="image_classification", image_field="picture")
-    assert pictures.as_rows and pictures.columns == ("picture", "label") and pictures.names == ("image", "label")
+    assert (
+        pictures.as_rows
+        and pictures.columns == ("picture", "label")
+        and pictures.names == ("image", "label")
+    )
 
 
 def test_tokens_of_a_block_lie_between_the_limits():
     sizes = Sizes(block_rows=10, block_tokens=(1000, 5000))
-    assert [sizes.tokens_of_block(seq_len) for seq_len in (1, 100, 200, 499)] == [1000, 3200, 6400, 15968]
-    assert [replace(sizes, block_rows=100).tokens_of_block(seq_len) for seq_len in (10, 20, 100)] == [1000, 2000, 5000]
+    assert [sizes.tokens_of_block(seq_len) for seq_len in (1, 100, 200, 499)] == [
+        1000,
+        3200,
+        6400,
+        15968,
+    ]
+    assert [
+        replace(sizes, block_rows=100).tokens_of_block(seq_len) for seq_len in (10, 20, 100)
+    ] == [1000, 2000, 5000]
 
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected")
@@ -49,9 +64,19 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
         ("preference", PAIR_COLUMNS, ["tools", "rejected", "x"], (*PAIR_COLUMNS, "tools")),
         ("reward", PAIR_COLUMNS[1:], ["rejected", "chosen", "tools"], (*PAIR_COLUMNS[1:], "tools")),
         ("preference", PAIR_COLUMNS, ["system", *PAIR_COLUMNS], PAIR_COLUMNS),
-        ("preference", ("tools", "chosen", "rejected"), ["tools", "chosen", "rejected"], ("tools", "chosen", "rejected")),
+        (
+            "preference",
+            ("tools", "chosen", "rejected"),
+            ["tools", "chosen", "rejected"],
+            ("tools", "chosen", "rejected"),
+        ),
         ("sft", ("messages",), ["tools", "id", "messages"], ("messages", "tools")),
-        ("sft", ("messages",), ["output", "instruction", "tools", "history"], ("instruction", "output", "history")),
+        (
+            "sft",
+            ("messages",),
+            ["output", "instruction", "tools", "history"],
+            ("instruction", "output", "history"),
+        ),
         ("sft", ("talk",), ["messages", "talk", "system"], ("talk", "system")),
         ("sft", ("messages",), ["text"], ("messages",)),
         ("pretrain", ("text",), ["messages", "text", "tools"], ("text",)),
@@ -77,10 +102,25 @@ def test_columns_that_a_task_reads(task, columns, names, expected):
             ("text",),
             ["conversations"],
             "has no column 'text'",
-            "use --task sft, which reads such rows (ShareGPT (conversations)), or name a text column",
+            (
+                "use --task sft, which reads such rows (ShareGPT (conversations)), or name a text"
+                " column"
+            ),
         ),
-        ("masked_lm", ("text",), ["prompt", "completion"], "has no column 'text'", "use --task sft, which reads such rows (prompts and completions), or"),
-        ("pretrain", ("text",), ["prompt"], "has no column 'text', only 'prompt'", "name the column with --text_field. If only this row differs, correct it"),
+        (
+            "masked_lm",
+            ("text",),
+            ["prompt", "completion"],
+            "has no column 'text'",
+            "use --task sft, which reads such rows (prompts and completions), or",
+        ),
+        (
+            "pretrain",
+            ("text",),
+            ["prompt"],
+            "has no column 'text', only 'prompt'",
+            "name the column with --text_field. If only this row differs, correct it",
+        ),
         (
             "reward",
             PAIR_COLUMNS,
@@ -88,7 +128,13 @@ def test_columns_that_a_task_reads(task, columns, names, expected):
             "has no column 'rejected'",
             "name the column with --rejected_field. If only this row differs, correct it",
         ),
-        ("reward", PAIR_COLUMNS, ["chosen", "rejected"], "has no column 'prompt'", "name the column with --prompt_field, or --prompt_field '' if both"),
+        (
+            "reward",
+            PAIR_COLUMNS,
+            ["chosen", "rejected"],
+            "has no column 'prompt'",
+            "name the column with --prompt_field, or --prompt_field '' if both",
+        ),
     ],
 )
 def test_a_missing_column_is_named_with_what_reads_such_rows(task, columns, names, rule, fix):
@@ -97,10 +143,20 @@ def test_a_missing_column_is_named_with_what_reads_such_rows(task, columns, name
     assert not found or (found[0].startswith(rule) and found[1].startswith(fix))
 
 
-def test_day_of_a_run_is_the_day_of_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_day_of_a_run_is_the_day_of_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"date": "2026-03-04"}))
     monkeypatch.setattr(corpus, "date", SimpleNamespace(today=lambda: date(2031, 5, 6)))
-    assert (corpus.first_day(tmp_path), corpus.first_day(None), corpus.first_day(tmp_path / "x" / "y" / "z")) == ("2026-03-04", "2031-05-06", "2031-05-06")
+    assert (
+        corpus.first_day(tmp_path),
+        corpus.first_day(None),
+        corpus.first_day(tmp_path / "x" / "y" / "z"),
+    ) == ("2026-03-04", "2031-05-06", "2031-05-06")
     for tiny in (False, True):
-        plan: Any = SimpleNamespace(recipe=Recipe(model="x", seed=7), command=SimpleNamespace(tiny=tiny), day="2026-03-04")
-        assert corpus.request_of_plan(plan) == Request(model="x", seed=7, tiny=tiny, day="2026-03-04")
+        plan: Any = SimpleNamespace(
+            recipe=Recipe(model="x", seed=7), command=SimpleNamespace(tiny=tiny), day="2026-03-04"
+        )
+        assert corpus.request_of_plan(plan) == Request(
+            model="x", seed=7, tiny=tiny, day="2026-03-04"
+        )

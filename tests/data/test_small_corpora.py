@@ -1,4 +1,6 @@
-"""Corpora so small that no document falls into the held-out 1 %, or that have no document at all."""
+"""Corpora so small that no document falls into the held-out 1 %, or that have no document at
+all.
+"""
 
 import json
 from functools import partial
@@ -29,7 +31,14 @@ TOKENIZER = byte_tokenizer()
 
 
 def request(dataset: object, **more: Any) -> Request:
-    fields = {"tokenizer": "bytes", "seq_len": 64, "global_batch": 2, "token_cache": "off", "eval_every": 1, "eval_rows": 4}
+    fields = {
+        "tokenizer": "bytes",
+        "seq_len": 64,
+        "global_batch": 2,
+        "token_cache": "off",
+        "eval_every": 1,
+        "eval_rows": 4,
+    }
     return Request(**({"dataset": str(dataset)} | fields | more))
 
 
@@ -44,12 +53,16 @@ def trained_and_evaluated(asked: Request, steps: int = 40) -> tuple[str, str, li
 
 
 def text_of(batches: list[dict[str, torch.Tensor]]) -> str:
-    ids = np.concatenate([batch["input_ids"].numpy()[batch["labels"].numpy() != IGNORE] for batch in batches])
+    ids = np.concatenate(
+        [batch["input_ids"].numpy()[batch["labels"].numpy() != IGNORE] for batch in batches]
+    )
     return TOKENIZER.decode(ids.tolist(), skip_special_tokens=True)
 
 
 def book(folder: Path, lines: int) -> Path:
-    (folder / "book.txt").write_text("".join(f"line {number:05d} of the book\n" for number in range(lines)))
+    (folder / "book.txt").write_text(
+        "".join(f"line {number:05d} of the book\n" for number in range(lines))
+    )
     return folder / "book.txt"
 
 
@@ -62,9 +75,14 @@ def test_one_document_of_a_book_is_held_out(tmp_path: Path) -> None:
     asked = request(book(tmp_path, 18_000), seq_len=256, global_batch=16, eval_rows=1000)
     trained, evaluated, said = trained_and_evaluated(asked, 120)
     seen, held_out = numbers_in(trained), numbers_in(evaluated)
-    assert len(seen | held_out) > 17_000 and 1_000 < len(held_out) < 1_700, "all but the lines that rows cut"
+    assert len(seen | held_out) > 17_000 and 1_000 < len(held_out) < 1_700, (
+        "all but the lines that rows cut"
+    )
     assert not seen & held_out
-    line = "evaluation: no document of this small data set falls into the held-out 1 %, so one document is held out from training"
+    line = (
+        "evaluation: no document of this small data set falls into the held-out 1 %, so one"
+        " document is held out from training"
+    )
     assert said[0] == line and len(said) == 2
 
 
@@ -81,7 +99,10 @@ def test_the_last_tenth_of_the_only_document_is_held_out(tmp_path: Path, kind: s
     trained, evaluated, said = trained_and_evaluated(request(file, eval_rows=100))
     held_out = numbers_in(evaluated)
     assert len(held_out) > 16 and held_out <= {f"{number:05d}" for number in range(180, 200)}
-    assert len(numbers_in(trained)) > 150 and numbers_in(trained) <= {f"{number:05d}" for number in range(181)} - held_out
+    assert (
+        len(numbers_in(trained)) > 150
+        and numbers_in(trained) <= {f"{number:05d}" for number in range(181)} - held_out
+    )
     assert any("the last tenth of the only document is held out" in line for line in said)
 
 
@@ -99,10 +120,17 @@ def test_ready_tokens(tmp_path: Path, lengths: list[int]) -> None:
     pq.write_table(pa.table({"ids": documents}), tmp_path / "ids.parquet")
     asked = request(tmp_path / "ids.parquet", text_field="ids")
     stream = open_stream(asked, TOKENIZER, dp=1, dp_rank=0)
-    seen = {int(token) for _ in range(6) for batch in next(stream)[0] for token in batch["input_ids"][batch["labels"] != IGNORE]}
+    seen = {
+        int(token)
+        for _ in range(6)
+        for batch in next(stream)[0]
+        for token in batch["input_ids"][batch["labels"] != IGNORE]
+    }
     stream.close()
     held_out = [
-        int(token) for batch in eval_rows(asked, TOKENIZER, dp=1, dp_rank=0, state=stream.state) for token in batch["input_ids"][batch["labels"] != IGNORE]
+        int(token)
+        for batch in eval_rows(asked, TOKENIZER, dp=1, dp_rank=0, state=stream.state)
+        for token in batch["input_ids"][batch["labels"] != IGNORE]
     ]
     if len(lengths) == 1:
         assert held_out == documents[0][54:59] and seen == set(documents[0][:53])
@@ -112,12 +140,19 @@ def test_ready_tokens(tmp_path: Path, lengths: list[int]) -> None:
 
 
 def chat(number: int, answer: str = "this") -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"question {number}"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def test_the_held_out_chat_has_an_answer_to_learn(tmp_path: Path) -> None:
     rows = [chat(number, f"answer {number}") for number in range(3)]
-    rows += [{"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(3, 5)]
+    rows += [
+        {"messages": [{"role": "user", "content": f"question {number}"}]} for number in range(3, 5)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert not any(is_held_out(row["messages"]) for row in rows)
     _, evaluated, said = trained_and_evaluated(request(tmp_path / "rows.jsonl", task="sft"))
@@ -125,16 +160,25 @@ def test_the_held_out_chat_has_an_answer_to_learn(tmp_path: Path) -> None:
 
 
 def test_pairs(tmp_path: Path) -> None:
-    rows = [{"prompt": f"question {number}", "chosen": "yes", "rejected": "no"} for number in range(4)]
+    rows = [
+        {"prompt": f"question {number}", "chosen": "yes", "rejected": "no"} for number in range(4)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task, pairs = task_called("reward"), Pairs(TOKENIZER, 64, False)
     assert task.samples and not any(is_held_out(row) for row in rows)
     asked = request(tmp_path / "rows.jsonl", task="reward")
     stream = open_samples(asked, pairs, task.samples, dp=1, dp_rank=0)
-    seen = {tuple(row.flatten().tolist()) for _ in range(6) for batch in next(stream)[0] for row in batch["input_ids"]}
+    seen = {
+        tuple(row.flatten().tolist())
+        for _ in range(6)
+        for batch in next(stream)[0]
+        for row in batch["input_ids"]
+    }
     stream.close()
     held_out = eval_samples(asked, pairs, task.samples, dp=1, dp_rank=0, state=stream.state)
-    mine = {tuple(row.flatten().tolist()) for batch in held_out for row in batch["input_ids"]} - {tuple([TOKENIZER.pad_token_id] * 128)}
+    mine = {tuple(row.flatten().tolist()) for batch in held_out for row in batch["input_ids"]} - {
+        tuple([TOKENIZER.pad_token_id] * 128)
+    }
     assert len(seen) == 3 and not seen & mine
 
 
@@ -142,23 +186,40 @@ def test_pairs(tmp_path: Path) -> None:
 def test_one_row_that_cannot_be_cut_is_refused_before_the_model(tmp_path: Path, task: str) -> None:
     row = chat(1) | {"prompt": "question", "chosen": "yes", "rejected": "no"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    pairs = partial(open_rows, samples=task_called("reward").samples, processor=Pairs(TOKENIZER, 64, False))
+    pairs = partial(
+        open_rows, samples=task_called("reward").samples, processor=Pairs(TOKENIZER, 64, False)
+    )
     opened: Any = pairs if task == "reward" else partial(open_corpus, tokenizer=TOKENIZER)
-    with pytest.raises(Refusal, match=r"row 1: is the only document, and evaluation requires a second one.*\. Add more data, or use --eval_every 0"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"row 1: is the only document, and evaluation requires a second one.*\. Add more data,"
+            r" or use --eval_every 0"
+        ),
+    ):
         opened(request(tmp_path / "rows.jsonl", task=task))
     opened(request(tmp_path / "rows.jsonl", task=task, eval_every=0))
 
 
 @pytest.mark.parametrize("skip", ["stop", "skip"])
 @pytest.mark.parametrize("eval_every", [0, 1])
-def test_data_without_text_are_refused_before_the_model(tmp_path: Path, eval_every: int, skip: str) -> None:
-    for name, content in (("a.txt", ""), ("b.txt", " \n"), ("c.jsonl", '{"text": ""}\n{"text": null}\n'), ("d.json", '{"text": " "}\n')):
+def test_data_without_text_are_refused_before_the_model(
+    tmp_path: Path, eval_every: int, skip: str
+) -> None:
+    for name, content in (
+        ("a.txt", ""),
+        ("b.txt", " \n"),
+        ("c.jsonl", '{"text": ""}\n{"text": null}\n'),
+        ("d.json", '{"text": " "}\n'),
+    ):
         (tmp_path / name).write_text(content)
         with pytest.raises(Refusal, match=r"contains no (document to train on|rows)|is empty"):
             open_corpus(request(tmp_path / name, eval_every=eval_every, bad_rows=skip), TOKENIZER)
 
 
-def test_without_evaluation_nothing_is_held_out_and_a_resume_keeps_the_choice(tmp_path: Path) -> None:
+def test_without_evaluation_nothing_is_held_out_and_a_resume_keeps_the_choice(
+    tmp_path: Path,
+) -> None:
     file = book(tmp_path, 200)
     asked = request(file, eval_every=0)
     stream = open_stream(asked, TOKENIZER, dp=1, dp_rank=0)
@@ -170,7 +231,9 @@ def test_without_evaluation_nothing_is_held_out_and_a_resume_keeps_the_choice(tm
     on.close()
     assert state["identity"]["held_out"][1] is True
     for eval_every in (1, 0):
-        again = open_stream(request(file, eval_every=eval_every), TOKENIZER, dp=1, dp_rank=0, state=state)
+        again = open_stream(
+            request(file, eval_every=eval_every), TOKENIZER, dp=1, dp_rank=0, state=state
+        )
         assert [batch["input_ids"].tolist() for _ in range(3) for batch in next(again)[0]] == rest
         again.close()
     with pytest.raises(OtherData):
@@ -181,30 +244,67 @@ def test_without_evaluation_nothing_is_held_out_and_a_resume_keeps_the_choice(tm
 def test_kept_tokens_know_what_is_held_out(tmp_path: Path) -> None:
     file = book(tmp_path, 200)
     for eval_every in (0, 1, 0):
-        with_cache, without = ({"eval_every": eval_every, "token_cache": cache} for cache in (str(tmp_path / "cache"), "off"))
+        with_cache, without = (
+            {"eval_every": eval_every, "token_cache": cache}
+            for cache in (str(tmp_path / "cache"), "off")
+        )
         found = []
         for more in (with_cache, without):
             stream = open_stream(request(file, **more), TOKENIZER, dp=1, dp_rank=0)
-            found.append([batch["input_ids"].tolist() for _ in range(20) for batch in next(stream)[0]])
+            found.append(
+                [batch["input_ids"].tolist() for _ in range(20) for batch in next(stream)[0]]
+            )
             stream.close()
         assert found[0] == found[1]
 
 
 def test_a_corpus_with_held_out_documents_is_as_it_was(tmp_path: Path) -> None:
     rows = [f"document {number} has some words" for number in range(400)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in rows)
+    )
     assert any(map(is_held_out, rows))
     for eval_every in (0, 1):
-        assert "held_out" not in open_corpus(request(tmp_path / "rows.jsonl", eval_every=eval_every), TOKENIZER).identity
+        assert (
+            "held_out"
+            not in open_corpus(
+                request(tmp_path / "rows.jsonl", eval_every=eval_every), TOKENIZER
+            ).identity
+        )
 
 
 @pytest.mark.parametrize("skip", ["stop", "skip"])
 def test_a_dry_run_refuses_small_files_without_text(tmp_path: Path, skip: str) -> None:
-    contents = {"a.txt": "", "b.txt": " \n\n", "c.jsonl": '{"text": ""}\n\n{"text": null}\n', "d.json": '{"text": " "}\n', "e.txt": "\ufeff"}
+    contents = {
+        "a.txt": "",
+        "b.txt": " \n\n",
+        "c.jsonl": '{"text": ""}\n\n{"text": null}\n',
+        "d.json": '{"text": " "}\n',
+        "e.txt": "\ufeff",
+    }
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
-        recipe = Recipe(model="recipekit/llama-nano", init="random", dataset=str(tmp_path / name), tokenizer="bytes", bad_rows=skip)
-        with pytest.raises(Refusal, match=r"contains no document: every row is empty .*\. Use other data"):
+        recipe = Recipe(
+            model="recipekit/llama-nano",
+            init="random",
+            dataset=str(tmp_path / name),
+            tokenizer="bytes",
+            bad_rows=skip,
+        )
+        with pytest.raises(
+            Refusal, match=r"contains no document: every row is empty .*\. Use other data"
+        ):
             make_plan(parse(recipe, Path("mine.py"), ["--dry_run"]))
     (tmp_path / "c.jsonl").write_text(contents["c.jsonl"] + '{"text": "words"}\n')
-    make_plan(parse(Recipe(model="recipekit/llama-nano", init="random", dataset=str(tmp_path / "c.jsonl"), tokenizer="bytes"), Path("mine.py"), ["--dry_run"]))
+    make_plan(
+        parse(
+            Recipe(
+                model="recipekit/llama-nano",
+                init="random",
+                dataset=str(tmp_path / "c.jsonl"),
+                tokenizer="bytes",
+            ),
+            Path("mine.py"),
+            ["--dry_run"],
+        )
+    )

@@ -1,4 +1,6 @@
-"""A local folder is read as `datasets.load_dataset(FOLDER)` reads it: the same rows for a split and a subset, or a refusal in one line."""
+"""A local folder is read as `datasets.load_dataset(FOLDER)` reads it: the same rows for a split and
+a subset, or a refusal in one line.
+"""
 
 import json
 import os
@@ -21,12 +23,20 @@ from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 
-CLONE = "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet data/test-00000-of-00001.parquet"
-TWO = "- config_name: {}\n  data_files:\n  - split: train\n    path: {}\n  - split: test\n    path: {}\n"
+CLONE = (
+    "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet"
+    " data/test-00000-of-00001.parquet"
+)
+TWO = (
+    "- config_name: {}\n  data_files:\n  - split: train\n    path: {}\n  - split: test\n    path:"
+    " {}\n"
+)
 
 
 def write(folder: Path, names: str, readme: str = "") -> None:
-    """Write files with three rows each, whose text is the file's name and a number, and a README with `configs`."""
+    """Write files with three rows each, whose text is the file's name and a number, and a README
+    with `configs`.
+    """
     for name in names.split():
         path, rows = folder / name, [f"{name} {number}" for number in range(3)]
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,17 +59,25 @@ def rows_of(dataset: Path | str, split: str = "train", subset: str = "") -> list
         for group in range(source.groups(part)):
             for values in source.read(part, group, 0):
                 values = values.to_pylist() if isinstance(values, pa.Array) else values
-                found += [document for value in values for document, _ in source.documents(value, "")]
+                found += [
+                    document for value in values for document, _ in source.documents(value, "")
+                ]
     return found
 
 
 def theirs(folder: Path, split: str = "train", subset: str = "") -> list[Any]:
-    return [row["text"] for row in datasets.load_dataset(str(folder), subset or None, split=split, streaming=True)]
+    return [
+        row["text"]
+        for row in datasets.load_dataset(str(folder), subset or None, split=split, streaming=True)
+    ]
 
 
 def same_rows(folder: Path, split: str = "train", subset: str = "") -> None:
     """Compare lines: a text file is one document here, and there a row for each line."""
-    ours, wanted = (sorted(line for row in rows for line in row.splitlines()) for rows in (rows_of(folder, split, subset), theirs(folder, split, subset)))
+    ours, wanted = (
+        sorted(line for row in rows for line in row.splitlines())
+        for rows in (rows_of(folder, split, subset), theirs(folder, split, subset))
+    )
     assert ours == wanted and ours
 
 
@@ -67,7 +85,13 @@ def same_rows(folder: Path, split: str = "train", subset: str = "") -> None:
     ("names", "splits"),
     [
         (CLONE, "train test"),
-        ("data/train_sft-00000-of-00001.parquet data/test_sft-00000-of-00001.parquet data/other.parquet", "train_sft test_sft"),
+        (
+            (
+                "data/train_sft-00000-of-00001.parquet data/test_sft-00000-of-00001.parquet"
+                " data/other.parquet"
+            ),
+            "train_sft test_sft",
+        ),
         ("train.jsonl test.jsonl validation.jsonl", "train test validation"),
         ("my_training_set.jsonl my-dev-set.jsonl", "train validation"),
         ("books.train.0.txt books.valid.0.txt books.eval.0.txt", "train validation test"),
@@ -98,19 +122,39 @@ def test_names_give_the_splits(tmp_path: Path, names: str, splits: str) -> None:
     ("names", "readme", "cases"),
     [
         (CLONE, TWO.format("default", "data/train-*", "data/test-*"), "train: test:"),
-        ("a.jsonl b.jsonl c.jsonl", TWO.format("only", "a.jsonl", "[b.jsonl, c.jsonl]"), "train: test:only"),
+        (
+            "a.jsonl b.jsonl c.jsonl",
+            TWO.format("only", "a.jsonl", "[b.jsonl, c.jsonl]"),
+            "train: test:only",
+        ),
         (
             "en/a.jsonl de/b.jsonl de/c.jsonl",
-            TWO.format("en", "en/*", "en/*") + TWO.format("de", "de/b*", "de/c*") + "  default: true\n",
+            TWO.format("en", "en/*", "en/*")
+            + TWO.format("de", "de/b*", "de/c*")
+            + "  default: true\n",
             "train: train:en test:de",
         ),
         ("en/x/a.jsonl en/b.jsonl c.jsonl", "- config_name: en\n  data_files: en/**\n", "train:"),
-        ("en/x/a.jsonl en/b.jsonl c.jsonl", "- config_name: en\n  data_files:\n  - '**/[a-b].jsonl'\n", "train:en"),
-        ("en/train.jsonl en/test.jsonl de/train.jsonl", "- config_name: en\n  data_dir: en\n- config_name: de\n  data_dir: de\n", "train:en test:en train:de"),
-        ("a.jsonl train.jsonl", "- config_name: default\n  data_files:\n  - split: held.out\n    path: a.json?\n", "held.out:"),
+        (
+            "en/x/a.jsonl en/b.jsonl c.jsonl",
+            "- config_name: en\n  data_files:\n  - '**/[a-b].jsonl'\n",
+            "train:en",
+        ),
+        (
+            "en/train.jsonl en/test.jsonl de/train.jsonl",
+            "- config_name: en\n  data_dir: en\n- config_name: de\n  data_dir: de\n",
+            "train:en test:en train:de",
+        ),
+        (
+            "a.jsonl train.jsonl",
+            "- config_name: default\n  data_files:\n  - split: held.out\n    path: a.json?\n",
+            "held.out:",
+        ),
     ],
 )
-def test_the_readme_gives_the_splits_and_subsets(tmp_path: Path, names: str, readme: str, cases: str) -> None:
+def test_the_readme_gives_the_splits_and_subsets(
+    tmp_path: Path, names: str, readme: str, cases: str
+) -> None:
     write(tmp_path / "folder", names, readme)
     for case in cases.split():
         same_rows(tmp_path / "folder", *case.split(":"))
@@ -119,28 +163,79 @@ def test_the_readme_gives_the_splits_and_subsets(tmp_path: Path, names: str, rea
 @pytest.mark.parametrize(
     ("readme", "split", "subset", "says"),
     [
-        (TWO.format("en", "a*", "b*") + TWO.format("de", "a*", "b*"), "train", "", "several subsets and no default: en, de. Choose one with --subset"),
-        (TWO.format("en", "a*", "b*"), "train", "fr", "--subset fr: is not in .*which has the subsets en. Use --subset en"),
-        ("", "train", "fr", "--subset fr: is not in .*which has no subsets: its README.md names no configs. Omit --subset"),
-        (TWO.format("en", "a*", "b*"), "validation", "", "--split validation: .*does not have this split, only train, test. Use --split train"),
-        (TWO.format("en", "a*", "lost.jsonl"), "train", "", "names lost.jsonl for its split test, but that file does not exist"),
-        (TWO.format("en", "lost*", "gone*"), "train", "", "no file matches the data_files of README.md for its subset en"),
-        (TWO.format("en", "https://a.b/c.jsonl", "b*"), "train", "", "names https://a.b/c.jsonl, which is not in the folder"),
+        (
+            TWO.format("en", "a*", "b*") + TWO.format("de", "a*", "b*"),
+            "train",
+            "",
+            "several subsets and no default: en, de. Choose one with --subset",
+        ),
+        (
+            TWO.format("en", "a*", "b*"),
+            "train",
+            "fr",
+            "--subset fr: is not in .*which has the subsets en. Use --subset en",
+        ),
+        (
+            "",
+            "train",
+            "fr",
+            (
+                "--subset fr: is not in .*which has no subsets: its README.md names no configs."
+                " Omit --subset"
+            ),
+        ),
+        (
+            TWO.format("en", "a*", "b*"),
+            "validation",
+            "",
+            "--split validation: .*does not have this split, only train, test. Use --split train",
+        ),
+        (
+            TWO.format("en", "a*", "lost.jsonl"),
+            "train",
+            "",
+            "names lost.jsonl for its split test, but that file does not exist",
+        ),
+        (
+            TWO.format("en", "lost*", "gone*"),
+            "train",
+            "",
+            "no file matches the data_files of README.md for its subset en",
+        ),
+        (
+            TWO.format("en", "https://a.b/c.jsonl", "b*"),
+            "train",
+            "",
+            "names https://a.b/c.jsonl, which is not in the folder",
+        ),
         (TWO.format("en", "../a.jsonl", "b*"), "train", "", "which is not in the folder"),
-        ("- config_name: en\n  data_files: a.jsonl\n  field: rows\n", "train", "", "sets field for its subset en, which is not supported"),
-        ("- config_name: en\n  data_files:\n  - part: a.jsonl\n", "train", "", "has data_files that cannot be read"),
+        (
+            "- config_name: en\n  data_files: a.jsonl\n  field: rows\n",
+            "train",
+            "",
+            "sets field for its subset en, which is not supported",
+        ),
+        (
+            "- config_name: en\n  data_files:\n  - part: a.jsonl\n",
+            "train",
+            "",
+            "has data_files that cannot be read",
+        ),
         ("- {config_name: [\n", "train", "", "the header of README.md cannot be read"),
         ("- 3\n", "train", "", "the header of README.md cannot be read"),
     ],
 )
-def test_a_readme_that_cannot_be_followed_is_refused(tmp_path: Path, readme: str, split: str, subset: str, says: str) -> None:
+def test_a_readme_that_cannot_be_followed_is_refused(
+    tmp_path: Path, readme: str, split: str, subset: str, says: str
+) -> None:
     write(tmp_path / "folder", "a.jsonl b.jsonl", readme)
     with pytest.raises(Refusal, match=says) as refusal:
         local_files(str(tmp_path / "folder"), split=split, subset=subset)
     assert len(str(refusal.value).splitlines()) == 1
 
 
-# Folders of save_to_disk ------------------------------------------------------------------------------------------
+# Folders of save_to_disk
+# ------------------------------------------------------------------------------------------
 
 
 def saved(rows: int) -> datasets.Dataset:
@@ -150,10 +245,18 @@ def saved(rows: int) -> datasets.Dataset:
 def test_a_saved_data_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
     """A cache of `datasets` in the folder holds rows that are not the data set's."""
     saved(5).save_to_disk(tmp_path / "one", num_shards=2)
-    shutil.copy(tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-0123.arrow")
+    shutil.copy(
+        tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-0123.arrow"
+    )
     assert rows_of(tmp_path / "one") == datasets.load_from_disk(str(tmp_path / "one"))["text"][:]
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
-    with pytest.raises(Refusal, match=r"state\.json names data-00001-of-00002\.arrow, but that file does not exist\. Copy the whole folder again"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"state\.json names data-00001-of-00002\.arrow, but that file does not exist\. Copy the"
+            r" whole folder again"
+        ),
+    ):
         local_files(str(tmp_path / "one"))
 
 
@@ -162,17 +265,23 @@ def test_a_saved_dictionary_has_its_splits(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": saved(4), "extra_test": saved(3)}).save_to_disk(folder)
     for split in ("train", "extra_test"):
         assert rows_of(folder, split) == datasets.load_from_disk(str(folder))[split]["text"][:]
-    with pytest.raises(Refusal, match=r"--split test: .* only train, extra_test\. Use --split train"):
+    with pytest.raises(
+        Refusal, match=r"--split test: .* only train, extra_test\. Use --split train"
+    ):
         local_files(str(folder), split="test")
     shutil.rmtree(folder / "extra_test")
-    with pytest.raises(Refusal, match=r"dataset_dict\.json names the split extra_test, which does not exist"):
+    with pytest.raises(
+        Refusal, match=r"dataset_dict\.json names the split extra_test, which does not exist"
+    ):
         local_files(str(folder))
 
 
 def test_a_part_of_a_split_that_was_saved_is_all_of_its_folder(tmp_path: Path) -> None:
     part = saved(6)
     part.info.description = ""
-    datasets.Dataset(part.data, part.info, split=datasets.NamedSplit("test_sft")).save_to_disk(tmp_path / "part")
+    datasets.Dataset(part.data, part.info, split=datasets.NamedSplit("test_sft")).save_to_disk(
+        tmp_path / "part"
+    )
     assert rows_of(tmp_path / "part") == rows_of(tmp_path / "part", "test_sft") == part["text"][:]
 
 
@@ -181,11 +290,14 @@ def test_other_files_named_state_are_data(tmp_path: Path) -> None:
     assert [file.name for file in local_files(str(tmp_path / "folder")) or []] == ["state.json"]
 
 
-# Links ------------------------------------------------------------------------------------------------------------
+# Links
+# --------------------------------------------------------------------------------------------------
 
 
 def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
-    """`datasets` does not follow links to folders, so it reads a copy with the files in place of the links."""
+    """`datasets` does not follow links to folders, so it reads a copy with the files in place of
+    the links.
+    """
     write(tmp_path / "disk", "a.jsonl train/b.jsonl train/c/d.jsonl")
     write(tmp_path / "folder", "test/e.jsonl train/f.jsonl")
     (tmp_path / "folder" / "train" / "g.jsonl").symlink_to(tmp_path / "disk" / "a.jsonl")
@@ -197,11 +309,19 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     (tmp_path / "folder" / "train" / "lost.jsonl").symlink_to("nowhere")
     (tmp_path / "folder" / "ztwice").symlink_to(tmp_path / "disk" / "train" / "c")
     assert sorted(rows_of(tmp_path / "folder")) == sorted(theirs(tmp_path / "copy"))
-    (line,) = [note for note in planned(tmp_path / "folder").notes if note.startswith(f"--dataset {tmp_path}")]
-    assert line.endswith("reads 4 files of split train; leaves out 1 file of split test, 2 broken links, 2 circular links, by their endings 1 .jsonl")
+    (line,) = [
+        note
+        for note in planned(tmp_path / "folder").notes
+        if note.startswith(f"--dataset {tmp_path}")
+    ]
+    assert line.endswith(
+        "reads 4 files of split train; leaves out 1 file of split test, 2 broken links, 2 circular"
+        " links, by their endings 1 .jsonl"
+    )
 
 
-# Pictures and sound -----------------------------------------------------------------------------------------------
+# Pictures and sound
+# -----------------------------------------------------------------------------------------------
 
 
 def pictures(folder: Path, names: str) -> None:
@@ -216,8 +336,15 @@ def labelled(folder: Path, split: str) -> list[tuple[str, str]]:
     request = Request(dataset=dataset, split=split, task="image_classification")
     source = open_source(request, Domain("", dataset), patience=None)  # type: ignore[arg-type]
     classes = folder_classes(dataset, split)
-    rows = [document for values in source.read(0, 0, 0) for value in values for document, _ in source.documents(value, "")]
-    return sorted((classes[row["label"]], Image.open(row["image"]).getpixel((0, 0))[0]) for row in rows)
+    rows = [
+        document
+        for values in source.read(0, 0, 0)
+        for value in values
+        for document, _ in source.documents(value, "")
+    ]
+    return sorted(
+        (classes[row["label"]], Image.open(row["image"]).getpixel((0, 0))[0]) for row in rows
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,19 +352,32 @@ def labelled(folder: Path, split: str) -> list[tuple[str, str]]:
     [
         ("cat/a.png dog/b.png dog/c.PNG", "train"),
         ("train/cat/a.png train/dog/b.png test/cat/c.png test/dog/d.png", "train test"),
-        ("data/train/cat/a.png data/train/dog/b.png data/val/cat/c.png data/val/dog/d.png", "train validation"),
+        (
+            "data/train/cat/a.png data/train/dog/b.png data/val/cat/c.png data/val/dog/d.png",
+            "train validation",
+        ),
         ("first/cat/a.png second/cat/b.png second/dog/c.png", "train"),
     ],
 )
-def test_pictures_have_the_splits_and_classes_of_datasets(tmp_path: Path, names: str, splits: str) -> None:
+def test_pictures_have_the_splits_and_classes_of_datasets(
+    tmp_path: Path, names: str, splits: str
+) -> None:
     pictures(tmp_path / "real", names)
     (tmp_path / "folder").mkdir()
-    for child in (tmp_path / "real").iterdir():  # the folder holds links only, as some make a subset of ImageNet
+    # the folder holds links only, as some make a subset of ImageNet
+    for child in (tmp_path / "real").iterdir():
         (tmp_path / "folder" / child.name).symlink_to(child)
     for split in splits.split():
         theirs = datasets.load_dataset(str(tmp_path / "real"), split=split, streaming=True)
-        wanted = [(theirs.features["label"].int2str(row["label"]), row["image"].getpixel((0, 0))[0]) for row in theirs]
-        assert labelled(tmp_path / "folder", split) == labelled(tmp_path / "real", split) == sorted(wanted)
+        wanted = [
+            (theirs.features["label"].int2str(row["label"]), row["image"].getpixel((0, 0))[0])
+            for row in theirs
+        ]
+        assert (
+            labelled(tmp_path / "folder", split)
+            == labelled(tmp_path / "real", split)
+            == sorted(wanted)
+        )
 
 
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
@@ -249,44 +389,104 @@ def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "task", "says"),
     [
-        ("cat/a.png dog/b.png metadata.csv", "image_classification", "contains metadata.csv with columns for its images, which is not supported"),
-        ("train/a.png train/b.png train/metadata.jsonl", "image_classification", r"to_parquet\('pictures.parquet'\), and name that file"),
-        ("cat/a.png dog/b.png metadata.csv", "pretrain", "contains images, which task pretrain does not support. Use --task image_classification"),
-        ("train/1.png train/2.png test/3.png", "image_classification", "must have at least two classes, not only train"),
-        ("a.wav b.wav metadata.csv", "pretrain", r"contains sound \(2 .wav\), which no task supports"),
-        ("train/a.mp3 train/b.flac train/metadata.jsonl", "pretrain", r"contains sound \(1 .mp3, 1 .flac\), which no task supports"),
+        (
+            "cat/a.png dog/b.png metadata.csv",
+            "image_classification",
+            "contains metadata.csv with columns for its images, which is not supported",
+        ),
+        (
+            "train/a.png train/b.png train/metadata.jsonl",
+            "image_classification",
+            r"to_parquet\('pictures.parquet'\), and name that file",
+        ),
+        (
+            "cat/a.png dog/b.png metadata.csv",
+            "pretrain",
+            (
+                "contains images, which task pretrain does not support. Use --task"
+                " image_classification"
+            ),
+        ),
+        (
+            "train/1.png train/2.png test/3.png",
+            "image_classification",
+            "must have at least two classes, not only train",
+        ),
+        (
+            "a.wav b.wav metadata.csv",
+            "pretrain",
+            r"contains sound \(2 .wav\), which no task supports",
+        ),
+        (
+            "train/a.mp3 train/b.flac train/metadata.jsonl",
+            "pretrain",
+            r"contains sound \(1 .mp3, 1 .flac\), which no task supports",
+        ),
         ("a.wav notes.txt", "pretrain", "contains sound"),
-        ("dog/a.mp4 cat/b.mp4", "image_classification", r"contains video \(2 .mp4\), which no task supports"),
+        (
+            "dog/a.mp4 cat/b.mp4",
+            "image_classification",
+            r"contains video \(2 .mp4\), which no task supports",
+        ),
     ],
 )
-def test_folders_of_other_kinds_are_refused(tmp_path: Path, names: str, task: str, says: str) -> None:
+def test_folders_of_other_kinds_are_refused(
+    tmp_path: Path, names: str, task: str, says: str
+) -> None:
     pictures(tmp_path, " ".join(name for name in names.split() if name.endswith(".png")))
     write(tmp_path, " ".join(name for name in names.split() if not name.endswith(".png")))
-    recipe = Recipe(model="recipekit/llama-nano", init="random", task=task, **({} if task == "image_classification" else {"tokenizer": "bytes"}))
+    recipe = Recipe(
+        model="recipekit/llama-nano",
+        init="random",
+        task=task,
+        **({} if task == "image_classification" else {"tokenizer": "bytes"}),
+    )
     with pytest.raises(Refusal, match=says) as refusal:
         planned(tmp_path, recipe=recipe)
     assert says.partition(",")[0].replace("\\", "") in str(refusal.value)
 
 
-# The plan: which split, and the line at the start -----------------------------------------------------------------
+# The plan: which split, and the line at the start
+# -----------------------------------------------------------------
 
-OWN = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", dataset="ORG/NAME", split="train_sft", subset="de")
+OWN = Recipe(
+    model="recipekit/llama-nano",
+    init="random",
+    tokenizer="bytes",
+    dataset="ORG/NAME",
+    split="train_sft",
+    subset="de",
+)
 
 
 def planned(dataset: Path | str, *flags: str, recipe: Recipe = OWN) -> Any:
-    return make_plan(parse(recipe, ROOT / "recipes" / "llama_nano_zero2.py", ["--dataset", str(dataset), *flags, "--dry_run"]))
+    return make_plan(
+        parse(
+            recipe,
+            ROOT / "recipes" / "llama_nano_zero2.py",
+            ["--dataset", str(dataset), *flags, "--dry_run"],
+        )
+    )
 
 
 def test_split_and_subset_of_the_file_belong_to_its_own_data_set(tmp_path: Path) -> None:
     write(tmp_path / "folder", "train.jsonl test.jsonl", TWO.format("de", "train*", "test*"))
-    own = "--dataset: split train and no subset, since split train_sft and subset de of the recipe's file belong to its own data set"
+    own = (
+        "--dataset: split train and no subset, since split train_sft and subset de of the recipe's"
+        " file belong to its own data set"
+    )
     plan = planned(tmp_path / "folder")
     assert (plan.recipe.split, plan.recipe.subset) == ("train", "") and own in plan.notes
     plan = planned(tmp_path / "folder", "--split", "test")
     assert (plan.recipe.split, plan.recipe.subset) == ("test", "")
-    assert "--dataset: no subset, since subset de of the recipe's file belongs to its own data set" in plan.notes
+    assert (
+        "--dataset: no subset, since subset de of the recipe's file belongs to its own data set"
+        in plan.notes
+    )
     plan = planned(tmp_path / "folder", "--subset", "de", "--split", "test")
-    assert (plan.recipe.split, plan.recipe.subset) == ("test", "de") and not any("belong" in note for note in plan.notes)
+    assert (plan.recipe.split, plan.recipe.subset) == ("test", "de") and not any(
+        "belong" in note for note in plan.notes
+    )
     assert not any("belong" in note for note in planned("builtin").notes)
     plan = planned("ORG/NAME")  # its own, typed
     assert (plan.recipe.split, plan.recipe.subset) == ("train_sft", "de")
@@ -295,16 +495,55 @@ def test_split_and_subset_of_the_file_belong_to_its_own_data_set(tmp_path: Path)
 @pytest.mark.parametrize(
     ("dataset", "flags", "says"),
     [
-        ("{tmp}/folder", ("--split", "dev"), "--split dev: .* does not have this split, only train, test. Use --split train, or name the files"),
-        ("{tmp}/folder/train.jsonl", ("--split", "test"), "--split test: .*train.jsonl is not a folder, so all its rows are in the split train"),
-        ("{tmp}/folder/*.jsonl", ("--split", "test"), "--split test: .* is not a folder, so all its rows are in the split train. Use --split train"),
-        ("{tmp}/folder/train.jsonl", ("--subset", "de"), "--subset de: .*train.jsonl is not a folder, so it has no subsets. Omit --subset"),
-        ("https://example.org/a.jsonl?key=1", ("--split", "test"), "--split test: https://example.org/a.jsonl is not a folder"),
-        ("one={tmp}/folder@1; two={tmp}/folder/train.jsonl@1", ("--split", "test"), "--split test: .*train.jsonl is not a folder"),
-        ("{tmp}/only", (), "--split train: .*only does not have this split, only test. Use --split test, or name the files"),
+        (
+            "{tmp}/folder",
+            ("--split", "dev"),
+            (
+                "--split dev: .* does not have this split, only train, test. Use --split train, or"
+                " name the files"
+            ),
+        ),
+        (
+            "{tmp}/folder/train.jsonl",
+            ("--split", "test"),
+            "--split test: .*train.jsonl is not a folder, so all its rows are in the split train",
+        ),
+        (
+            "{tmp}/folder/*.jsonl",
+            ("--split", "test"),
+            (
+                "--split test: .* is not a folder, so all its rows are in the split train. Use"
+                " --split train"
+            ),
+        ),
+        (
+            "{tmp}/folder/train.jsonl",
+            ("--subset", "de"),
+            "--subset de: .*train.jsonl is not a folder, so it has no subsets. Omit --subset",
+        ),
+        (
+            "https://example.org/a.jsonl?key=1",
+            ("--split", "test"),
+            "--split test: https://example.org/a.jsonl is not a folder",
+        ),
+        (
+            "one={tmp}/folder@1; two={tmp}/folder/train.jsonl@1",
+            ("--split", "test"),
+            "--split test: .*train.jsonl is not a folder",
+        ),
+        (
+            "{tmp}/only",
+            (),
+            (
+                "--split train: .*only does not have this split, only test. Use --split test, or"
+                " name the files"
+            ),
+        ),
     ],
 )
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, dataset: str, flags: tuple[str, ...], says: str) -> None:
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(
+    tmp_path: Path, dataset: str, flags: tuple[str, ...], says: str
+) -> None:
     write(tmp_path, "folder/train.jsonl folder/test.jsonl only/test/a.jsonl")
     with pytest.raises(Refusal, match=says):
         planned(dataset.format(tmp=tmp_path), *flags)
@@ -314,28 +553,54 @@ def test_the_start_says_what_is_read_and_what_is_left_out(tmp_path: Path) -> Non
     write(tmp_path / "clone", CLONE + " data/notes.md LICENSE script.py data/old.xml")
     (tmp_path / "clone" / "README.md").write_text("# no header\n")
     lines = [
-        ("clone", (), "reads 2 files of split train (6 rows); leaves out 1 file of split test, by their endings 1 .md, 1 .xml, 1 .py"),
-        ("clone", ("--split", "test"), "reads 1 file of split test (3 rows); leaves out 2 files of split train, by their endings 1 .md, 1 .xml, 1 .py"),
+        (
+            "clone",
+            (),
+            (
+                "reads 2 files of split train (6 rows); leaves out 1 file of split test, by their"
+                " endings 1 .md, 1 .xml, 1 .py"
+            ),
+        ),
+        (
+            "clone",
+            ("--split", "test"),
+            (
+                "reads 1 file of split test (3 rows); leaves out 2 files of split train, by their"
+                " endings 1 .md, 1 .xml, 1 .py"
+            ),
+        ),
         ("clone/data/*.parquet", (), "reads 3 files of split train (9 rows)"),
         ("clone/script.py", (), "reads 1 file of split train"),
     ]
     for name, flags, line in lines:
         assert f"--dataset {tmp_path}/{name}: {line}" in planned(tmp_path / name, *flags).notes
     notes = planned(f"a={tmp_path}/clone@1; b={tmp_path}/clone/script.py@2").notes
-    assert [note.partition(": ")[2][:22] for note in notes if note.startswith(f"--dataset {tmp_path}")] == ["reads 2 files of split", "reads 1 file of split "]
+    assert [
+        note.partition(": ")[2][:22] for note in notes if note.startswith(f"--dataset {tmp_path}")
+    ] == ["reads 2 files of split", "reads 1 file of split "]
 
 
 def test_each_folder_of_a_mixture_may_have_its_subset(tmp_path: Path) -> None:
-    write(tmp_path / "clone", "en/a.jsonl de/b.jsonl", TWO.format("en", "en/*", "lost*") + TWO.format("de", "de/*", "lost*"))
+    write(
+        tmp_path / "clone",
+        "en/a.jsonl de/b.jsonl",
+        TWO.format("en", "en/*", "lost*") + TWO.format("de", "de/*", "lost*"),
+    )
     write(tmp_path, "other:part/c.jsonl")
     mixture = f"one={tmp_path}/clone:de@1; two={tmp_path}/other:part@2; three=ORG/NAME:en@1"
     domains = domains_of(mixture)
-    assert [(domain.dataset, domain.subset) for domain in domains] == [(f"{tmp_path}/clone", "de"), (f"{tmp_path}/other:part", ""), ("ORG/NAME", "en")]
+    assert [(domain.dataset, domain.subset) for domain in domains] == [
+        (f"{tmp_path}/clone", "de"),
+        (f"{tmp_path}/other:part", ""),
+        ("ORG/NAME", "en"),
+    ]
     assert [file.name for file in local_files(domains[0].dataset, subset="de") or []] == ["b.jsonl"]
 
 
 def test_relative_and_absolute_files_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with two names is read once; files that are all relative, or all absolute, keep the names of earlier runs."""
+    """A file with two names is read once; files that are all relative, or all absolute, keep the
+    names of earlier runs.
+    """
     write(tmp_path, "here/a.jsonl there/b.jsonl")
     monkeypatch.chdir(tmp_path / "here")
     for named in (
@@ -343,10 +608,14 @@ def test_relative_and_absolute_files_mix(tmp_path: Path, monkeypatch: pytest.Mon
         f"{tmp_path}/there/b.jsonl,a.jsonl,{tmp_path}/here/a.jsonl",
         f"../there/b.jsonl,{tmp_path}/here/a.jsonl",
     ):
-        assert sorted(rows_of(named)) == sorted(f"{name} {number}" for name in ("here/a.jsonl", "there/b.jsonl") for number in range(3))
+        assert sorted(rows_of(named)) == sorted(
+            f"{name} {number}" for name in ("here/a.jsonl", "there/b.jsonl") for number in range(3)
+        )
         files = open_source(Request(dataset=named), Domain("", named), patience=None).files  # type: ignore[arg-type]
         assert sorted(files) == ["here/a.jsonl", "there/b.jsonl"]
-    assert sorted(open_source(Request(dataset="a.jsonl"), Domain("", "a.jsonl"), patience=None).files) == ["a.jsonl"]  # type: ignore[arg-type]
+    assert sorted(
+        open_source(Request(dataset="a.jsonl"), Domain("", "a.jsonl"), patience=None).files
+    ) == ["a.jsonl"]  # type: ignore[arg-type]
 
 
 def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
@@ -359,14 +628,19 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     before = identity_of(identity, None) | {"split": "train_sft", "subset": "de"}
     (out / "run.json").write_text(json.dumps({"identity": before, "recipe": {}}))
     assert planned(tmp_path / "a.jsonl", "--out", str(out)).resume_from == out
-    (out / "run.json").write_text(json.dumps({"identity": before | {"split": "other"}, "recipe": {}}))
+    (out / "run.json").write_text(
+        json.dumps({"identity": before | {"split": "other"}, "recipe": {}})
+    )
     with pytest.raises(Refusal, match=r"split = train: the run in .* has other"):
-        flags = ["--dataset", str(tmp_path / "a.jsonl"), "--out", str(out)]  # of a start: a dry run refuses no older run
+        # of a start: a dry run refuses no older run
+        flags = ["--dataset", str(tmp_path / "a.jsonl"), "--out", str(out)]
         make_plan(parse(OWN, ROOT / "recipes" / "llama_nano_zero2.py", flags))
 
 
 def test_an_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of the tests may read everything, so the operating system's answer is made here."""
+    """The process of the tests may read everything, so the operating system's answer is made
+    here.
+    """
     write(tmp_path / "folder", "a.jsonl closed/b.jsonl")
     real = os.scandir
 
@@ -376,4 +650,7 @@ def test_an_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
         return real(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert f"--dataset {tmp_path}/folder: reads 1 file of split train; leaves out 1 unreadable folder" in planned(tmp_path / "folder").notes
+    assert (
+        f"--dataset {tmp_path}/folder: reads 1 file of split train; leaves out 1 unreadable folder"
+        in planned(tmp_path / "folder").notes
+    )

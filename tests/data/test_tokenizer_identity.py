@@ -39,7 +39,15 @@ def write(file: Path, task: str, row: str, num_rows: int = 60) -> Path:
     return file
 
 
-def first_step(folder: Path, task: str, tokenizer: Any, file: Path, state: Any = None, embeddings: int = 0, **changes: Any) -> tuple[dict[str, Any], Any]:
+def first_step(
+    folder: Path,
+    task: str,
+    tokenizer: Any,
+    file: Path,
+    state: Any = None,
+    embeddings: int = 0,
+    **changes: Any,
+) -> tuple[dict[str, Any], Any]:
     """The tensors of a run's first micro-batch, and its state after that step."""
     tokenizer.save_pretrained(folder / "tokenizer")
     request = Request(
@@ -70,7 +78,9 @@ def first_step(folder: Path, task: str, tokenizer: Any, file: Path, state: Any =
 @pytest.mark.parametrize("name", ALPHABETS)
 def test_an_alphabet_without_the_letter_a_trains(tmp_path: Path, name: str, task: str) -> None:
     alphabet = ALPHABETS[name]()
-    batch, _ = first_step(tmp_path, task, alphabet.tokenizer, write(tmp_path / "rows.jsonl", task, alphabet.row))
+    batch, _ = first_step(
+        tmp_path, task, alphabet.tokenizer, write(tmp_path / "rows.jsonl", task, alphabet.row)
+    )
     ids = batch["input_ids"].flatten(0, -2)[0]
     labels = batch["labels"].flatten(0, -2)[0] if task != "reward" else ids
     own = alphabet.tokenizer.convert_tokens_to_ids(alphabet.tokens)
@@ -78,7 +88,11 @@ def test_an_alphabet_without_the_letter_a_trains(tmp_path: Path, name: str, task
     if task == "pretrain":
         assert ids[: len(own) + 3].tolist() == [begin, *own, end, begin]
     elif task == "masked_lm":
-        assert (labels[: len(own) + 2] != IGNORE).sum() < len(own) and ids[0] == begin and ids[len(own) + 1] == end
+        assert (
+            (labels[: len(own) + 2] != IGNORE).sum() < len(own)
+            and ids[0] == begin
+            and ids[len(own) + 1] == end
+        )
         assert set(labels[labels != IGNORE].tolist()) <= set(own)
     elif task == "sft":
         assert labels[labels != IGNORE][: len(own) + 1].tolist() == [*own, end]
@@ -91,7 +105,9 @@ def test_edges_are_found_with_a_token_of_the_vocabulary(name: str) -> None:
     tokenizer = ALPHABETS[name]().tokenizer
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert edges(tokenizer) == ([begin], [end])
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="[BOS] [BOS] $A", special_tokens=[("[BOS]", begin)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[BOS] [BOS] $A", special_tokens=[("[BOS]", begin)]
+    )
     assert edges(tokenizer) == ([begin, begin], [])
 
 
@@ -111,18 +127,27 @@ def test_a_text_without_a_token_is_refused_with_its_row(tmp_path: Path, name: st
         lines[6] = lines[6].replace(json.dumps(alphabet.row)[1:-1], "xyz")
         file.write_text("\n".join(lines) + "\n")
         changes = {"global_batch": 60, "micro_batch": 60} if TASKS[task].pairs else {}
-        with pytest.raises(Refusal, match=r"row 7.*the tokenizer cannot encode part of this text and has no token for unknown text") as refused:
+        with pytest.raises(
+            Refusal,
+            match=(
+                r"row 7.*the tokenizer cannot encode part of this text and has no token for unknown"
+                r" text"
+            ),
+        ) as refused:
             first_step(tmp_path, task, alphabet.tokenizer, file, **changes)
         assert len(str(refused.value).splitlines()) == 1
         first_step(tmp_path, task, alphabet.tokenizer, file, bad_rows="skip", **changes)
 
 
-# The hash ---------------------------------------------------------------------------------------------------------
+# The hash
+# --------------------------------------------------------------------------------------------------
 
 
 def renamed_token(tokenizer: Any) -> None:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    next(token for token in content["added_tokens"] if token["content"] == "<|note|>")["content"] = "<|remark|>"
+    next(token for token in content["added_tokens"] if token["content"] == "<|note|>")[
+        "content"
+    ] = "<|remark|>"
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(content))
 
 
@@ -140,12 +165,17 @@ def another_backend(name: str, value: Any) -> Callable[[Any], None]:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "an added token is renamed": renamed_token,
     "a token is added": lambda tokenizer: tokenizer.add_tokens(["<|more|>"]),
-    "an added token takes the spaces before it": lambda tokenizer: tokenizer.add_tokens([AddedToken("<|note|>", lstrip=True)]),
+    "an added token takes the spaces before it": lambda tokenizer: tokenizer.add_tokens(
+        [AddedToken("<|note|>", lstrip=True)]
+    ),
     "two tokens of the vocabulary are swapped": swapped_tokens,
     "text is normalised": another_backend("normalizer", normalizers.Lowercase()),
-    "words are split": another_backend("pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)),
+    "words are split": another_backend(
+        "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    ),
     "another token is put around a text": another_backend(
-        "post_processor", processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 257)])
+        "post_processor",
+        processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 257)]),
     ),
     "another end token": lambda tokenizer: setattr(tokenizer, "eos_token", "<|im_end|>"),
     "another begin token": lambda tokenizer: setattr(tokenizer, "bos_token", "<|im_start|>"),
@@ -165,16 +195,31 @@ def test_a_tokenizer_is_another_one_by_each_part(change: str) -> None:
     first, other = plain_tokenizer(), plain_tokenizer()
     CHANGES[change](other)
     for task in OF_TEXT:
-        assert identity_of(first, task) == identity_of(plain_tokenizer(), task) != identity_of(other, task)
+        assert (
+            identity_of(first, task)
+            == identity_of(plain_tokenizer(), task)
+            != identity_of(other, task)
+        )
 
 
 def test_parts_of_some_tasks_count_for_these() -> None:
-    """The chat template of tasks that render chats; the mask and the set of special tokens of masked_lm."""
+    """The chat template of tasks that render chats; the mask and the set of special tokens of
+    masked_lm.
+    """
     first, template, mask = plain_tokenizer(), plain_tokenizer(), plain_tokenizer()
     template.chat_template = (template.chat_template or "") + " "
     mask.mask_token = "<|reserved_0|>"
-    differ = {task: [identity_of(first, task) != identity_of(other, task) for other in (template, mask)] for task in OF_TEXT}
-    assert differ == {"pretrain": [False, False], "sft": [True, True], "masked_lm": [False, True], "preference": [True, True], "reward": [True, True]}
+    differ = {
+        task: [identity_of(first, task) != identity_of(other, task) for other in (template, mask)]
+        for task in OF_TEXT
+    }
+    assert differ == {
+        "pretrain": [False, False],
+        "sft": [True, True],
+        "masked_lm": [False, True],
+        "preference": [True, True],
+        "reward": [True, True],
+    }
     special = plain_tokenizer()
     special.add_special_tokens({"extra_special_tokens": ["<|note|>"]})
     assert identity_of(special, "masked_lm") != identity_of(first, "masked_lm")
@@ -182,7 +227,10 @@ def test_parts_of_some_tasks_count_for_these() -> None:
 
 def test_a_resume_of_masked_tokens_needs_as_many_embeddings(tmp_path: Path) -> None:
     """A masked token may be replaced by any token that has an embedding."""
-    tokenizer, file = tokenizers_of_one_size()[0], write(tmp_path / "rows.jsonl", "masked_lm", "x y")
+    tokenizer, file = (
+        tokenizers_of_one_size()[0],
+        write(tmp_path / "rows.jsonl", "masked_lm", "x y"),
+    )
     _, state = first_step(tmp_path, "masked_lm", tokenizer, file)
     with pytest.raises(OtherData, match="vocabulary = 264: the saved data stream has 265"):
         first_step(tmp_path, "masked_lm", tokenizer, file, state, embeddings=264)
@@ -201,10 +249,20 @@ def test_what_changes_no_token_is_not_in_the_hash(tmp_path: Path) -> None:
         if "model" in content:
             content["model"]["vocab"] = dict(reversed(content["model"]["vocab"].items()))
         file.write_text(json.dumps(dict(reversed(content.items())), indent=7))
-    program = "import sys; from recipekit.data.tokenizer_identity import identity_of; from transformers import AutoTokenizer\n"
-    program += f"print(*(identity_of(AutoTokenizer.from_pretrained(sys.argv[1]), task) for task in {OF_TEXT}))"
+    program = (
+        "import sys; from recipekit.data.tokenizer_identity import identity_of; from transformers"
+        " import AutoTokenizer\n"
+    )
+    program += (
+        "print(*(identity_of(AutoTokenizer.from_pretrained(sys.argv[1]), task) for task in"
+        f" {OF_TEXT}))"
+    )
     there = subprocess.run(
-        [sys.executable, "-c", program, folders[0]], capture_output=True, text=True, check=True, env={"PYTHONPATH": "recipes", "PYTHONHASHSEED": "7"}
+        [sys.executable, "-c", program, folders[0]],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": "recipes", "PYTHONHASHSEED": "7"},
     )
     assert there.stdout.split() == list(expected.values())
     for tokenizer in (first, *map(AutoTokenizer.from_pretrained, folders)):
@@ -225,7 +283,9 @@ class Letters(PreTrainedTokenizer):
         return len(self.letters)
 
     def get_vocab(self) -> dict[str, int]:
-        return {letter: number for number, letter in enumerate(self.letters)} | self.added_tokens_encoder
+        return {
+            letter: number for number, letter in enumerate(self.letters)
+        } | self.added_tokens_encoder
 
     def _tokenize(self, text: str, **more: Any) -> list[str]:
         return list(text.upper() if self.upper else text)
@@ -236,7 +296,9 @@ class Letters(PreTrainedTokenizer):
     def _convert_id_to_token(self, number: int) -> str:
         return self.letters[number]
 
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+    def save_vocabulary(
+        self, save_directory: str, filename_prefix: str | None = None
+    ) -> tuple[str]:
         file = Path(save_directory, "letters.txt")
         file.write_text(" ".join(self.letters))
         return (str(file),)
@@ -246,20 +308,34 @@ def test_a_tokenizer_in_python_is_known_by_its_vocabulary_and_options(tmp_path: 
     def letters(folder: str, content: str, **more: Any) -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "letters.txt").write_text(content)
-        return identity_of(Letters(str(tmp_path / folder / "letters.txt"), eos_token="E", **more), "pretrain")
+        return identity_of(
+            Letters(str(tmp_path / folder / "letters.txt"), eos_token="E", **more), "pretrain"
+        )
 
     first = letters("one", "A C G T E")
-    assert letters("two", "A C G T E") == letters("one", "A C G T E", model_max_length=9, padding_side="left") == first
-    others = [letters("one", "C A G T E"), letters("one", "A C G T E", upper=True), letters("one", "A C G T N E"), letters("one", "A C G T E", bos_token="A")]
+    assert (
+        letters("two", "A C G T E")
+        == letters("one", "A C G T E", model_max_length=9, padding_side="left")
+        == first
+    )
+    others = [
+        letters("one", "C A G T E"),
+        letters("one", "A C G T E", upper=True),
+        letters("one", "A C G T N E"),
+        letters("one", "A C G T E", bos_token="A"),
+    ]
     assert len({first, *others}) == 5
     assert edges(Letters(str(tmp_path / "two" / "letters.txt"), eos_token="E")) == ([], [])
 
 
-# Kept tokens and resumes ------------------------------------------------------------------------------------------
+# Kept tokens and resumes
+# ------------------------------------------------------------------------------------------
 
 
 def tokenizers_of_one_size() -> list[Any]:
-    """Tokenizers that give the same tokens for most texts, as many tokens, and the same special ids."""
+    """Tokenizers that give the same tokens for most texts, as many tokens, and the same special
+    ids.
+    """
     first, second, third = plain_tokenizer(), plain_tokenizer(), plain_tokenizer()
     renamed_token(second)
     swapped_tokens(third)
@@ -269,31 +345,48 @@ def tokenizers_of_one_size() -> list[Any]:
 
 
 @pytest.mark.parametrize("task", OF_TEXT)
-def test_tokens_of_another_tokenizer_are_neither_read_nor_resumed(tmp_path: Path, task: str) -> None:
+def test_tokens_of_another_tokenizer_are_neither_read_nor_resumed(
+    tmp_path: Path, task: str
+) -> None:
     file = write(tmp_path / "rows.jsonl", task, "x <|note|> y <|remark|> z")
     seen, states = [], []
     for number, tokenizer in enumerate(tokenizers_of_one_size()):
-        batch, state = first_step(tmp_path / str(number), task, tokenizer, file, seq_len=120, token_cache=str(tmp_path / "kept"))
-        alone, _ = first_step(tmp_path / str(number), task, tokenizer, file, seq_len=120, token_cache="off")
+        batch, state = first_step(
+            tmp_path / str(number),
+            task,
+            tokenizer,
+            file,
+            seq_len=120,
+            token_cache=str(tmp_path / "kept"),
+        )
+        alone, _ = first_step(
+            tmp_path / str(number), task, tokenizer, file, seq_len=120, token_cache="off"
+        )
         assert (batch["input_ids"] == alone["input_ids"]).all()
         seen.append(batch["input_ids"].tolist())
         states.append(state)
     assert seen[0] != seen[1] and seen[0] != seen[2] and seen[1] != seen[2]
     first, second, _ = tokenizers_of_one_size()
-    with pytest.raises(OtherData, match=r"^--tokenizer: must match the tokenizer of the saved run") as refused:
+    with pytest.raises(
+        OtherData, match=r"^--tokenizer: must match the tokenizer of the saved run"
+    ) as refused:
         first_step(tmp_path / "resumed", task, second, file, states[0], seq_len=120)
     assert len(refused.value.problems) == 1
     first_step(tmp_path / "resumed", task, first, file, states[0], seq_len=120)
 
 
 @pytest.mark.parametrize("task", OF_TEXT)
-def test_a_run_of_an_older_version_is_resumed_with_the_check_that_it_recorded(tmp_path: Path, task: str) -> None:
+def test_a_run_of_an_older_version_is_resumed_with_the_check_that_it_recorded(
+    tmp_path: Path, task: str
+) -> None:
     file, tokenizer = write(tmp_path / "rows.jsonl", task, "x y"), plain_tokenizer()
     if task == "masked_lm":
         tokenizer.mask_token = "<|reserved_0|>"
     changes: dict[str, Any] = {"seq_len": 96}
     _, state = first_step(tmp_path, task, tokenizer, file, **changes)
-    recorded = str(tmp_path / "tokenizer") if TASKS[task].pairs else former_identity(tokenizer, task)
+    recorded = (
+        str(tmp_path / "tokenizer") if TASKS[task].pairs else former_identity(tokenizer, task)
+    )
     older = state | {"identity": state["identity"] | {"tokenizer": recorded}}
     _, after = first_step(tmp_path, task, tokenizer, file, older, **changes)
     assert after["identity"]["tokenizer"] == identity_of(tokenizer, task)
@@ -304,5 +397,8 @@ def test_a_run_of_an_older_version_is_resumed_with_the_check_that_it_recorded(tm
 
 def test_a_recorded_sample_is_what_older_versions_hashed() -> None:
     """The values are of commit 2fdcf48."""
-    assert [former_identity(byte_tokenizer(), task) for task in ("pretrain", "sft")] == ["8f3131955b8497d9", "fbde7f4789644ca5"]
+    assert [former_identity(byte_tokenizer(), task) for task in ("pretrain", "sft")] == [
+        "8f3131955b8497d9",
+        "fbde7f4789644ca5",
+    ]
     assert former_identity(byte_tokenizer(True), "masked_lm") == "5486b70644199e3c"

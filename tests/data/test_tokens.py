@@ -37,7 +37,9 @@ def test_bytes_are_lossless(text):
 def test_byte_vocabulary():
     assert len(BYTES) == BYTE_VOCAB
     every = BYTES(bytes(range(256)).decode("latin-1"))["input_ids"]
-    assert max(every) < 256 and len({BYTES.eos_token_id, BYTES.bos_token_id, BYTES.pad_token_id}) == 3
+    assert (
+        max(every) < 256 and len({BYTES.eos_token_id, BYTES.bos_token_id, BYTES.pad_token_id}) == 3
+    )
     assert len(BYTES("<|im_start|>user<|im_end|>")["input_ids"]) == 6
 
 
@@ -49,8 +51,15 @@ def test_byte_tokenizer_is_saved_and_loaded(tmp_path):
         load_tokenizer("x", str(tmp_path)),
     ):
         text = "naïve <|im_end|>\n  \t\0 日本 " + '" . , '
-        assert again(text)["input_ids"] == BYTES(text)["input_ids"] and again.decode(again(text)["input_ids"]) == text
-        assert (len(again), again.eos_token_id, again.chat_template) == (len(BYTES), BYTES.eos_token_id, BYTES.chat_template)
+        assert (
+            again(text)["input_ids"] == BYTES(text)["input_ids"]
+            and again.decode(again(text)["input_ids"]) == text
+        )
+        assert (len(again), again.eos_token_id, again.chat_template) == (
+            len(BYTES),
+            BYTES.eos_token_id,
+            BYTES.chat_template,
+        )
 
 
 def test_bytes_need_no_model():
@@ -60,7 +69,11 @@ def test_bytes_need_no_model():
 def test_tokenizer_inside_a_gguf_file(tmp_path):
     import gguf
 
-    tokens = [*json.loads(BYTES.backend_tokenizer.to_str())["model"]["vocab"], "th", "<|endoftext|>"]
+    tokens = [
+        *json.loads(BYTES.backend_tokenizer.to_str())["model"]["vocab"],
+        "th",
+        "<|endoftext|>",
+    ]
     writer = gguf.GGUFWriter(str(tmp_path / "model.Q4_1.gguf"), "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
@@ -68,20 +81,36 @@ def test_tokenizer_inside_a_gguf_file(tmp_path):
     writer.add_token_types([1] * 257 + [3])
     writer.add_eos_token_id(257)
     writer.add_bos_token_id(257)
-    for add in (writer.add_block_count, writer.add_context_length, writer.add_embedding_length, writer.add_feed_forward_length, writer.add_head_count):
+    for add in (
+        writer.add_block_count,
+        writer.add_context_length,
+        writer.add_embedding_length,
+        writer.add_feed_forward_length,
+        writer.add_head_count,
+    ):
         add(1)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.convert_ids_to_tokens(tokenizer("this", add_special_tokens=False)["input_ids"]) == ["th", "i", "s"]
+    assert tokenizer.convert_ids_to_tokens(
+        tokenizer("this", add_special_tokens=False)["input_ids"]
+    ) == ["th", "i", "s"]
 
 
 @pytest.mark.parametrize(
     "model, tokenizer, says",
     [
-        ("meta-llama/Llama-3.2-1B", "", ["--model meta-llama/Llama-3.2-1B", "https://huggingface.co/meta-llama/Llama-3.2-1B", "hf auth login"]),
+        (
+            "meta-llama/Llama-3.2-1B",
+            "",
+            [
+                "--model meta-llama/Llama-3.2-1B",
+                "https://huggingface.co/meta-llama/Llama-3.2-1B",
+                "hf auth login",
+            ],
+        ),
         ("x", "/no/such/folder", ["--tokenizer /no/such/folder", "the folder does not exist"]),
         ("x", "./no_such", ["--tokenizer ./no_such", "the folder does not exist"]),
         ("{folder}/empty", "", ["--model", "contains no tokenizer"]),
@@ -94,7 +123,9 @@ def test_missing_tokenizer_is_refused(tmp_path, model, tokenizer, says):
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     with pytest.raises(Refusal) as refused:
         load_tokenizer(model.format(folder=tmp_path), tokenizer)
-    assert len(refused.value.problems) == 1 and all(part in str(refused.value) for part in says), str(refused.value)
+    assert len(refused.value.problems) == 1 and all(part in str(refused.value) for part in says), (
+        str(refused.value)
+    )
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -104,7 +135,9 @@ class _Hub(BaseHTTPRequestHandler):
         gated = "gated" in self.path
         self.send_response(401)
         self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
-        self.send_header("X-Error-Message", "Access to model is restricted." if gated else "Repository not found")
+        self.send_header(
+            "X-Error-Message", "Access to model is restricted." if gated else "Repository not found"
+        )
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -132,18 +165,31 @@ for call in (lambda: load_tokenizer("org/gated"), lambda: load_tokenizer("org/un
         print(refusal)
 """
     more = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ | more, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     server.shutdown()
     server.server_close()
     lines = done.stdout.splitlines()
     assert len(lines) == 4, done.stdout + done.stderr
-    for line, name in zip(lines, ("org/gated", "org/unknown", "datasets/org/gated", "datasets/org/unknown"), strict=True):
+    for line, name in zip(
+        lines,
+        ("org/gated", "org/unknown", "datasets/org/gated", "datasets/org/unknown"),
+        strict=True,
+    ):
         assert f"https://huggingface.co/{name}" in line and "hf auth login" in line
         assert ("is gated" in line) == name.endswith("gated"), line
 
 
 def test_a_hub_that_is_away_is_refused_soon_and_once():
-    """Its own client asks five times for each file, and says so each time; what is in the cache is used."""
+    """Its own client asks five times for each file, and says so each time; what is in the cache is
+    used.
+    """
     program = """
 import time
 from recipekit.spec.recipe import Recipe
@@ -163,9 +209,18 @@ for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/nam
     assert time.monotonic() - begun < 60
 """
     more = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ | more, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 and all("org/name" in line and re.search("not in the (local )?cache", line) for line in lines), done.stdout
+    assert len(lines) == 3 and all(
+        "org/name" in line and re.search("not in the (local )?cache", line) for line in lines
+    ), done.stdout
     assert "Retrying" not in done.stderr, done.stderr
 
 
@@ -181,24 +236,48 @@ try:
 except Exception:
     pass
 """
-    done = subprocess.run([sys.executable, "-c", program], env=os.environ | {"HF_HUB_OFFLINE": "0"}, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     (line,) = done.stderr.splitlines()
-    assert "the hub does not answer ([Errno 111] Connection refused). huggingface_hub asks again in 1 s, 1 of 1" in line
+    assert (
+        "the hub does not answer ([Errno 111] Connection refused). huggingface_hub asks again in 1"
+        " s, 1 of 1" in line
+    )
 
 
-# Documents ------------------------------------------------------------------------------------------------------
+# Documents
+# --------------------------------------------------------------------------------------------------
 
 
 def merging_tokenizer(special: list[str], eos: str, bos: str = "") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with real merges; with `bos` it puts that token in front, as Llama's do."""
+    """A byte-level BPE tokenizer with real merges; with `bos` it puts that token in front, as
+    Llama's do.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
-    backend.train_from_iterator([Path(json.__file__).read_text(), Path(os.__file__).read_text()], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        [Path(json.__file__).read_text(), Path(os.__file__).read_text()], trainer
+    )
     if bos:
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, **({"bos_token": bos} if bos else {}))
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=eos, **({"bos_token": bos} if bos else {})
+    )
 
 
 def test_text_becomes_tokens_and_an_end():
@@ -218,7 +297,8 @@ def test_document_without_target_is_empty():
     assert [len(ids) for ids, _ in encode_texts(BYTES, ["", "a"])] == [0, 2]
 
 
-# Chats ----------------------------------------------------------------------------------------------------------
+# Chats
+# --------------------------------------------------------------------------------------------------
 
 CHATML = BYTES.chat_template
 LLAMA3 = """\
@@ -248,15 +328,33 @@ INSTRUCT = """\
 {%- if message['role'] == 'user' %}{{- '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}\
 {%- else %}{{- ' ' + message['content'].strip() + ' ' + eos_token }}{%- endif %}\
 {%- endfor %}"""
-PLAIN = "{% for message in messages %}### {{ message['role'] }}:\n{{ message['content'] }}\n\n{% endfor %}"
+PLAIN = (
+    "{% for message in messages %}### {{ message['role'] }}:\n{{ message['content'] }}\n\n{%"
+    " endfor %}"
+)
 
 SYSTEM, ASK = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}
-CHAT = [SYSTEM, ASK, {"role": "assistant", "content": "  Because.\n"}, ASK, {"role": "assistant", "content": "Why? Be brief.assistant"}]
-THOUGHTS = [ASK, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."}, ASK, {"role": "assistant", "content": "<think>\nAh.\n</think>\n\nYes."}]
+CHAT = [
+    SYSTEM,
+    ASK,
+    {"role": "assistant", "content": "  Because.\n"},
+    ASK,
+    {"role": "assistant", "content": "Why? Be brief.assistant"},
+]
+THOUGHTS = [
+    ASK,
+    {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."},
+    ASK,
+    {"role": "assistant", "content": "<think>\nAh.\n</think>\n\nYes."},
+]
 TOKENIZERS = {
     "bytes": BYTES,
     "chatml": merging_tokenizer(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"),
-    "llama3": merging_tokenizer(["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>", "<|begin_of_text|>"),
+    "llama3": merging_tokenizer(
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+    ),
     "instruct": merging_tokenizer(["<s>", "</s>"], "</s>", "<s>"),
 }
 
@@ -270,18 +368,43 @@ def targets(tokenizer, ids: np.ndarray, labels: np.ndarray) -> list[str]:
         elif run:
             runs.append(tokenizer.decode(run))
             run = []
-    assert all(label in (IGNORE, following) for label, following in zip(labels, ids[1:], strict=False))
+    assert all(
+        label in (IGNORE, following) for label, following in zip(labels, ids[1:], strict=False)
+    )
     return runs
 
 
 @pytest.mark.parametrize(
     "name, template, chat, expected",
     [
-        ("bytes", CHATML, CHAT, ["  Because.\n<|im_end|>\n", "Why? Be brief.assistant<|im_end|>\n"]),
-        ("chatml", CHATML, CHAT, ["  Because.\n<|im_end|>\n", "Why? Be brief.assistant<|im_end|>\n"]),
+        (
+            "bytes",
+            CHATML,
+            CHAT,
+            ["  Because.\n<|im_end|>\n", "Why? Be brief.assistant<|im_end|>\n"],
+        ),
+        (
+            "chatml",
+            CHATML,
+            CHAT,
+            ["  Because.\n<|im_end|>\n", "Why? Be brief.assistant<|im_end|>\n"],
+        ),
         ("llama3", LLAMA3, CHAT, ["Because.<|eot_id|>", "Why? Be brief.assistant<|eot_id|>"]),
-        ("chatml", THINKING, CHAT, ["  Because.\n<|im_end|>\n", "<think>\n\n</think>\n\nWhy? Be brief.assistant<|im_end|>\n"]),
-        ("chatml", THINKING, THOUGHTS, ["So.<|im_end|>\n", "<think>\nAh.\n</think>\n\nYes.<|im_end|>\n"]),
+        (
+            "chatml",
+            THINKING,
+            CHAT,
+            [
+                "  Because.\n<|im_end|>\n",
+                "<think>\n\n</think>\n\nWhy? Be brief.assistant<|im_end|>\n",
+            ],
+        ),
+        (
+            "chatml",
+            THINKING,
+            THOUGHTS,
+            ["So.<|im_end|>\n", "<think>\nAh.\n</think>\n\nYes.<|im_end|>\n"],
+        ),
         ("instruct", INSTRUCT, CHAT, [" Because. </s>", " Why? Be brief.assistant </s>"]),
         ("chatml", PLAIN, CHAT, ["  Because.\n\n\n", "Why? Be brief.assistant\n\n"]),
         ("chatml", CHATML, [ASK, {"role": "assistant", "content": ""}], ["<|im_end|>\n"]),
@@ -294,7 +417,8 @@ def test_loss_on_answers_only(name, template, chat, expected):
     ((ids, labels),) = encode_chats(tokenizer, [chat], ["row 1"], seq_len=1000)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, tokenize=False)
     found = targets(tokenizer, ids, labels)
-    if name == "instruct":  # the space before the answer is a token of its own or part of the answer's first
+    # the space before the answer is a token of its own or part of the answer's first
+    if name == "instruct":
         found, expected = [text.strip() for text in found], [text.strip() for text in expected]
     assert found == expected
 
@@ -317,15 +441,35 @@ def test_long_chat_is_cut_and_one_without_answer_is_empty():
 @pytest.mark.parametrize(
     "template, chat, says",
     [
-        (CHATML, [{"speaker": "human", "value": "hi"}], "a message requires the strings 'role' and 'content'"),
-        (CHATML, [{"role": "assistant", "content": [{"type": "text"}]}], "a message requires the strings"),
-        (CHATML, [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}], "a message requires the strings"),
+        (
+            CHATML,
+            [{"speaker": "human", "value": "hi"}],
+            "a message requires the strings 'role' and 'content'",
+        ),
+        (
+            CHATML,
+            [{"role": "assistant", "content": [{"type": "text"}]}],
+            "a message requires the strings",
+        ),
+        (
+            CHATML,
+            [{"role": "assistant", "content": [{"type": "image_url", "text": "x"}]}],
+            "a message requires the strings",
+        ),
         (CHATML, [ASK, {"role": "assistant", "content": None}], "a message requires the strings"),
-        (CHATML, [ASK, {"role": "bot", "content": "x"}], "the role 'bot': these rows use the roles bot, user"),
+        (
+            CHATML,
+            [ASK, {"role": "bot", "content": "x"}],
+            "the role 'bot': these rows use the roles bot, user",
+        ),
         (CHATML, [], "a chat must be a list"),
         (CHATML, "hello", "a chat must be a list"),
         (INSTRUCT, [ASK, ASK], "roles must alternate"),
-        ("{% for m in messages | reverse %}{{ m.content }}{% endfor %}", CHAT, "message 3: the chat template changes this answer"),
+        (
+            "{% for m in messages | reverse %}{{ m.content }}{% endfor %}",
+            CHAT,
+            "message 3: the chat template changes this answer",
+        ),
     ],
 )
 def test_unusable_chat_is_refused(template, chat, says):
@@ -341,9 +485,13 @@ def test_unusable_chat_is_refused(template, chat, says):
 def test_rendered_answers_are_the_contents(answers):
     tokenizer = TOKENIZERS["chatml"]
     tokenizer.chat_template = CHATML
-    chat = [message for answer in answers for message in (ASK, {"role": "assistant", "content": answer})]
+    chat = [
+        message for answer in answers for message in (ASK, {"role": "assistant", "content": answer})
+    ]
     text, spans = ChatTemplate(tokenizer).answers(chat, None, "row")
-    assert [text[start:end] for _, (start, end) in spans] == [f"{answer}<|im_end|>\n" for answer in answers]
+    assert [text[start:end] for _, (start, end) in spans] == [
+        f"{answer}<|im_end|>\n" for answer in answers
+    ]
 
 
 def test_tokenizer_without_what_the_task_needs_is_refused():

@@ -1,4 +1,6 @@
-"""tools/doctor.py finds faults that are planted for real, one at a time, tells nothing else, and is silent on a healthy machine."""
+"""tools/doctor.py finds faults that are planted for real, one at a time, tells nothing else, and is
+silent on a healthy machine.
+"""
 
 import contextlib
 import json
@@ -31,11 +33,29 @@ NOBODY = 65534
 
 
 class Ranks:
-    """Doctors as a launcher starts them, each on a host of its own unless told otherwise; `prefix[rank]` is put before the command of a rank."""
+    """Doctors as a launcher starts them, each on a host of its own unless told otherwise;
+    `prefix[rank]` is put before the command of a rank.
+    """
 
-    def __init__(self, folder: Path, world: int, words: tuple[Any, ...], prefix: dict[int, list[str]], absent: set[int], variables: dict[str, str]):
-        place = {"WORLD_SIZE": str(world), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        self.logs = {rank: folder / f"rank{rank}.log" for rank in range(world) if rank not in absent}
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        words: tuple[Any, ...],
+        prefix: dict[int, list[str]],
+        absent: set[int],
+        variables: dict[str, str],
+    ):
+        place = {
+            "WORLD_SIZE": str(world),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        self.logs = {
+            rank: folder / f"rank{rank}.log" for rank in range(world) if rank not in absent
+        }
         self.processes = {}
         for rank, log in self.logs.items():
             with log.open("w") as output:
@@ -69,15 +89,34 @@ PINS = len([line for line in (ROOT / "requirements.txt").read_text().splitlines(
 def quiet() -> dict[str, str]:
     """The environment of the tests, in which nobody is logged in anywhere."""
     found = {
-        name: value for name, value in environment().items() if name not in ("WANDB_API_KEY", "HF_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        name: value
+        for name, value in environment().items()
+        if name
+        not in (
+            "WANDB_API_KEY",
+            "HF_TOKEN",
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_PORT",
+        )
     }
     return found | {"NETRC": os.devnull + "/none"}
 
 
-def doctor(folder: Path, *words: Any, prefix: list[str] | None = None, **variables: str) -> tuple[int, str]:
+def doctor(
+    folder: Path, *words: Any, prefix: list[str] | None = None, **variables: str
+) -> tuple[int, str]:
     """One machine: exit code and output."""
     done = subprocess.run(
-        [*(prefix or []), sys.executable, str(DOCTOR), "--master_port", str(free_port()), *map(str, words)],
+        [
+            *(prefix or []),
+            sys.executable,
+            str(DOCTOR),
+            "--master_port",
+            str(free_port()),
+            *map(str, words),
+        ],
         cwd=folder,
         env=quiet() | variables,
         stdout=subprocess.PIPE,
@@ -123,21 +162,49 @@ def test_a_healthy_machine(tmp_path: Path, ops: Callable[[str], None]) -> None:
 
 def test_two_healthy_hosts(tmp_path: Path) -> None:
     codes, text = Ranks(tmp_path, 2, ("--quick", "--out", "shared/run"), {}, set(), {}).wait()
-    assert codes == [0, 0] and "2 ranks on 2 hosts" in text and "ok: no problem found" in text and "clocks  within 0.0" in re.sub(" {2,}", "  ", text), text
+    assert (
+        codes == [0, 0]
+        and "2 ranks on 2 hosts" in text
+        and "ok: no problem found" in text
+        and "clocks  within 0.0" in re.sub(" {2,}", "  ", text)
+    ), text
     assert listing(tmp_path) == set()
 
 
 @pytest.mark.slow
 def test_a_rank_waits_for_the_others_as_long_as_rank_0_does(tmp_path: Path) -> None:
     """The third never comes, and the second's own time for an answer is shorter than --patience."""
-    code = "import sys; from recipekit.commands import doctor; doctor.LOOK = 4.0; sys.exit(doctor.main(sys.argv[3:]))"
-    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "20"), {1: [sys.executable, "-c", code]}, {2}, {}).wait()
-    assert codes == [1, 1] and "stopped answering" not in text and "did not come within 20 s" in only_problem(text), text
+    code = (
+        "import sys; from recipekit.commands import doctor; doctor.LOOK = 4.0;"
+        " sys.exit(doctor.main(sys.argv[3:]))"
+    )
+    codes, text = Ranks(
+        tmp_path, 3, ("--quick", "--patience", "20"), {1: [sys.executable, "-c", code]}, {2}, {}
+    ).wait()
+    assert (
+        codes == [1, 1]
+        and "stopped answering" not in text
+        and "did not come within 20 s" in only_problem(text)
+    ), text
 
 
 def test_flags_of_the_recipe_may_follow_two_hyphens(tmp_path: Path) -> None:
-    words = [sys.executable, str(DOCTOR), "--quick", "--ranks", "1", "--recipe", str(NANO), "--out", "run", "--", "--tiny"]
-    done = subprocess.run(words, cwd=tmp_path, env=quiet(), capture_output=True, text=True, timeout=HARD, check=False)
+    words = [
+        sys.executable,
+        str(DOCTOR),
+        "--quick",
+        "--ranks",
+        "1",
+        "--recipe",
+        str(NANO),
+        "--out",
+        "run",
+        "--",
+        "--tiny",
+    ]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=quiet(), capture_output=True, text=True, timeout=HARD, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -146,18 +213,28 @@ def test_out_is_not_the_same_folder(tmp_path: Path) -> None:
     other = in_mounts(f"mount -t tmpfs tmpfs {tmp_path / 'run'}")
     codes, text = Ranks(tmp_path, 2, ("--quick", "--out", "run"), {1: other}, set(), {}).wait()
     told = only_problem(text)
-    assert codes == [1, 1] and "out = run" in told and "is not the folder that rank 0 writes to" in told and "--out" in told
+    assert (
+        codes == [1, 1]
+        and "out = run" in told
+        and "is not the folder that rank 0 writes to" in told
+        and "--out" in told
+    )
     assert told.startswith(f"{socket.gethostname()} (rank 1): ")
 
 
 def test_missing_libaio(tmp_path: Path) -> None:
     there = Path("/usr/include/libaio.h").exists()
     hidden = in_mounts("mount --bind /dev/null /usr/include/libaio.h") if there else []
-    code, text = doctor(tmp_path, "--quick", *NVME, prefix=hidden, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
+    code, text = doctor(
+        tmp_path, "--quick", *NVME, prefix=hidden, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops")
+    )
     told = only_problem(text)
     assert code == 1 and told.startswith("libaio: async_io") and "Install libaio-dev" in told
     if not there:
-        pytest.skip("needs Debian's libaio-dev to show that it is found when it is there (tests/system_packages.sh)")
+        pytest.skip(
+            "needs Debian's libaio-dev to show that it is found when it is there"
+            " (tests/system_packages.sh)"
+        )
     code, text = doctor(tmp_path, "--quick", *NVME, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     assert code == 0, text
 
@@ -170,18 +247,34 @@ def test_wrong_version(tmp_path: Path) -> None:
     info = tmp_path / "site" / "transformers-5.21.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.21.0\n")
-    code, text = doctor(tmp_path, "--quick", PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{environment()['PYTHONPATH']}")
+    code, text = doctor(
+        tmp_path,
+        "--quick",
+        PYTHONPATH=f"{tmp_path / 'site'}{os.pathsep}{environment()['PYTHONPATH']}",
+    )
     pinned = re.search(r"^transformers==(.*)$", (ROOT / "requirements.txt").read_text(), re.M)
     assert pinned and code == 1
-    assert only_problem(text) == f"transformers 5.21.0: requirements.txt pins {pinned[1]}. Run: pip install transformers=={pinned[1]}"
+    assert (
+        only_problem(text)
+        == f"transformers 5.21.0: requirements.txt pins {pinned[1]}. Run: pip install"
+        f" transformers=={pinned[1]}"
+    )
 
 
 def test_full_disk(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    full = in_mounts(f"mount -t tmpfs -o size=2m tmpfs {tmp_path / 'run'}\nhead -c 2m /dev/zero > {tmp_path / 'run'}/filler")
+    full = in_mounts(
+        f"mount -t tmpfs -o size=2m tmpfs {tmp_path / 'run'}\nhead -c 2m /dev/zero >"
+        f" {tmp_path / 'run'}/filler"
+    )
     code, text = doctor(tmp_path, "--quick", "--out", "run", prefix=full)
     told = only_problem(text)
-    assert code == 1 and "out = run" in told and "is full (No space left on device, 0 MiB free)" in told and "Free space" in told
+    assert (
+        code == 1
+        and "out = run" in told
+        and "is full (No space left on device, 0 MiB free)" in told
+        and "Free space" in told
+    )
 
 
 @pytest.mark.slow
@@ -190,7 +283,11 @@ def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str],
     small = in_mounts(f"mount -t tmpfs -o size=100m tmpfs {tmp_path / 'run'}")
     code, text = doctor(tmp_path, "--recipe", NANO, "--out", "run", "--ranks", "1", prefix=small)
     told = only_problem(text)
-    assert code == 1 and "out = run: 100 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and Hugging Face files of 9 MiB" in told, told
+    assert (
+        code == 1
+        and "out = run: 100 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and Hugging Face files of 9 MiB"
+        in told
+    ), told
 
 
 def test_unwritable_out(tmp_path: Path) -> None:
@@ -205,7 +302,11 @@ def test_unwritable_out(tmp_path: Path) -> None:
     for out in (folder, folder / "deeper" / "run"):
         code, text = doctor(tmp_path, "--quick", "--out", out, prefix=user)
         told = only_problem(text)
-        assert code == 1 and f"out = {out}: {folder} cannot be written: Permission denied" in told and "--out" in told
+        assert (
+            code == 1
+            and f"out = {out}: {folder} cannot be written: Permission denied" in told
+            and "--out" in told
+        )
     (folder / "run").mkdir()
     folder.chmod(0o700)
     code, text = doctor(tmp_path, "--quick", "--out", folder / "run", prefix=user)
@@ -217,31 +318,51 @@ def test_port_in_use(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         code, text = doctor(tmp_path, "--quick", "--master_port", port)
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"master port {port}: is in use on ") and "Choose another with --master_port " in told
+    assert (
+        code == 1
+        and told.startswith(f"master port {port}: is in use on ")
+        and "Choose another with --master_port " in told
+    )
 
 
 @pytest.mark.slow
 def test_a_host_that_never_comes(tmp_path: Path) -> None:
     began = time.monotonic()
-    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "15"), {}, {2}, {}).wait()  # what the hosts that come need to start, with room
+    # what the hosts that come need to start, with room
+    codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "15"), {}, {2}, {}).wait()
     told = only_problem(text)
-    assert codes == [1, 1] and told.startswith("rank 2 (host 2 of the job, counted from 0): did not come within 15 s"), told
+    assert codes == [1, 1] and told.startswith(
+        "rank 2 (host 2 of the job, counted from 0): did not come within 15 s"
+    ), told
     assert time.monotonic() - began < 180
 
 
 @pytest.mark.slow
 def test_a_rank_whose_master_is_nowhere(tmp_path: Path) -> None:
     """192.0.2.1 is an address of documentation (RFC 5737): no packet to it is answered."""
-    codes, text = Ranks(tmp_path, 2, ("--quick", "--patience", "3"), {}, {0}, {"MASTER_ADDR": "192.0.2.1"}).wait(60)
+    codes, text = Ranks(
+        tmp_path, 2, ("--quick", "--patience", "3"), {}, {0}, {"MASTER_ADDR": "192.0.2.1"}
+    ).wait(60)
     assert codes == [1]
-    assert re.search(r"rank 0 at 192\.0\.2\.1, ports \d+ to \d+: cannot be reached from rank 1 on \S+ \(.+\)\. Check the address", text), text
+    assert re.search(
+        r"rank 0 at 192\.0\.2\.1, ports \d+ to \d+: cannot be reached from rank 1 on \S+ \(.+\)\."
+        r" Check the address",
+        text,
+    ), text
 
 
 @pytest.fixture
 def star() -> Iterator[list[list[str]]]:
-    """Three hosts: the first reaches both others, which do not reach each other, as the first forwards nothing. Commands that run on each."""
+    """Three hosts: the first reaches both others, which do not reach each other, as the first
+    forwards nothing.
+
+    Commands that run on each.
+    """
     if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("needs root and Debian's iproute2 to make hosts of network namespaces (tests/system_packages.sh)")
+        pytest.skip(
+            "needs root and Debian's iproute2 to make hosts of network namespaces"
+            " (tests/system_packages.sh)"
+        )
     names = [f"doctor{os.getpid()}{number}" for number in range(3)]
     ip = lambda *words: subprocess.run(["ip", *words], check=True, capture_output=True)  # noqa: E731
     try:
@@ -250,7 +371,20 @@ def star() -> Iterator[list[list[str]]]:
             ip("-n", name, "link", "set", "lo", "up")
         ip("-n", names[0], "address", "add", "10.77.0.1/32", "dev", "lo")
         for number in (1, 2):
-            ip("-n", names[0], "link", "add", f"to{number}", "type", "veth", "peer", "name", "eth0", "netns", names[number])
+            ip(
+                "-n",
+                names[0],
+                "link",
+                "add",
+                f"to{number}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                names[number],
+            )
             ip("-n", names[0], "address", "add", f"10.77.{number}.1/24", "dev", f"to{number}")
             ip("-n", names[number], "address", "add", f"10.77.{number}.2/24", "dev", "eth0")
             ip("-n", names[0], "link", "set", f"to{number}", "up")
@@ -265,11 +399,15 @@ def star() -> Iterator[list[list[str]]]:
 @pytest.mark.slow
 def test_hosts_that_do_not_reach_each_other(tmp_path: Path, star: list[list[str]]) -> None:
     began = time.monotonic()
-    codes, text = Ranks(tmp_path, 3, ("--quick",), dict(enumerate(star)), set(), {"MASTER_ADDR": "10.77.0.1"}).wait()
+    codes, text = Ranks(
+        tmp_path, 3, ("--quick",), dict(enumerate(star)), set(), {"MASTER_ADDR": "10.77.0.1"}
+    ).wait()
     told = only_problem(text)
     name = socket.gethostname()
     assert codes == [1, 1, 1] and "4 of 6 work" in text
-    assert told.startswith(f"rank 2 on {name} (rank 2) from rank 1 on {name} (rank 1): cannot be reached: timed out"), told
+    assert told.startswith(
+        f"rank 2 on {name} (rank 2) from rank 1 on {name} (rank 1): cannot be reached: timed out"
+    ), told
     assert time.monotonic() - began < 180
 
 
@@ -280,21 +418,41 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ranks.processes[1].kill()  # rank 0 still waits for rank 2
     codes, text = ranks.wait()
     assert codes == [1, -signal.SIGKILL]
-    assert re.search(r"rank 1.*: (ended while|did not come)", text) and re.search(r"rank 2.*did not come", text), text
+    assert re.search(r"rank 1.*: (ended while|did not come)", text) and re.search(
+        r"rank 2.*did not come", text
+    ), text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGKILL))])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (signal.SIGTERM, signal.SIGKILL)
+        ),
+    ],
+)
 def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
     """Ctrl-C in its terminal, which all ranks get, or a signal to the command alone."""
     argv = [sys.executable, str(DOCTOR), "--out", "run", "--master_port", free_port()]
     job = Job(tmp_path / "job", list(map(str, argv)))
-    job.wait_for(lambda: len([process for process in job.processes() if "--torch-part" in command_line(process)]) == 2, HARD)
+    job.wait_for(
+        lambda: (
+            len([process for process in job.processes() if "--torch-part" in command_line(process)])
+            == 2
+        ),
+        HARD,
+    )
     if number == signal.SIGINT:
         os.killpg(job.process.pid, number)
     else:
         job.process.send_signal(number)
     job.wait_gone(30)
-    assert job.process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number], job.output
+    assert (
+        job.process.returncode
+        == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    ), job.output
     assert "Traceback" not in job.output, job.output
     assert listing(tmp_path / "job") == set()
     job.close()
@@ -313,7 +471,10 @@ def test_slow_host(tmp_path: Path) -> None:
         while not over.is_set() and ranks.processes[1].poll() is None:
             with contextlib.suppress(psutil.Error):
                 tree = [slow, *slow.children(recursive=True)]
-                for send, seconds in ((psutil.Process.suspend, 0.29), (psutil.Process.resume, 0.01)):
+                for send, seconds in (
+                    (psutil.Process.suspend, 0.29),
+                    (psutil.Process.resume, 0.01),
+                ):
                     for process in tree:
                         with contextlib.suppress(psutil.Error):
                             send(process)
@@ -328,16 +489,27 @@ def test_slow_host(tmp_path: Path) -> None:
         pulsing.join()
     told = only_problem(text)
     print(told)
-    assert codes == [1, 1] and told.startswith(f"rank 1 on {socket.gethostname()} (rank 1): is slow: it needs "), told
+    assert codes == [1, 1] and told.startswith(
+        f"rank 1 on {socket.gethostname()} (rank 1): is slow: it needs "
+    ), told
 
 
 def test_too_little_shared_memory(tmp_path: Path) -> None:
     """Ranks on a CPU take none of it, as test_ops proves by a run; GPUs do."""
-    code, text = doctor(tmp_path, "--quick", prefix=in_mounts("mount -t tmpfs -o size=64k tmpfs /dev/shm"))
+    code, text = doctor(
+        tmp_path, "--quick", prefix=in_mounts("mount -t tmpfs -o size=64k tmpfs /dev/shm")
+    )
     assert code == 0, text
-    found = [str(item) for item in check_shared_memory(tmp_path, needed=1 << 60) if isinstance(item, Problem)]
+    found = [
+        str(item)
+        for item in check_shared_memory(tmp_path, needed=1 << 60)
+        if isinstance(item, Problem)
+    ]
     assert (
-        len(found) == 1 and found[0].startswith(f"{tmp_path}: ") and "free: NCCL requires 1073741824.0 GiB. Start the container with --shm-size=1g" in found[0]
+        len(found) == 1
+        and found[0].startswith(f"{tmp_path}: ")
+        and "free: NCCL requires 1073741824.0 GiB. Start the container with --shm-size=1g"
+        in found[0]
     ), found
 
 
@@ -350,7 +522,11 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
     os.utime(lock, (time.time() - 3 * 3600,) * 2)
     code, text = doctor(tmp_path, "--quick", TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
     told = only_problem(text)
-    assert code == 1 and told.startswith(f"{lock}, 3 h old: is left over from a compile that was killed") and told.endswith(f". Run: rm -f {lock}"), told
+    assert (
+        code == 1
+        and told.startswith(f"{lock}, 3 h old: is left over from a compile that was killed")
+        and told.endswith(f". Run: rm -f {lock}")
+    ), told
     assert lock.exists(), "a doctor changes nothing"
 
 
@@ -358,15 +534,24 @@ def test_stale_extension_lock(tmp_path: Path) -> None:
 def test_not_logged_in(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online")
     told = only_problem(text)
-    assert code == 1 and told.startswith("WANDB_MODE = online: this host is not logged in to W&B. Run: wandb login"), told
+    assert code == 1 and told.startswith(
+        "WANDB_MODE = online: this host is not logged in to W&B. Run: wandb login"
+    ), told
     code, text = doctor(tmp_path, "--quick", WANDB_MODE="online", WANDB_API_KEY="0123456789" * 4)
     assert code == 0 and "logged in" in text and "0123456789" not in text, text
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "says"), [(200, "", None), (403, "GatedRepo", "is gated, and this host is not logged in"), (0, "", "the hub is unreachable")]
+    ("status", "code", "says"),
+    [
+        (200, "", None),
+        (403, "GatedRepo", "is gated, and this host is not logged in"),
+        (0, "", "the hub is unreachable"),
+    ],
 )
-def test_a_model_that_may_not_be_downloaded(tmp_path: Path, status: int, code: str, says: str | None) -> None:
+def test_a_model_that_may_not_be_downloaded(
+    tmp_path: Path, status: int, code: str, says: str | None
+) -> None:
     """Asked of a server that answers as the hub does; with status 0 none is there."""
     asked = []
 
@@ -385,15 +570,36 @@ def test_a_model_that_may_not_be_downloaded(tmp_path: Path, status: int, code: s
             threading.Thread(target=hub.serve_forever, daemon=True).start()
         else:
             hub.server_close()
-        words = ("--quick", "--recipe", NANO, "--model", "some-org/some-model", "--init", "pretrained", "--out", "run")
-        exit_code, text = doctor(tmp_path, *words, HF_ENDPOINT=f"http://127.0.0.1:{port}", HF_HUB_OFFLINE="0", HF_HOME=str(tmp_path / "hub"))
+        words = (
+            "--quick",
+            "--recipe",
+            NANO,
+            "--model",
+            "some-org/some-model",
+            "--init",
+            "pretrained",
+            "--out",
+            "run",
+        )
+        exit_code, text = doctor(
+            tmp_path,
+            *words,
+            HF_ENDPOINT=f"http://127.0.0.1:{port}",
+            HF_HUB_OFFLINE="0",
+            HF_HOME=str(tmp_path / "hub"),
+        )
         if status:
             hub.shutdown()
     assert asked == (["/api/models/some-org/some-model/auth-check"] if status else [])
     if says is None:
         assert exit_code == 0 and "some-org/some-model may be read" in text, text
     else:
-        assert exit_code == 1 and f"model = some-org/some-model: {says}" in text.replace("is not on this host, and ", "") and only_problem(text)
+        assert (
+            exit_code == 1
+            and f"model = some-org/some-model: {says}"
+            in text.replace("is not on this host, and ", "")
+            and only_problem(text)
+        )
 
 
 def test_nvme_path_in_memory(tmp_path: Path) -> None:
@@ -402,19 +608,43 @@ def test_nvme_path_in_memory(tmp_path: Path) -> None:
         for block in ("offload_optimizer", "offload_param"):
             config["zero_optimization"][block]["nvme_path"] = folder
         (tmp_path / "mine.json").write_text(json.dumps(config))
-        code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--deepspeed_config", tmp_path / "mine.json", "--out", "run")
-    assert code == 1 and text.count(f"{folder} is in memory (tmpfs), so offloading there frees no memory. Use a folder on a local drive") == 2, text
-    others = [problem for problem in re.findall(r"^  \d+\. (.*)$", text, re.M) if folder not in problem]
-    assert all(problem.startswith("libaio: ") for problem in others), text  # beside one for each of the two keys: a machine may lack it
+        code, text = doctor(
+            tmp_path,
+            "--quick",
+            "--recipe",
+            NANO,
+            "--deepspeed_config",
+            tmp_path / "mine.json",
+            "--out",
+            "run",
+        )
+    assert (
+        code == 1
+        and text.count(
+            f"{folder} is in memory (tmpfs), so offloading there frees no memory. Use a folder on a"
+            " local drive"
+        )
+        == 2
+    ), text
+    others = [
+        problem for problem in re.findall(r"^  \d+\. (.*)$", text, re.M) if folder not in problem
+    ]
+    # beside one for each of the two keys: a machine may lack it
+    assert all(problem.startswith("libaio: ") for problem in others), text
 
 
 def test_clock_skew(tmp_path: Path) -> None:
     if not shutil.which("faketime"):
         pytest.skip("needs Debian's faketime (tests/system_packages.sh)")
-    codes, text = Ranks(tmp_path, 2, ("--quick",), {1: ["faketime", "-f", "+90s"]}, set(), {}).wait()
+    codes, text = Ranks(
+        tmp_path, 2, ("--quick",), {1: ["faketime", "-f", "+90s"]}, set(), {}
+    ).wait()
     told = only_problem(text)
     name = socket.gethostname()
-    assert codes == [1, 1] and re.match(rf"{name} \(rank 1\): clock: (89\.9|90\.[0-2]) s ahead of {name} \(rank 0\)\. ", told.replace(": more", ". More")), told
+    assert codes == [1, 1] and re.match(
+        rf"{name} \(rank 1\): clock: (89\.9|90\.[0-2]) s ahead of {name} \(rank 0\)\. ",
+        told.replace(": more", ". More"),
+    ), told
 
 
 def test_a_wrong_command_line_exits_2(tmp_path: Path) -> None:
@@ -426,12 +656,19 @@ def test_a_wrong_command_line_exits_2(tmp_path: Path) -> None:
 def test_a_recipe_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "reads.py").write_text('open("prompts.txt")')
     code, text = doctor(tmp_path, "--quick", "--recipe", "reads.py")
-    assert code == 1 and only_problem(text).startswith("--recipe reads.py: cannot be imported: FileNotFoundError"), text
+    assert code == 1 and only_problem(text).startswith(
+        "--recipe reads.py: cannot be imported: FileNotFoundError"
+    ), text
 
 
 def test_a_recipe_that_cannot_run_is_told_with_the_rest(tmp_path: Path) -> None:
     code, text = doctor(tmp_path, "--quick", "--recipe", NANO, "--tp", "3", WANDB_MODE="online")
-    assert code == 1 and "2 problems" in text and "does not divide the 2 ranks" in text and "WANDB_MODE = online" in text, text
+    assert (
+        code == 1
+        and "2 problems" in text
+        and "does not divide the 2 ranks" in text
+        and "WANDB_MODE = online" in text
+    ), text
 
 
 def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Path) -> None:
@@ -441,15 +678,28 @@ def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Pa
     (tmp_path / "folder.py").mkdir()
     told = {
         "nope.py": "the file does not exist on this host. Give a file of recipes/",
-        "llama_nano_zero3.py": f"the file does not exist on this host. Did you mean {os.path.relpath(NANO, tmp_path)}?",
+        "llama_nano_zero3.py": (
+            f"the file does not exist on this host. Did you mean {os.path.relpath(NANO, tmp_path)}?"
+        ),
         "folder.py": "is a folder",
         "broken.py": "cannot be imported: SyntaxError",
         "empty.py": "sets no RECIPE = Recipe(...)",
     }
     for name, why in told.items():
         words = [sys.executable, str(DOCTOR), "--recipe", name]
-        done = subprocess.run(words, cwd=tmp_path, env=quiet(), capture_output=True, text=True, timeout=30, check=False)
-        assert (done.returncode, done.stdout) == (1, "") and "Traceback" not in done.stderr, done.stderr
+        done = subprocess.run(
+            words,
+            cwd=tmp_path,
+            env=quiet(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (
+            1,
+            "",
+        ) and "Traceback" not in done.stderr, done.stderr
         first, line = done.stderr.splitlines()
         assert first == "refused: 1 problem" and line.startswith(f"  1. --recipe {name}: {why}")
 
@@ -457,7 +707,19 @@ def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Pa
 def test_the_doctor_refuses_variables_that_a_start_refuses(tmp_path: Path) -> None:
     env = quiet() | {"RANK": "3", "WORLD_SIZE": "2"}
     said = [
-        subprocess.run([sys.executable, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=False)
+        subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
         for words in ([str(NANO), "--tiny"], [str(DOCTOR), "--recipe", str(NANO), "--tiny"])
     ]
-    assert said[0].stderr == said[1].stderr and said[0].stderr.startswith("refused: 1 problem") and [done.returncode for done in said] == [1, 1]
+    assert (
+        said[0].stderr == said[1].stderr
+        and said[0].stderr.startswith("refused: 1 problem")
+        and [done.returncode for done in said] == [1, 1]
+    )

@@ -1,35 +1,50 @@
-"""recipekit/doctor/fabric.py: what carries the messages between GPUs, from folders and texts as Linux and the driver give them."""
+"""recipekit/doctor/fabric.py: what carries the messages between GPUs, from folders and texts as
+Linux and the driver give them.
+"""
 
 import resource
 from pathlib import Path
 
 import pytest
 from recipekit.doctor import fabric
-from recipekit.doctor.fabric import Place, Port, below, check_adapters, floors, network_of, nvlinks, over_sockets
+from recipekit.doctor.fabric import (
+    Place,
+    Port,
+    below,
+    check_adapters,
+    floors,
+    network_of,
+    nvlinks,
+    over_sockets,
+)
 from recipekit.hosts.findings import Row
 from recipekit.spec.refusal import Problem
 
 # As `nvidia-smi topo -m` prints it: two GPUs on a bridge of 4, a third one alone
 MATRIX = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
-    "GPU0\t X \tNV4\tPHB\tPXB\t0-31\t0\n"
-    "GPU1\tNV4\t X \tSYS\tSYS\t0-31\t0\n"
-    "GPU2\tPHB\tSYS\t X \tPIX\t32-63\t1\n"
-    "NIC0\tPXB\tSYS\tPIX\t X \n\n"
-    "Legend:\n\n  X    = Self\n  NV#  = Connection traversing a bonded set of # NVLinks\n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\nGPU0\t X"
+    " \tNV4\tPHB\tPXB\t0-31\t0\nGPU1\tNV4\t X \tSYS\tSYS\t0-31\t0\nGPU2\tPHB\tSYS\t X"
+    " \tPIX\t32-63\t1\nNIC0\tPXB\tSYS\tPIX\t X \n\nLegend:\n\n  X    = Self\n  NV#  = Connection"
+    " traversing a bonded set of # NVLinks\n\nNIC Legend:\n\n  NIC0: mlx5_0\n"
 )
 
 
-def adapter(root: Path, device: str, rate: str, state: str = "4: ACTIVE", layer: str = "InfiniBand") -> None:
+def adapter(
+    root: Path, device: str, rate: str, state: str = "4: ACTIVE", layer: str = "InfiniBand"
+) -> None:
     port = root / device / "ports" / "1"
     port.mkdir(parents=True)
     for name, text in (("rate", rate), ("state", state), ("link_layer", layer)):
         (port / name).write_text(f"{text}\n")
 
 
-def proc(folder: Path, modules: str = "", driver: str = "", rights: str = "0000000000000000") -> Path:
+def proc(
+    folder: Path, modules: str = "", driver: str = "", rights: str = "0000000000000000"
+) -> Path:
     (folder / "self").mkdir(parents=True)
-    (folder / "self" / "status").write_text(f"Name:\tpython\nCapPrm:\t{rights}\nCapEff:\t{rights}\n")
+    (folder / "self" / "status").write_text(
+        f"Name:\tpython\nCapPrm:\t{rights}\nCapEff:\t{rights}\n"
+    )
     (folder / "modules").write_text(modules)
     if driver:
         (folder / "driver" / "nvidia").mkdir(parents=True)
@@ -41,7 +56,10 @@ def test_ports_that_are_up(tmp_path: Path) -> None:
     adapter(tmp_path, "mlx5_0", "400 Gb/sec (4X NDR)")
     adapter(tmp_path, "mlx5_1", "2.5 Gb/sec (1X SDR)", state="1: DOWN")
     adapter(tmp_path, "mlx5_bond_0", "25 Gb/sec (1X EDR)", layer="Ethernet")
-    assert fabric.ports(tmp_path) == [Port("mlx5_0", 400.0, "InfiniBand"), Port("mlx5_bond_0", 25.0, "Ethernet")]
+    assert fabric.ports(tmp_path) == [
+        Port("mlx5_0", 400.0, "InfiniBand"),
+        Port("mlx5_bond_0", 25.0, "Ethernet"),
+    ]
     assert fabric.ports(tmp_path / "none") == []
 
 
@@ -54,11 +72,17 @@ def test_facts_are_of_the_gpus_in_use(tmp_path: Path, monkeypatch: pytest.Monkey
     """Local ranks 0 and 1 on the GPUs that nvidia-smi counts as 1 and 0."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "topo").write_text(MATRIX)
-    (tmp_path / "bin" / "nvidia-smi").write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && while IFS= read -r line; do echo "$line"; done < {tmp_path / "topo"}\n')
+    (tmp_path / "bin" / "nvidia-smi").write_text(
+        '#!/bin/sh\n[ "$*" = "topo -m" ] && while IFS= read -r line; do echo "$line"; done <'
+        f" {tmp_path / 'topo'}\n"
+    )
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     adapter(tmp_path / "ib", "mlx5_0", "200 Gb/sec (4X HDR)")
-    assert fabric.facts([1, 0], tmp_path / "ib") == {"ports": [["mlx5_0", 200.0, "InfiniBand"]], "nvlinks": [[0, 1, 4], [1, 0, 4]]}
+    assert fabric.facts([1, 0], tmp_path / "ib") == {
+        "ports": [["mlx5_0", 200.0, "InfiniBand"]],
+        "nvlinks": [[0, 1, 4], [1, 0, 4]],
+    }
     assert fabric.facts([2, 0], tmp_path / "none") == {"ports": [], "nvlinks": []}
 
 
@@ -72,26 +96,49 @@ PEERMEM = "nvidia_uvm 4956160 0 - Live 0x0\nnvidia_peermem 16384 0 - Live 0x0\n"
     [
         ({"limit": resource.RLIM_INFINITY, "modules": PEERMEM, "driver": CLOSED}, []),
         ({"limit": resource.RLIM_INFINITY, "driver": OPEN}, []),
-        ({"limit": resource.RLIM_INFINITY, "driver": OPEN, "kernel": "5.4.0-150-generic"}, ["GPUDirect RDMA"]),
+        (
+            {"limit": resource.RLIM_INFINITY, "driver": OPEN, "kernel": "5.4.0-150-generic"},
+            ["GPUDirect RDMA"],
+        ),
         ({"limit": resource.RLIM_INFINITY, "driver": CLOSED}, ["GPUDirect RDMA"]),
         ({"limit": 64 << 10, "driver": OPEN}, ["RLIMIT_MEMLOCK = 64 KiB"]),
-        ({"limit": 64 << 10, "driver": OPEN, "rights": "00000000a80425fb"}, ["RLIMIT_MEMLOCK = 64 KiB"]),  # what Docker gives root
+        # what Docker gives root
+        (
+            {"limit": 64 << 10, "driver": OPEN, "rights": "00000000a80425fb"},
+            ["RLIMIT_MEMLOCK = 64 KiB"],
+        ),
         ({"limit": 64 << 10, "driver": OPEN, "rights": "000001ffffffffff"}, []),  # CAP_IPC_LOCK
         ({"limit": 2 << 30, "driver": OPEN}, []),
         ({"limit": 64 << 10, "driver": CLOSED, "hosts": False}, []),
     ],
 )
-def test_what_keeps_an_adapter_from_serving(tmp_path: Path, about: dict, expected: list[str]) -> None:
+def test_what_keeps_an_adapter_from_serving(
+    tmp_path: Path, about: dict, expected: list[str]
+) -> None:
     adapter(tmp_path / "ib", "mlx5_0", "400 Gb/sec (4X NDR)")
-    own = proc(tmp_path / "proc", **{name: about[name] for name in ("modules", "driver", "rights") if name in about})
-    found = list(check_adapters(about.get("hosts", True), tmp_path / "ib", own, about.get("kernel", "6.8.0"), about["limit"]))
+    own = proc(
+        tmp_path / "proc",
+        **{name: about[name] for name in ("modules", "driver", "rights") if name in about},
+    )
+    found = list(
+        check_adapters(
+            about.get("hosts", True),
+            tmp_path / "ib",
+            own,
+            about.get("kernel", "6.8.0"),
+            about["limit"],
+        )
+    )
     assert found[0] == Row("adapters", "mlx5_0 400 Gb/s InfiniBand")
     assert [item.where for item in found if isinstance(item, Problem)] == expected
     assert list(check_adapters(True, tmp_path / "none", own, "6.8.0", 0)) == []
 
 
 def test_the_network_that_nccl_chose() -> None:
-    log = "h:1:1 [0] NCCL INFO NCCL version 2.29.7+cuda13.0\nh:1:1 [0] NCCL INFO Initialized NET plugin {0}\nh:1:1 [0] NCCL INFO Assigned NET plugin {0} to comm\n"
+    log = (
+        "h:1:1 [0] NCCL INFO NCCL version 2.29.7+cuda13.0\nh:1:1 [0] NCCL INFO Initialized NET"
+        " plugin {0}\nh:1:1 [0] NCCL INFO Assigned NET plugin {0} to comm\n"
+    )
     assert network_of(log.format("Socket")) == "Socket"
     assert network_of(log.format("IB") + "h:1:1 [0] NCCL INFO Using network IB\n") == "IB"
     assert network_of("") == ""
@@ -100,35 +147,50 @@ def test_the_network_that_nccl_chose() -> None:
 def test_nccl_over_sockets_beside_infiniband() -> None:
     infiniband, ethernet = Port("mlx5_0", 400.0, "InfiniBand"), Port("mlx5_1", 100.0, "Ethernet")
     (problem,) = over_sockets({0: "Socket", 1: "Socket"}, [infiniband])
-    assert "uses sockets between hosts, although mlx5_0 with 400 Gb/s is there" in problem.rule and "NCCL_IB_DISABLE" in problem.fix
+    assert (
+        "uses sockets between hosts, although mlx5_0 with 400 Gb/s is there" in problem.rule
+        and "NCCL_IB_DISABLE" in problem.fix
+    )
     assert over_sockets({0: "IB", 1: "IB"}, [infiniband]) == []
     assert over_sockets({0: "Socket"}, [ethernet]) == []  # RoCE has to be wanted
     assert over_sockets({0: ""}, [infiniband]) == []
 
 
 def host(ports: list[list], lanes: int = 0, ranks: int = 2) -> dict:
-    return {"ports": ports, "nvlinks": [[i, j, lanes] for i in range(ranks) for j in range(ranks) if i != j and lanes]}
+    return {
+        "ports": ports,
+        "nvlinks": [[i, j, lanes] for i in range(ranks) for j in range(ranks) if i != j and lanes],
+    }
 
 
 def test_floors_inside_a_host() -> None:
     places = {rank: Place(0, rank) for rank in range(2)}
-    assert floors(places, {0: host([], lanes=18)}, "") == {(0, 1): (100.0, "18 NVLinks"), (1, 0): (100.0, "18 NVLinks")}
+    assert floors(places, {0: host([], lanes=18)}, "") == {
+        (0, 1): (100.0, "18 NVLinks"),
+        (1, 0): (100.0, "18 NVLinks"),
+    }
     assert floors(places, {0: host([], lanes=12)}, "")[0, 1][0] == 100.0  # A100
     assert floors(places, {0: host([], lanes=4)}, "")[0, 1][0] == pytest.approx(100 / 3)  # a bridge
     assert floors(places, {0: host([])}, "")[0, 1] == (2.0, "PCIe")
 
 
 def test_floors_between_hosts() -> None:
-    """Two hosts of two ranks; half of 50 GB/s where each rank has an adapter, half of what is left of it where they share one."""
+    """Two hosts of two ranks; half of 50 GB/s where each rank has an adapter, half of what is left
+    of it where they share one.
+    """
     places = {0: Place(0, 0), 1: Place(0, 1), 2: Place(2, 0), 3: Place(2, 1)}
     port = lambda name, layer="InfiniBand": [name, 400.0, layer]  # noqa: E731
     both = host([port("mlx5_0"), port("mlx5_1")], lanes=18)
     one = host([port("mlx5_0")], lanes=18)
     assert floors(places, {0: both, 2: both}, "IB")[0, 2] == (25.0, "400 Gb/s adapters")
-    assert floors(places, {0: both, 2: one}, "IB")[0, 2][0] == 12.5  # in round 2 both ranks of each host send
-    assert floors(places, {0: one, 2: one}, "IB")[1, 2][0] == 25.0  # in round 1 rank 1 alone leaves its host
+    # in round 2 both ranks of each host send
+    assert floors(places, {0: both, 2: one}, "IB")[0, 2][0] == 12.5
+    # in round 1 rank 1 alone leaves its host
+    assert floors(places, {0: one, 2: one}, "IB")[1, 2][0] == 25.0
     roce = host([port("mlx5_0", "Ethernet")])
-    assert (0, 2) not in floors(places, {0: roce, 2: roce}, "Socket") and floors(places, {0: roce, 2: roce}, "IB")[0, 2][0] == 12.5
+    assert (0, 2) not in floors(places, {0: roce, 2: roce}, "Socket") and floors(
+        places, {0: roce, 2: roce}, "IB"
+    )[0, 2][0] == 12.5
     assert (0, 2) not in floors(places, {0: host([]), 2: both}, "IB")
 
 

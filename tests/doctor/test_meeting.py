@@ -1,4 +1,6 @@
-"""recipekit/doctor/rendezvous.py over real sockets: nobody is waited for longer than said, and whoever is missing is named."""
+"""recipekit/doctor/rendezvous.py over real sockets: nobody is waited for longer than said, and
+whoever is missing is named.
+"""
 
 import contextlib
 import itertools
@@ -15,7 +17,11 @@ from recipekit.spec.refusal import Refusal
 
 
 def together(
-    world: int, member: Callable[[Member, int], None], chair: Callable[[Chair], Any], patience: float = 10.0, absent: frozenset[int] = frozenset()
+    world: int,
+    member: Callable[[Member, int], None],
+    chair: Callable[[Chair], Any],
+    patience: float = 10.0,
+    absent: frozenset[int] = frozenset(),
 ) -> Any:
     """What `chair` returns, while each other rank that is not absent runs `member` in a thread."""
     port = free_port()
@@ -26,7 +32,9 @@ def together(
         member(met, rank)
         met.close()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, world) if rank not in absent]
+    threads = [
+        threading.Thread(target=run, args=(rank,)) for rank in range(1, world) if rank not in absent
+    ]
     for thread in threads:
         thread.start()
     met = meet(0, world, "127.0.0.1", port, patience)
@@ -53,9 +61,16 @@ def test_all_are_heard_and_told() -> None:
         return found, clocks, met.lost
 
     found, clocks, lost = together(4, member, chair)
-    assert found == {0: "mine"} | {rank: {"rank": rank, "text": "ä" * 100_000} for rank in (1, 2, 3)} and lost == {}
+    assert (
+        found == {0: "mine"} | {rank: {"rank": rank, "text": "ä" * 100_000} for rank in (1, 2, 3)}
+        and lost == {}
+    )
     assert told == {rank: [1, "two"] for rank in (1, 2, 3)}
-    assert all(abs(ahead) <= trip < 5 for ahead, trip in clocks.values()) and clocks.keys() == {1, 2, 3}, "one clock, read over a way of length `trip`"
+    assert all(abs(ahead) <= trip < 5 for ahead, trip in clocks.values()) and clocks.keys() == {
+        1,
+        2,
+        3,
+    }, "one clock, read over a way of length `trip`"
 
 
 def test_a_silent_rank_and_one_that_leaves_are_named_in_time() -> None:
@@ -75,12 +90,17 @@ def test_a_silent_rank_and_one_that_leaves_are_named_in_time() -> None:
 
     found, seconds, lost = together(4, member, chair)
     assert found == {0: "mine", 3: "here"} and seconds < 15
-    assert lost == {1: "did not report its name within 1 s", 2: "ended while it was asked for its name (it closed the connection)"}
+    assert lost == {
+        1: "did not report its name within 1 s",
+        2: "ended while it was asked for its name (it closed the connection)",
+    }
 
 
 def test_a_rank_that_never_comes_is_named_in_time() -> None:
     began = time.monotonic()
-    lost = together(3, lambda met, rank: None, lambda met: met.lost, patience=5.0, absent=frozenset({2}))
+    lost = together(
+        3, lambda met, rank: None, lambda met: met.lost, patience=5.0, absent=frozenset({2})
+    )
     assert lost == {2: "did not come within 5 s"} and time.monotonic() - began < 60
 
 
@@ -89,7 +109,12 @@ def test_other_programs_on_the_ports_do_no_harm() -> None:
     port = free_port()
     with socket.create_server(("", port + 1)) as silent:
         met: dict[int, Any] = {}
-        threads = [threading.Thread(target=lambda rank=rank: met.update({rank: meet(rank, 2, "127.0.0.1", port, 20)})) for rank in (0, 1)]
+        threads = [
+            threading.Thread(
+                target=lambda rank=rank: met.update({rank: meet(rank, 2, "127.0.0.1", port, 20)})
+            )
+            for rank in (0, 1)
+        ]
         threads[0].start()
         time.sleep(0.3)
         strangers = [socket.create_connection(("127.0.0.1", port + 2)) for _ in range(2)]
@@ -105,10 +130,17 @@ def test_other_programs_on_the_ports_do_no_harm() -> None:
 
 
 def test_a_rank_that_greeted_while_rank_0_was_busy_is_not_lost() -> None:
-    """Two silent strangers hold rank 0 up for 4 s; the members, who wait for 2 s, have hung up and greet again when it hears their first greeting."""
+    """Two silent strangers hold rank 0 up for 4 s; the members, who wait for 2 s, have hung up and
+    greet again when it hears their first greeting.
+    """
     port = free_port()
     met: dict[int, Any] = {}
-    threads = [threading.Thread(target=lambda rank=rank: met.update({rank: meet(rank, 3, "127.0.0.1", port, 30)})) for rank in (0, 1, 2)]
+    threads = [
+        threading.Thread(
+            target=lambda rank=rank: met.update({rank: meet(rank, 3, "127.0.0.1", port, 30)})
+        )
+        for rank in (0, 1, 2)
+    ]
     threads[0].start()
     strangers: list[socket.socket] = []
     until = time.monotonic() + 20
@@ -130,7 +162,13 @@ def test_a_rank_that_greeted_while_rank_0_was_busy_is_not_lost() -> None:
 
 def test_a_member_without_a_chair_says_where_it_looked() -> None:
     port = free_port()
-    with pytest.raises(Refusal, match=rf"rank 0 at 127.0.0.1, ports {port + 1} to {port + 8}: cannot be reached from rank 1 on .* \(Connection refused\)"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            rf"rank 0 at 127.0.0.1, ports {port + 1} to {port + 8}: cannot be reached from rank 1"
+            r" on .* \(Connection refused\)"
+        ),
+    ):
         meet(1, 2, "127.0.0.1", port, 0.5)
     member = None
     chairs: list[Chair] = []
@@ -140,7 +178,10 @@ def test_a_member_without_a_chair_says_where_it_looked() -> None:
     thread.join()
     chairs[0].close()
     assert isinstance(member, Member)
-    with pytest.raises(Refusal, match=r"stopped answering \(it closed the connection\)\. Check the output of rank 0"):
+    with pytest.raises(
+        Refusal,
+        match=r"stopped answering \(it closed the connection\)\. Check the output of rank 0",
+    ):
         member.hear(5)
     member.close()
 

@@ -1,7 +1,8 @@
-"""The shipped JSONs, unchanged, under the two libraries whose contract they follow: transformers' Trainer and accelerate.
+"""The shipped JSONs, unchanged, under the two libraries whose contract they follow: transformers'
+Trainer and accelerate.
 
-Each test is one start of the `deepspeed` launcher with this file as its script, which trains two steps with one JSON after
-the other: a start costs more than the steps.
+Each test is one start of the `deepspeed` launcher with this file as its script, which trains two
+steps with one JSON after the other: a start costs more than the steps.
 """
 
 import json
@@ -20,13 +21,33 @@ OFFLOAD = {"cpu": ["zero2_cpu", "zero3_cpu"], "nvme": ["zero3_nvme"]}
 LR, WEIGHT_DECAY, ROWS, ACCUMULATION = 7e-4, 0.07, 2, 2
 
 
-def launch(library: str, names: list[str], ranks: int, cwd: Path, limit: int) -> dict[str, dict[str, Any]]:
-    """What `library` made of each JSON, as rank 0 saw it. The processes are gone when it returns."""
+def launch(
+    library: str, names: list[str], ranks: int, cwd: Path, limit: int
+) -> dict[str, dict[str, Any]]:
+    """What `library` made of each JSON, as rank 0 saw it. The processes are gone when it
+    returns.
+    """
     from pool import environment, free_port
 
-    command = [Path(sys.executable).parent / "deepspeed", "--num_gpus", ranks, "--no_local_rank", "--master_port", free_port(), __file__, library, *names]
+    command = [
+        Path(sys.executable).parent / "deepspeed",
+        "--num_gpus",
+        ranks,
+        "--no_local_rank",
+        "--master_port",
+        free_port(),
+        __file__,
+        library,
+        *names,
+    ]
     process = subprocess.Popen(
-        [str(part) for part in command], cwd=cwd, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=limit)
@@ -45,17 +66,27 @@ def check(report: dict[str, dict[str, Any]], names: list[str], ranks: int) -> No
     for name, seen in report.items():
         assert seen["stage"] == int(name[4]), name
         assert seen["steps"] == 2 and all(0 < loss < 10 for loss in seen["losses"]), seen
-        assert (seen["lr"], seen["weight_decay"], seen["dtype"]) == (LR, WEIGHT_DECAY, "torch.bfloat16"), seen
-        assert (seen["train_batch_size"], seen["micro_batch"], seen["accumulation"]) == (ROWS * ACCUMULATION * ranks, ROWS, ACCUMULATION), seen
-        assert seen["gradient_clipping"] == 1.0 and seen["optimizer"] == ("SGD" if name == "zero1_sgd" else "AdamW" if name in ZERO else "DeepSpeedCPUAdam"), (
-            seen
-        )
+        assert (seen["lr"], seen["weight_decay"], seen["dtype"]) == (
+            LR,
+            WEIGHT_DECAY,
+            "torch.bfloat16",
+        ), seen
+        assert (seen["train_batch_size"], seen["micro_batch"], seen["accumulation"]) == (
+            ROWS * ACCUMULATION * ranks,
+            ROWS,
+            ACCUMULATION,
+        ), seen
+        assert seen["gradient_clipping"] == 1.0 and seen["optimizer"] == (
+            "SGD" if name == "zero1_sgd" else "AdamW" if name in ZERO else "DeepSpeedCPUAdam"
+        ), seen
         assert '"auto"' not in seen["config"], seen["config"]
 
 
 @pytest.mark.slow
 def test_the_zero_files_work_under_trainer_on_two_ranks(tmp_path: Path) -> None:
-    """And the checkpoints that Trainer leaves become the Hugging Face files that it saves beside them."""
+    """And the checkpoints that Trainer leaves become the Hugging Face files that it saves beside
+    them.
+    """
     check(launch("trainer", ZERO, 2, tmp_path, 240), ZERO, 2)
     from recipekit.convert.hugging_face import to_hf
     from safetensors.torch import load_file
@@ -63,7 +94,10 @@ def test_the_zero_files_work_under_trainer_on_two_ranks(tmp_path: Path) -> None:
     for name in ZERO:
         saved = tmp_path / f"out_{name}" / "checkpoint-2"
         to_hf(saved, tmp_path / name, check=True)
-        got, wanted = load_file(tmp_path / name / "model.safetensors"), load_file(saved / "model.safetensors")
+        got, wanted = (
+            load_file(tmp_path / name / "model.safetensors"),
+            load_file(saved / "model.safetensors"),
+        )
         assert got.keys() == wanted.keys() and (tmp_path / name / "config.json").exists()
         for key, value in wanted.items():
             assert (got[key] == value.to(got[key].dtype)).all(), (name, key)
@@ -87,13 +121,24 @@ def test_the_offload_files_work_under_both(device: str, library: str, tmp_path: 
 def tiny_llama() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
     return AutoModelForCausalLM.from_config(config)
 
 
 def rows() -> list[dict[str, list[int]]]:
     return [
-        {"input_ids": [(7 * row + column) % 128 for column in range(16)], "labels": [(7 * row + column) % 128 for column in range(16)]} for row in range(32)
+        {
+            "input_ids": [(7 * row + column) % 128 for column in range(16)],
+            "labels": [(7 * row + column) % 128 for column in range(16)],
+        }
+        for row in range(32)
     ]
 
 
@@ -134,9 +179,16 @@ def under_trainer(name: str) -> dict[str, Any]:
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Trainer(model=tiny_llama(), args=arguments, train_dataset=rows(), data_collator=default_data_collator)  # type: ignore[arg-type]
+    trainer = Trainer(
+        model=tiny_llama(),
+        args=arguments,
+        train_dataset=rows(),
+        data_collator=default_data_collator,
+    )  # type: ignore[arg-type]
     trainer.train()
-    return seen_in(trainer.deepspeed, [line["loss"] for line in trainer.state.log_history if "loss" in line])
+    return seen_in(
+        trainer.deepspeed, [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    )
 
 
 def under_accelerate(name: str) -> dict[str, Any]:
@@ -148,11 +200,15 @@ def under_accelerate(name: str) -> dict[str, Any]:
 
     PartialState(backend="gloo")  # on a CPU, accelerate sees one process without it
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(FOLDER / f"{name}.json")), gradient_accumulation_steps=ACCUMULATION, mixed_precision="bf16"
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(FOLDER / f"{name}.json")),
+        gradient_accumulation_steps=ACCUMULATION,
+        mixed_precision="bf16",
     )
     model = tiny_llama()
     loader = torch.utils.data.DataLoader(rows(), batch_size=ROWS, collate_fn=default_data_collator)  # type: ignore[arg-type]
-    engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY), loader)
+    engine, _, loader = accelerator.prepare(
+        model, DummyOptim(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY), loader
+    )
     losses = []
     for _, batch in zip(range(2 * ACCUMULATION), loader, strict=False):
         with accelerator.accumulate(engine):
@@ -180,7 +236,9 @@ def main() -> None:
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # threads that the engines of several configurations leave behind abort the interpreter's own exit now and then
+    # threads that the engines of several configurations leave behind abort the interpreter's own
+    # exit now and then
+    os._exit(0)
 
 
 if __name__ == "__main__":

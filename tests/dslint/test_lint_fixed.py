@@ -1,4 +1,6 @@
-"""`tools/lint.py FILE --fix`: NAME.fixed.json beside FILE, and no traceback whatever the file holds."""
+"""`tools/lint.py FILE --fix`: NAME.fixed.json beside FILE, and no traceback whatever the file
+holds.
+"""
 
 import json
 from collections.abc import Callable
@@ -30,7 +32,9 @@ def fix_file(file: Path, json_only: bool, check: Check) -> tuple[Path | None, li
 
 
 @pytest.mark.parametrize("json_only", [True, False])
-def test_a_fixed_file_has_no_problem_that_was_said_to_be_fixed(json_only: bool, tmp_path: Path) -> None:
+def test_a_fixed_file_has_no_problem_that_was_said_to_be_fixed(
+    json_only: bool, tmp_path: Path
+) -> None:
     """Nor a new one, unless a key got another name; and FILE is as it was."""
     cleaned, cases = 0, list(CASES.items())
     for name, case in cases if json_only else cases[::4]:
@@ -45,7 +49,14 @@ def test_a_fixed_file_has_no_problem_that_was_said_to_be_fixed(json_only: bool, 
         assert written == tmp_path / "ds.fixed.json" and json.loads(written.read_text()) is not None
         after = check(str(written))
         fixed = {line.partition(". ")[2] for line in changes[1:]}
-        said = {problem for problem in before if any(text.startswith(f"{problem.where}: ") and f"({problem.rule}" in text for text in fixed)}
+        said = {
+            problem
+            for problem in before
+            if any(
+                text.startswith(f"{problem.where}: ") and f"({problem.rule}" in text
+                for text in fixed
+            )
+        }
         assert not said & {*after}, (name, changes, list(map(str, after)))
         renamed = any(": renamed " in text or ": moved to " in text for text in fixed)
         assert renamed or {*after} <= {*before}, (name, changes, list(map(str, after)))
@@ -56,16 +67,32 @@ def test_a_fixed_file_has_no_problem_that_was_said_to_be_fixed(json_only: bool, 
 
 ALONE = {  # JSON -> (what is written instead, what is left)
     '{"gradient_acumulation_steps": 4}': ({"gradient_accumulation_steps": 4}, 0),
-    '{"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}': ({"zero_optimization": {"stage": 2}}, 0),
-    '{"zero_optimization": {"stage": 2, "cpu_offload": true}}': ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, 0),
+    '{"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}': (
+        {"zero_optimization": {"stage": 2}},
+        0,
+    ),
+    '{"zero_optimization": {"stage": 2, "cpu_offload": true}}': (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        0,
+    ),
     '{"bf16": true}': ({"bf16": {"enabled": True}}, 0),
     '{"gradient_clipping": "1.0"}': ({"gradient_clipping": 1.0}, 0),
     '{"wall_clock_breakdown": "false"} // no': ({"wall_clock_breakdown": False}, 0),
     "{'bf16': {'enabled': true}}": ({"bf16": {"enabled": True}}, 0),
-    '{"csv_monitor": {"output_path": "logs"}}': ({"csv_monitor": {"output_path": "logs", "enabled": True}}, 0),
-    '{"optimizer": {"type": "AdmaW"}, "tensorboard": {"enabled": true}}': ({"optimizer": {"type": "AdamW"}, "tensorboard": {"enabled": False}}, 0),
-    '{"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000001}}': ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000002}}, 0),
-    '{"elasticity": {}, "train_batch_size": "many"}': ({"train_batch_size": "many"}, 1),  # no number is in it
+    '{"csv_monitor": {"output_path": "logs"}}': (
+        {"csv_monitor": {"output_path": "logs", "enabled": True}},
+        0,
+    ),
+    '{"optimizer": {"type": "AdmaW"}, "tensorboard": {"enabled": true}}': (
+        {"optimizer": {"type": "AdamW"}, "tensorboard": {"enabled": False}},
+        0,
+    ),
+    '{"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000001}}': (
+        {"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000002}},
+        0,
+    ),
+    # no number is in it
+    '{"elasticity": {}, "train_batch_size": "many"}': ({"train_batch_size": "many"}, 1),
     '{"scheduler": {"type": "LinearLR"}}': (None, 2),  # which of DeepSpeed's schedules is meant?
 }
 
@@ -79,17 +106,24 @@ def test_what_is_written(text: str, tmp_path: Path) -> None:
     written, changes = fix_file(file, False, lambda config: lint.lint(config)[0])
     assert file.read_text() == text and (written is None) == (expected is None)
     if written is not None:
-        assert json.loads(written.read_text()) == expected and changes[0].startswith(f"wrote {written}: "), changes
+        assert json.loads(written.read_text()) == expected and changes[0].startswith(
+            f"wrote {written}: "
+        ), changes
     assert len(lint.lint(str(written or file))[0]) == left
 
 
 def test_each_change_is_said_with_its_rule(tmp_path: Path) -> None:
-    (tmp_path / "my.json").write_text('{"zero_optimization": {"stage": 2, "overlap_com": true}, "dump_sate": false}')
+    (tmp_path / "my.json").write_text(
+        '{"zero_optimization": {"stage": 2, "overlap_com": true}, "dump_sate": false}'
+    )
     _, said = command("my.json", "--fix", cwd=tmp_path)
     lines = said.splitlines()
     assert lines == [
         "wrote my.fixed.json: 2 changes",
-        "  1. zero_optimization.overlap_com = true: renamed overlap_comm (DeepSpeed has no such key here)",
+        (
+            "  1. zero_optimization.overlap_com = true: renamed overlap_comm (DeepSpeed has no such"
+            " key here)"
+        ),
         "  2. dump_sate = false: renamed dump_state (DeepSpeed has no such key here)",
         "my.fixed.json: clean",
     ]
@@ -103,23 +137,42 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "my.fixed.json").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("name", "target"), [("a.b.json", "a.b.fixed.json"), ("ds_config", "ds_config.fixed.json"), ("x.JSON", "x.JSON.fixed.json")])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("a.b.json", "a.b.fixed.json"),
+        ("ds_config", "ds_config.fixed.json"),
+        ("x.JSON", "x.JSON.fixed.json"),
+    ],
+)
 def test_the_name_of_the_fixed_file(name: str, target: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"dump_sate": false}')
-    assert fix_file(tmp_path / name, True, lambda config: lint.lint(config, json_only=True)[0])[0] == tmp_path / target
+    assert (
+        fix_file(tmp_path / name, True, lambda config: lint.lint(config, json_only=True)[0])[0]
+        == tmp_path / target
+    )
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"bf16": {}, "bf16": {}}', "{\"a\": '''", "\x00", '{"dump_state": false}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"bf16": {}, "bf16": {}}', "{\"a\": '''", "\x00", '{"dump_state": false}'],
+)
 def test_where_nothing_can_be_fixed_nothing_is_written(text: str, tmp_path: Path) -> None:
     (tmp_path / "my.json").write_text(text)
     assert fix_file(tmp_path / "my.json", False, lambda config: lint.lint(config)[0]) == (None, [])
-    assert [path.name for path in tmp_path.iterdir()] == ["my.json"] and bool(lint.lint(str(tmp_path / "my.json"))[0]) == ("dump" not in text)
+    assert [path.name for path in tmp_path.iterdir()] == ["my.json"] and bool(
+        lint.lint(str(tmp_path / "my.json"))[0]
+    ) == ("dump" not in text)
 
 
 def test_what_is_left_is_said_and_exits_1(tmp_path: Path) -> None:
     (tmp_path / "my.json").write_text('{"elasticity": {}, "train_batch_size": "many"}')
     code, said = command("my.json", "--fix", cwd=tmp_path)
-    assert code == 1 and "wrote my.fixed.json: 1 change" in said and "1 problem in my.fixed.json" in said, said
+    assert (
+        code == 1
+        and "wrote my.fixed.json: 1 change" in said
+        and "1 problem in my.fixed.json" in said
+    ), said
 
 
 def test_fix_needs_a_file() -> None:
@@ -127,14 +180,23 @@ def test_fix_needs_a_file() -> None:
 
 
 def test_a_fix_that_brings_another_problem_is_dropped() -> None:
-    wrong = {path: Problem(f'{path} = "x"', "must be a whole number", f"write {fix}", FAILS) for path, fix in (("a", "1"), ("b", "2"))}
+    wrong = {
+        path: Problem(f'{path} = "x"', "must be a whole number", f"write {fix}", FAILS)
+        for path, fix in (("a", "1"), ("b", "2"))
+    }
 
     def check(config: dict[str, Any]) -> list[Problem]:
         found = [wrong[path] for path in ("a", "b") if config[path] == "x"]
-        return [*found, Problem("c = 1", "never beside a = 1", "write 2", FAILS)] if config["a"] == 1 else found
+        return (
+            [*found, Problem("c = 1", "never beside a = 1", "write 2", FAILS)]
+            if config["a"] == 1
+            else found
+        )
 
     config, changes = fixes.fix({"a": "x", "b": "x"}, check)
-    assert config == {"a": "x", "b": 2} and [str(change) for change in changes] == ['b = "x": = 2 (must be a whole number)']
+    assert config == {"a": "x", "b": 2} and [str(change) for change in changes] == [
+        'b = "x": = 2 (must be a whole number)'
+    ]
 
 
 CHOICES = [
@@ -164,16 +226,23 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_broken_files_end_without_a_traceback(count: int, tmp_path: Path) -> None:
-    """Each gets a list of problems; each fifth is also fixed, which leaves no problem that is not one of the file."""
+    """Each gets a list of problems; each fifth is also fixed, which leaves no problem that is not
+    one of the file.
+    """
     file, found = tmp_path / "ds.json", 0
     for number, content in enumerate(fuzzed_files(count)):
         file.write_bytes(content)
         mode = MODES[number % len(MODES)]
         problems, _ = lint.lint(str(file), **mode)
         found += bool(problems)
-        assert all(problem.where and problem.rule and problem.fix and "\n" not in str(problem) for problem in problems), content
+        assert all(
+            problem.where and problem.rule and problem.fix and "\n" not in str(problem)
+            for problem in problems
+        ), content
         if number % 5 == 0:
-            written, _ = fix_file(file, True, lambda config, mode=mode: lint.lint(config, **mode)[0])
+            written, _ = fix_file(
+                file, True, lambda config, mode=mode: lint.lint(config, **mode)[0]
+            )
             if written is not None:
                 lint.lint(str(written), **mode)
                 written.unlink()
@@ -184,7 +253,9 @@ def test_some_of_them_through_the_command(tmp_path: Path) -> None:
     for number, content in enumerate(fuzzed_files(3, seed=7)):
         (tmp_path / "ds.json").write_bytes(content)
         (tmp_path / "ds.fixed.json").unlink(missing_ok=True)
-        code, said = command("ds.json", *(["--json-only"] if number % 2 else []), "--fix", cwd=tmp_path)
+        code, said = command(
+            "ds.json", *(["--json-only"] if number % 2 else []), "--fix", cwd=tmp_path
+        )
         assert code in (0, 1) and said, content
 
 
@@ -196,9 +267,13 @@ def test_some_of_them_through_the_command(tmp_path: Path) -> None:
         ('"wandb": {"enabled": false, "project": "a\\udfffb"}', True),
     ],
 )
-def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(text: str, kept: bool, tmp_path: Path) -> None:
+def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(
+    text: str, kept: bool, tmp_path: Path
+) -> None:
     """JSON may hold one; UTF-8 cannot."""
-    (tmp_path / "ds.json").write_text(f'{{"train_micro_batch_size_per_gpu": 2, "cpu_offload": "true", {text}}}')
+    (tmp_path / "ds.json").write_text(
+        f'{{"train_micro_batch_size_per_gpu": 2, "cpu_offload": "true", {text}}}'
+    )
     half = text[text.index("\\ud") :][:6]
     code, said = command("ds.json", "--json-only", cwd=tmp_path)
     assert code == 1 and (kept or half in said), said
@@ -208,9 +283,19 @@ def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(text: str, ke
     assert lint.read("ds.fixed.json", tmp_path, True)[0] == json.loads(fixed)
 
 
-@pytest.mark.parametrize("key", ["gradient_clipping", "steps_per_print", "zero_optimization.reduce_bucket_size", "optimizer.params.lr"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "gradient_clipping",
+        "steps_per_print",
+        "zero_optimization.reduce_bucket_size",
+        "optimizer.params.lr",
+    ],
+)
 @pytest.mark.parametrize("mode", MODES[:4], ids=lambda mode: "-".join(mode) or "recipe")
-def test_an_integer_may_be_too_large_for_a_float(key: str, mode: dict[str, Any], tmp_path: Path) -> None:
+def test_an_integer_may_be_too_large_for_a_float(
+    key: str, mode: dict[str, Any], tmp_path: Path
+) -> None:
     value: Any = 10**400
     for name in reversed(key.split(".")):
         value = {name: value}
@@ -226,9 +311,12 @@ def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_stock_deepspeed_trains_with_what_is_called_clean(ops: Callable[[str], None], tmp_path: Path) -> None:
+def test_stock_deepspeed_trains_with_what_is_called_clean(
+    ops: Callable[[str], None], tmp_path: Path
+) -> None:
     """Every case that --fix makes clean, given to DeepSpeed itself."""
-    for name in ("cpu_adam", "async_io", "fused_adam"):  # a worker that is stopped while it compiles leaves a lock
+    # a worker that is stopped while it compiles leaves a lock
+    for name in ("cpu_adam", "async_io", "fused_adam"):
         ops(name)
     pools, trained, failed = Pools(), 0, {}
     try:

@@ -1,4 +1,6 @@
-"""Lint against stock DeepSpeed: what was recorded by running (record_lint_verdicts.py) is what lint says, case by case and key by key."""
+"""Lint against stock DeepSpeed: what was recorded by running (record_lint_verdicts.py) is what lint
+says, case by case and key by key.
+"""
 
 import json
 from pathlib import Path
@@ -14,14 +16,22 @@ from recipekit.spec.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRO
 from record_lint_verdicts import RECORDED, record
 
 VERDICTS = json.loads(RECORDED.read_text())
-SAMPLE = ["the least", "misspelt clipping", "10 is not 3 * 3", "optimizer on a drive at stage 2", "pipeline with ZeRO-2"]
+SAMPLE = [
+    "the least",
+    "misspelt clipping",
+    "10 is not 3 * 3",
+    "optimizer on a drive at stage 2",
+    "pipeline with ZeRO-2",
+]
 
 
 def said(case: Case, folder: Path) -> list[Problem]:
     """The problems that the tool finds in the case's file."""
     file = folder / "ds.json"
     file.write_text(case.text, newline="", encoding="utf-8")
-    return lint.lint(str(file), world=case.world, json_only=True, layout={"pp": case.pp} if case.pp > 1 else {})[0]
+    return lint.lint(
+        str(file), world=case.world, json_only=True, layout={"pp": case.pp} if case.pp > 1 else {}
+    )[0]
 
 
 def path_of(problem: Problem) -> str:
@@ -29,22 +39,34 @@ def path_of(problem: Problem) -> str:
 
 
 def covers(told: str, path: str) -> bool:
-    """True if what is told about one path is about the other too: the same, a block that holds it, or the switch of its block."""
+    """True if what is told about one path is about the other too: the same, a block that holds it,
+    or the switch of its block.
+    """
     switch, _, key = told.rpartition(".")
-    return path == told or path.startswith(f"{told}.") or told.startswith(f"{path}.") or (key in ("enabled", "type") and path.startswith(f"{switch}."))
+    return (
+        path == told
+        or path.startswith(f"{told}.")
+        or told.startswith(f"{path}.")
+        or (key in ("enabled", "type") and path.startswith(f"{switch}."))
+    )
 
 
 def is_default(path: str, value: Any) -> bool:
     node = schema()["config"]
     for key in path.split("."):
         node = node.get("keys", {}).get(key, {})
-    return value in ({}, None) or ("default" in node and "type" in node and node["default"] in (value, converted(node, value)))
+    return value in ({}, None) or (
+        "default" in node and "type" in node and node["default"] in (value, converted(node, value))
+    )
 
 
 def test_every_case_was_recorded_with_the_deepspeed_of_today() -> None:
     assert len(POSTED) >= 200 and list(VERDICTS) == list(CASES)
     assert {verdict["deepspeed"] for verdict in VERDICTS.values()} == {schema()["deepspeed"]}
-    counts = {name: sum(verdict["verdict"] == name for verdict in VERDICTS.values()) for name in ("applies", "ignores", "fails")}
+    counts = {
+        name: sum(verdict["verdict"] == name for verdict in VERDICTS.values())
+        for name in ("applies", "ignores", "fails")
+    }
     assert min(counts.values()) >= 15, counts
 
 
@@ -54,19 +76,36 @@ def test_lint_says_what_deepspeed_did(name: str, tmp_path: Path) -> None:
     silent = {path_of(problem) for problem in problems if problem.outcome in (IGNORES, REPLACES)}
     ignored = {*seen.get("ignored", []), *seen.get("replaced", {})}
     # where a key holds its default, or a block nothing, nothing is lost
-    lost = {path for path in ignored if is_seen(path) and not is_default(path, at(CASES[name].parsed, path))}
-    verdict = "applies" if seen["verdict"] == "ignores" and not lost and not silent else seen["verdict"]
-    seen_at_all = [problem for problem in problems if problem.outcome != WRONG]  # wrong numbers are seen in test_wrong_numbers.py
-    assert lint.verdict(seen_at_all) == verdict, ([lint.told(problem) for problem in problems], seen)
+    lost = {
+        path
+        for path in ignored
+        if is_seen(path) and not is_default(path, at(CASES[name].parsed, path))
+    }
+    verdict = (
+        "applies" if seen["verdict"] == "ignores" and not lost and not silent else seen["verdict"]
+    )
+    # wrong numbers are seen in test_wrong_numbers.py
+    seen_at_all = [problem for problem in problems if problem.outcome != WRONG]
+    assert lint.verdict(seen_at_all) == verdict, (
+        [lint.told(problem) for problem in problems],
+        seen,
+    )
     if seen["verdict"] == "fails":
         failing = {path_of(problem) for problem in problems if problem.outcome in (FAILS, HANGS)}
         causes = seen["because_of"]
-        if causes and not any("line " in path for path in failing):  # a file that cannot be read has no paths
+        # a file that cannot be read has no paths
+        if causes and not any("line " in path for path in failing):
             # what is missing lies in the block of what needs it
-            assert {path.partition(".")[0] for path in failing} & {cause.partition(".")[0] for cause in causes}, (failing, causes)
+            assert {path.partition(".")[0] for path in failing} & {
+                cause.partition(".")[0] for cause in causes
+            }, (failing, causes)
     else:
         missed = {path for path in lost if not any(covers(told, path) for told in silent)}
-        invented = {told for told in silent if is_seen(told) and not any(covers(told, path) for path in ignored)}
+        invented = {
+            told
+            for told in silent
+            if is_seen(told) and not any(covers(told, path) for path in ignored)
+        }
         assert not missed and not invented, f"missed {missed}, invented {invented}: {seen}"
 
 
@@ -75,10 +114,18 @@ def test_every_message_names_path_value_rule_and_fix(name: str, tmp_path: Path) 
     for problem in said(CASES[name], tmp_path):
         path, equals, value = problem.where.partition(" = ")
         written = path and equals and value
-        place = "line " in problem.where and "column " in problem.where  # of a file that cannot be read
+        # of a file that cannot be read
+        place = "line " in problem.where and "column " in problem.where
         whole = problem.rule.endswith("not an object")  # a file that holds no block has neither
-        assert (written or place or whole) and len(problem.rule) > 10 and len(problem.fix) > 3 and problem.outcome, problem
-        assert lint.told(problem) == f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
+        assert (
+            (written or place or whole)
+            and len(problem.rule) > 10
+            and len(problem.fix) > 3
+            and problem.outcome
+        ), problem
+        assert (
+            lint.told(problem) == f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
+        )
 
 
 def test_keys_that_cannot_be_seen_here_are_few_and_said() -> None:
@@ -88,28 +135,55 @@ def test_keys_that_cannot_be_seen_here_are_few_and_said() -> None:
 
 def test_what_works_but_is_old_is_an_advice(tmp_path: Path) -> None:
     """Old names and converted values: exit code 0, and a note."""
-    for name in ("old names of offload", "old name of bf16", "words for switches", "comments", "the old switch"):
+    for name in (
+        "old names of offload",
+        "old name of bf16",
+        "words for switches",
+        "comments",
+        "the old switch",
+    ):
         file = tmp_path / "ds.json"
         file.write_text(CASES[name].text)
         problems, lines = lint.lint(str(file), json_only=True)
-        assert problems == [] and any(line.startswith("note: ") and APPLIES in line for line in lines), (name, lines)
+        assert problems == [] and any(
+            line.startswith("note: ") and APPLIES in line for line in lines
+        ), (name, lines)
 
 
 def test_trainer_s_files_are_clean_where_trainer_fills_them(tmp_path: Path) -> None:
-    """The files of transformers' docs, but for the keys that DeepSpeed ignores whoever fills the others."""
+    """The files of transformers' docs, but for the keys that DeepSpeed ignores whoever fills the
+    others.
+    """
     file = tmp_path / "ds.json"
-    ignored = {"HF docs, ZeRO-2": {"zero_optimization.allgather_partitions", "zero_optimization.contiguous_gradients"}, "HF docs, ZeRO-3": set()}
+    ignored = {
+        "HF docs, ZeRO-2": {
+            "zero_optimization.allgather_partitions",
+            "zero_optimization.contiguous_gradients",
+        },
+        "HF docs, ZeRO-3": set(),
+    }
     for name, expected in ignored.items():
         file.write_text(CASES[name].text)
         problems, _ = lint.lint(str(file), filled_by="trainer", json_only=True)
         assert {path_of(problem) for problem in problems} == expected
-        assert lint.verdict(lint.lint(str(file), filled_by="accelerate", json_only=True)[0]) == "fails"  # it fills no betas
+        # it fills no betas
+        assert (
+            lint.verdict(lint.lint(str(file), filled_by="accelerate", json_only=True)[0]) == "fails"
+        )
 
 
 def test_the_support_table_is_the_rules() -> None:
     page = lint.README.read_text()
-    assert lint.support_table() in page and lint.optimizer_table() in page and lint.with_table(page) == page
-    assert page.count(" (fails): ") > 20 and page.count(" (works): ") > 5 and page.count(" (ignored): ") > 10
+    assert (
+        lint.support_table() in page
+        and lint.optimizer_table() in page
+        and lint.with_table(page) == page
+    )
+    assert (
+        page.count(" (fails): ") > 20
+        and page.count(" (works): ") > 5
+        and page.count(" (ignored): ") > 10
+    )
 
 
 @pytest.mark.slow
@@ -118,4 +192,7 @@ def test_a_sample_is_recorded_again_as_it_was(ops) -> None:
     again = record(SAMPLE)
     for name in SAMPLE:
         assert {**again[name], "error": None} == {**VERDICTS[name], "error": None}
-        assert again[name].get("error", "").split(":")[0] == VERDICTS[name].get("error", "").split(":")[0]
+        assert (
+            again[name].get("error", "").split(":")[0]
+            == VERDICTS[name].get("error", "").split(":")[0]
+        )

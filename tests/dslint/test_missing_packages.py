@@ -1,4 +1,6 @@
-"""Blocks of a DeepSpeed JSON whose package is not installed: one line, from lint and from a start, before a model is built."""
+"""Blocks of a DeepSpeed JSON whose package is not installed: one line, from lint and from a start,
+before a model is built.
+"""
 
 import json
 from pathlib import Path
@@ -14,10 +16,26 @@ from recipekit.spec.refusal import FAILS, Refusal
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
 BLOCKS = {  # path -> (the block, package as pip names it, fix)
-    "tensorboard.enabled": ({"enabled": True}, "tensorboard", 'set "tensorboard.enabled": false, or run pip install tensorboard'),
-    "comet.enabled": ({"enabled": True, "project": "p"}, "comet_ml", 'set "comet.enabled": false, or run pip install comet_ml'),
-    "expert_parallel.comm_backend": ({"enabled": True, "autoep_size": 1, "comm_backend": "deepep"}, "deep_ep", 'set it to "comm", or run pip install deep_ep'),
-    "tensor_parallel.vocab_parallel_ce_backend": ({"vocab_parallel_ce_backend": "liger"}, "liger-kernel", 'set it to "torch", or run pip install liger-kernel'),
+    "tensorboard.enabled": (
+        {"enabled": True},
+        "tensorboard",
+        'set "tensorboard.enabled": false, or run pip install tensorboard',
+    ),
+    "comet.enabled": (
+        {"enabled": True, "project": "p"},
+        "comet_ml",
+        'set "comet.enabled": false, or run pip install comet_ml',
+    ),
+    "expert_parallel.comm_backend": (
+        {"enabled": True, "autoep_size": 1, "comm_backend": "deepep"},
+        "deep_ep",
+        'set it to "comm", or run pip install deep_ep',
+    ),
+    "tensor_parallel.vocab_parallel_ce_backend": (
+        {"vocab_parallel_ce_backend": "liger"},
+        "liger-kernel",
+        'set it to "torch", or run pip install liger-kernel',
+    ),
 }
 
 
@@ -32,26 +50,50 @@ def test_lint_names_the_package_and_both_ways_out(path: str, tmp_path: Path) -> 
     block, package, fix = BLOCKS[path]
     file = file_of(tmp_path, {**BATCH, path.partition(".")[0]: block})
     for json_only in (True, False):
-        problem = next(problem for problem in lint.lint(str(file), json_only=json_only)[0] if problem.where.startswith(f"{path} = "))
-        assert (problem.rule, problem.fix, problem.outcome) == (f"requires the package {package}, which is not installed", fix, FAILS)
+        problem = next(
+            problem
+            for problem in lint.lint(str(file), json_only=json_only)[0]
+            if problem.where.startswith(f"{path} = ")
+        )
+        assert (problem.rule, problem.fix, problem.outcome) == (
+            f"requires the package {package}, which is not installed",
+            fix,
+            FAILS,
+        )
 
 
-@pytest.mark.parametrize("block", [{"enabled": "true"}, {"enabled": 1}, {"enabled": "on", "output_path": "logs"}])
-def test_a_word_or_number_that_switches_a_block_on_counts(block: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "block", [{"enabled": "true"}, {"enabled": 1}, {"enabled": "on", "output_path": "logs"}]
+)
+def test_a_word_or_number_that_switches_a_block_on_counts(
+    block: dict[str, Any], tmp_path: Path
+) -> None:
     """DeepSpeed's blocks convert them."""
     for name in ("tensorboard", "comet"):
-        block = {key: value for key, value in block.items() if key != "output_path" or name == "tensorboard"}
+        block = {
+            key: value
+            for key, value in block.items()
+            if key != "output_path" or name == "tensorboard"
+        }
         problems, _ = lint.lint(str(file_of(tmp_path, {**BATCH, name: block})), json_only=True)
-        assert [problem.where.partition(" ")[0] for problem in problems] == [f"{name}.enabled"], problems
+        assert [problem.where.partition(" ")[0] for problem in problems] == [f"{name}.enabled"], (
+            problems
+        )
 
 
 @pytest.mark.parametrize("block", [{"enabled": False}, {"enabled": False, "output_path": "logs"}])
 def test_a_block_that_is_off_needs_nothing(block: dict[str, Any], tmp_path: Path) -> None:
-    assert lint.lint(str(file_of(tmp_path, {**BATCH, "tensorboard": block})), json_only=True)[0] == []
+    assert (
+        lint.lint(str(file_of(tmp_path, {**BATCH, "tensorboard": block})), json_only=True)[0] == []
+    )
 
 
-def test_a_package_that_is_installed_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder without __init__.py is not the package: such a namespace is what a folder of logs called tensorboard makes."""
+def test_a_package_that_is_installed_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder without __init__.py is not the package: such a namespace is what a folder of logs
+    called tensorboard makes.
+    """
     (tmp_path / "tensorboard").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     config = {"tensorboard": {"enabled": True}}
@@ -65,4 +107,6 @@ def test_a_start_refuses_it_before_a_model_is_built(tmp_path: Path) -> None:
     with pytest.raises(Refusal) as refused:
         make_plan(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"]))
     told = [str(problem) for problem in refused.value.problems if "tensorboard" in problem.where]
-    assert len(told) == 1 and told[0].startswith("tensorboard.enabled = true: requires the package tensorboard, which is not installed. Set ")
+    assert len(told) == 1 and told[0].startswith(
+        "tensorboard.enabled = true: requires the package tensorboard, which is not installed. Set "
+    )

@@ -1,4 +1,6 @@
-"""A step of torch's engines at its edges, on two ranks of a small model: limits of the norm, dtypes of sums, micro-batches, ranks without a gradient, signs."""
+"""A step of torch's engines at its edges, on two ranks of a small model: limits of the norm, dtypes
+of sums, micro-batches, ranks without a gradient, signs.
+"""
 
 import copy
 import math
@@ -13,18 +15,23 @@ from recipekit.engine import torch_engine
 from recipekit.parallel.param_groups import Group
 from torch import nn
 
-BETAS, EPS, DECAY = (0.6, 0.8), 1e-2, 0.3  # none of torch's defaults; with such an eps a factor of a gradient changes AdamW's step
+# none of torch's defaults; with such an eps a factor of a gradient changes AdamW's step
+BETAS, EPS, DECAY = (0.6, 0.8), 1e-2, 0.3
 LR, RANKS, STEPS = 0.05, 2, 3
 
 
 class Net(nn.Module):
-    """Has rows that two ranks cannot halve, a vector that does not decay, a weight that only the first rank uses, one that nobody uses, a frozen one."""
+    """Has rows that two ranks cannot halve, a vector that does not decay, a weight that only the
+    first rank uses, one that nobody uses, a frozen one.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(5)
         self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
-        self.rare, self.unused, self.frozen = (nn.Parameter(torch.empty(size)) for size in ((3,), (3, 5), (3,)))
+        self.rare, self.unused, self.frozen = (
+            nn.Parameter(torch.empty(size)) for size in ((3,), (3, 5), (3,))
+        )
         for parameter in self.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator)
         self.frozen.requires_grad_(False)
@@ -48,10 +55,21 @@ def micro_batches(step: int) -> int:
 
 
 def groups_of(model: nn.Module) -> dict[str, Group]:
-    return {name: Group(decays=value.dim() > 1) for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        name: Group(decays=value.dim() > 1)
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    }
 
 
-def engine_of(model: Any, kind: str, precision: str, clipping: float, optimizer: dict[str, Any] | None = None, accumulation: int = 3) -> Any:
+def engine_of(
+    model: Any,
+    kind: str,
+    precision: str,
+    clipping: float,
+    optimizer: dict[str, Any] | None = None,
+    accumulation: int = 3,
+) -> Any:
     from recipekit.parallel.groups import Groups
     from recipekit.spec.mesh import Mesh
 
@@ -81,17 +99,27 @@ def take(engine: Any, rank: int, step: int) -> float:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: getattr(value, "full_tensor", value.detach().clone)().detach() for name, value in model.named_parameters()}
+    return {
+        name: getattr(value, "full_tensor", value.detach().clone)().detach()
+        for name, value in model.named_parameters()
+    }
 
 
-def trained(kind: str, clippings: list[float]) -> list[tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]]:
-    """Runs on every rank: of each limit the norms, the weights after the last step, and what the engine counts."""
+def trained(
+    kind: str, clippings: list[float]
+) -> list[tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]]:
+    """Runs on every rank: of each limit the norms, the weights after the last step, and what the
+    engine counts.
+    """
     found, rank = [], torch.distributed.get_rank()
     for clipping in clippings:
         model = Net()
         engine = engine_of(model, kind, "fp32", clipping)
         norms = [take(engine, rank, step) for step in range(1, STEPS + 1)]
-        counts = {name: engine.counts[name] for name in ("global_steps", "global_samples", "skipped_steps")}
+        counts = {
+            name: engine.counts[name]
+            for name in ("global_steps", "global_samples", "skipped_steps")
+        }
         found.append((norms, whole(model), counts))
     return found
 
@@ -100,11 +128,21 @@ def plain(clipping: float) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same in one process, by torch's own optimizer and clipping."""
     model, norms = Net(), []
     wanted = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    groups = [{"params": [value for value in wanted.values() if (value.dim() > 1) == decays], "weight_decay": DECAY * decays} for decays in (True, False)]
+    groups = [
+        {
+            "params": [value for value in wanted.values() if (value.dim() > 1) == decays],
+            "weight_decay": DECAY * decays,
+        }
+        for decays in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     for step in range(1, STEPS + 1):
         optimizer.zero_grad()
-        losses = [loss_of(model, rank, step, number) for rank in range(RANKS) for number in range(micro_batches(step))]
+        losses = [
+            loss_of(model, rank, step, number)
+            for rank in range(RANKS)
+            for number in range(micro_batches(step))
+        ]
         torch.stack(losses).mean().backward()
         model.unused.grad = torch.zeros_like(model.unused)  # as under ZeRO, it decays
         norms.append(nn.utils.clip_grad_norm_(wanted.values(), clipping or math.inf).item())
@@ -117,7 +155,10 @@ LIMITS = [0.0, 2.0, 1e9]  # none, one below every norm, one above every norm
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_step_is_plain_pytorchs_whatever_the_limit_of_the_norm(pools: Any, kind: str) -> None:
-    """With three micro-batches, then two. Without a limit, and with one that no norm reaches, nothing is scaled."""
+    """With three micro-batches, then two.
+
+    Without a limit, and with one that no norm reaches, nothing is scaled.
+    """
     results = pools.run(RANKS, trained, kind=kind, clippings=LIMITS)
     for number, clipping in enumerate(LIMITS):
         norms, weights = plain(clipping)
@@ -126,30 +167,57 @@ def test_a_step_is_plain_pytorchs_whatever_the_limit_of_the_norm(pools: Any, kin
             assert found[number][0] == pytest.approx(norms, rel=1e-5)
             assert found[number][1].keys() == weights.keys()
             for name, value in weights.items():
-                assert torch.allclose(found[number][1][name], value, rtol=1e-5, atol=1e-6), (clipping, name)
-            assert found[number][2] == {"global_steps": 3, "global_samples": 8 * (3 + 3 + 2), "skipped_steps": 0}
+                assert torch.allclose(found[number][1][name], value, rtol=1e-5, atol=1e-6), (
+                    clipping,
+                    name,
+                )
+            assert found[number][2] == {
+                "global_steps": 3,
+                "global_samples": 8 * (3 + 3 + 2),
+                "skipped_steps": 0,
+            }
     unlimited, limited, above = (results[0][number][1]["first.weight"] for number in range(3))
     assert torch.equal(unlimited, above) and not torch.allclose(unlimited, limited, rtol=1e-3)
 
 
 WHOLE = {  # optimizers that take sums over whole tensors, with none of their default numbers
     "Lamb": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY},
-    "Adafactor": {"lr": LR, "beta2_decay": -0.5, "eps": (0.02, 0.03), "d": 0.7, "weight_decay": DECAY},
+    "Adafactor": {
+        "lr": LR,
+        "beta2_decay": -0.5,
+        "eps": (0.02, 0.03),
+        "d": 0.7,
+        "weight_decay": DECAY,
+    },
 }
 
 
 def moved_by(kind: str, name: str) -> dict[str, torch.Tensor]:
-    """Runs on every rank, or under "alone" in one process, which then has the batches of all ranks: the weights after three steps."""
+    """Runs on every rank, or under "alone" in one process, which then has the batches of all ranks:
+    the weights after three steps.
+    """
     from recipekit.optim.ours import OURS
 
     model, optimizer = Net(), {"type": name, "params": WHOLE[name]}
     if kind == "alone":
         wanted = [value for value in model.parameters() if value.requires_grad]
-        groups = [{"params": [value for value in wanted if (value.dim() > 1) == decays], "weight_decay": DECAY * decays} for decays in (True, False)]
+        groups = [
+            {
+                "params": [value for value in wanted if (value.dim() > 1) == decays],
+                "weight_decay": DECAY * decays,
+            }
+            for decays in (True, False)
+        ]
         own = OURS[name](groups, **WHOLE[name])
         for step in range(1, STEPS + 1):
             own.zero_grad()
-            torch.stack([loss_of(model, rank, step, number) for rank in range(RANKS) for number in range(micro_batches(step))]).mean().backward()
+            torch.stack(
+                [
+                    loss_of(model, rank, step, number)
+                    for rank in range(RANKS)
+                    for number in range(micro_batches(step))
+                ]
+            ).mean().backward()
             model.unused.grad = torch.zeros_like(model.unused)
             own.step()
         return whole(model)
@@ -169,7 +237,8 @@ def test_sums_over_whole_tensors_are_those_of_one_process(pools: Any, name: str,
             assert torch.allclose(found[key], value, rtol=1e-4, atol=1e-5), key
 
 
-# Dtypes -----------------------------------------------------------------------------------------------------------
+# Dtypes
+# --------------------------------------------------------------------------------------------------
 
 
 class Product(nn.Module):
@@ -185,14 +254,18 @@ FINE = 1 + 2.0**-7, 2.0**-8  # what two ranks add: bf16 holds each, and not thei
 
 
 def summed(kind: str, precision: str) -> dict[str, Any]:
-    """Runs on every rank: dtypes that the forward pass and the sum have, the norm of a mean of `FINE`, and the norm with gradients cut small."""
+    """Runs on every rank: dtypes that the forward pass and the sum have, the norm of a mean of
+    `FINE`, and the norm with gradients cut small.
+    """
     rank, found = torch.distributed.get_rank(), {}
     for name, piece in (("norm", torch_engine.PIECE), ("norm in pieces", 2)):
         before, torch_engine.PIECE = torch_engine.PIECE, piece
         try:
             engine = engine_of(Product(), kind, precision, 0.0, accumulation=1)
             seen = []
-            handle = engine.module.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(str(output.dtype)))
+            handle = engine.module.register_forward_hook(
+                lambda module, inputs, output, seen=seen: seen.append(str(output.dtype))
+            )
             engine.backward(engine(torch.full((3, 2), FINE[rank])).float())
             engine.step()
             handle.remove()
@@ -202,35 +275,57 @@ def summed(kind: str, precision: str) -> dict[str, Any]:
             found[f"{name} of large gradients"] = float(engine._grad_norm())
         finally:
             torch_engine.PIECE = before
-    found |= {"computed": seen, "weights": {str(value.dtype) for value in engine.module.parameters()}}
+    found |= {
+        "computed": seen,
+        "weights": {str(value.dtype) for value in engine.module.parameters()},
+    }
     found["autocast"] = str(engine.autocast)
     return found
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp2", "fp32"), ("fsdp2", "bf16")])
-def test_gradients_are_added_up_in_fp32_and_squared_in_any_pieces(pools: Any, kind: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp2", "fp32"), ("fsdp2", "bf16")]
+)
+def test_gradients_are_added_up_in_fp32_and_squared_in_any_pieces(
+    pools: Any, kind: str, precision: str
+) -> None:
     """In bf16 the mean of what two ranks have would be that of the first alone."""
     exact = math.sqrt(6) * sum(FINE) / 2
     rounded = math.sqrt(6) * float(torch.tensor(FINE[0]).add(FINE[1]).bfloat16()) / 2
     assert abs(exact / rounded - 1) > 1e-3
     for found in pools.run(RANKS, summed, kind=kind, precision=precision):
-        assert found["norm"] == pytest.approx(exact, rel=1e-7) and found["norm in pieces"] == pytest.approx(found["norm"], rel=1e-14)
+        assert found["norm"] == pytest.approx(exact, rel=1e-7) and found[
+            "norm in pieces"
+        ] == pytest.approx(found["norm"], rel=1e-14)
         for name in ("norm", "norm in pieces"):  # fp32 has no number for their squares
-            assert found[f"{name} of large gradients"] == pytest.approx(1e25 * math.sqrt(6), rel=1e-6)
+            assert found[f"{name} of large gradients"] == pytest.approx(
+                1e25 * math.sqrt(6), rel=1e-6
+            )
         assert found["weights"] == {"torch.float32"}
-        assert found["autocast"] == ("torch.bfloat16" if (kind, precision) == ("ddp", "bf16") else "None")
-        assert found["computed"] == ["torch.bfloat16" if (kind, precision) == ("fsdp2", "bf16") else "torch.float32"]
+        assert found["autocast"] == (
+            "torch.bfloat16" if (kind, precision) == ("ddp", "bf16") else "None"
+        )
+        assert found["computed"] == [
+            "torch.bfloat16" if (kind, precision) == ("fsdp2", "bf16") else "torch.float32"
+        ]
 
 
 def test_a_precision_is_a_dtype() -> None:
-    assert [torch_engine.half(name) for name in ("bf16", "fp16", "fp32")] == [torch.bfloat16, torch.float16, None]
+    assert [torch_engine.half(name) for name in ("bf16", "fp16", "fp32")] == [
+        torch.bfloat16,
+        torch.float16,
+        None,
+    ]
 
 
-# Modes ------------------------------------------------------------------------------------------------------------
+# Modes
+# --------------------------------------------------------------------------------------------------
 
 
 def modes() -> dict[str, Any]:
-    """Runs on every rank: whether a module trains, and whether its weights are divided, after `eval`, a forward, and `train`; the order of watchers."""
+    """Runs on every rank: whether a module trains, and whether its weights are divided, after
+    `eval`, a forward, and `train`; the order of watchers.
+    """
     from torch.distributed.tensor import DTensor
 
     engine, said = engine_of(Net(), "fsdp2", "fp32", 0.0), []
@@ -242,27 +337,45 @@ def modes() -> dict[str, Any]:
     engine.eval()
     with torch.no_grad():
         engine(data(0, 1, 0), True)
-    state.append((engine.module.first.training, all(isinstance(value, DTensor) for value in engine.module.parameters())))
+    state.append(
+        (
+            engine.module.first.training,
+            all(isinstance(value, DTensor) for value in engine.module.parameters()),
+        )
+    )
     engine.train()
-    state.append((engine.module.first.training, all(isinstance(value, DTensor) for value in engine.module.parameters())))
+    state.append(
+        (
+            engine.module.first.training,
+            all(isinstance(value, DTensor) for value in engine.module.parameters()),
+        )
+    )
     take(engine, torch.distributed.get_rank(), 1)
     return {"state": state, "said": said}
 
 
-def test_an_evaluation_ends_with_divided_weights_and_watchers_act_last_added_first(pools: Any) -> None:
+def test_an_evaluation_ends_with_divided_weights_and_watchers_act_last_added_first(
+    pools: Any,
+) -> None:
     for found in pools.run(RANKS, modes):
         assert found["state"][0][0] is False and found["state"][1] == (True, True)
         assert found["said"] == ["added later", "first added", ("changed", True), "followed"]
 
 
-# Signs ------------------------------------------------------------------------------------------------------------
+# Signs
+# --------------------------------------------------------------------------------------------------
 
 FREEZE, SIGNED = 2, 6
-ONE_BIT = {"type": "OneBitAdam", "params": {"freeze_step": FREEZE, "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}}
+ONE_BIT = {
+    "type": "OneBitAdam",
+    "params": {"freeze_step": FREEZE, "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY},
+}
 
 
 def signed(folder: str) -> dict[str, Any]:
-    """Runs on every rank: norms and weights of an unbroken run under DDP, and of one that is stopped after each step and goes on from its files."""
+    """Runs on every rank: norms and weights of an unbroken run under DDP, and of one that is
+    stopped after each step and goes on from its files.
+    """
     from recipekit.storage import errors
 
     rank, found = torch.distributed.get_rank(), {}
@@ -279,7 +392,10 @@ def signed(folder: str) -> dict[str, Any]:
         if kept[1] is not None:
             engine.optimizer.load_state_dict(kept[1])
             written = Path(folder) / f"{step - 1}_{errors.file_of(rank)}"
-            errors.restore(engine.optimizer, torch.load(written, weights_only=True) if written.exists() else None)
+            errors.restore(
+                engine.optimizer,
+                torch.load(written, weights_only=True) if written.exists() else None,
+            )
         norms.append(take(engine, rank, step))
         kept = copy.deepcopy(model.state_dict()), copy.deepcopy(engine.optimizer.state_dict())
         for value, file in errors.kept(engine.optimizer, Path(folder), rank):
@@ -290,26 +406,49 @@ def signed(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_signs_under_ddp_are_the_papers_and_go_on_after_every_step(pools: Any, tmp_path: Path) -> None:
-    """Up to the freeze gradients are averaged and clipped, from then on they are a rank's own, and as they are; a resume before, at and after it changes no bit."""
+def test_signs_under_ddp_are_the_papers_and_go_on_after_every_step(
+    pools: Any, tmp_path: Path
+) -> None:
+    """Up to the freeze gradients are averaged and clipped, from then on they are a rank's own, and
+    as they are; a resume before, at and after it changes no bit.
+    """
     results = pools.run(RANKS, signed, folder=str(tmp_path))
     model = Net()
     wanted = [value for value in model.parameters() if value.requires_grad]
-    groups = [{"params": [value for value in wanted if (value.dim() > 1) == decays], "weight_decay": DECAY * decays, "lr": LR} for decays in (True, False)]
+    groups = [
+        {
+            "params": [value for value in wanted if (value.dim() > 1) == decays],
+            "weight_decay": DECAY * decays,
+            "lr": LR,
+        }
+        for decays in (True, False)
+    ]
     simulated = papers.OneBitAdam(groups, RANKS, FREEZE, BETAS, EPS)
     norms = []
     for step in range(1, SIGNED + 1):
         gradients = []
         for rank in range(RANKS):
             model.zero_grad()
-            torch.stack([loss_of(model, rank, step, number) for number in range(micro_batches(step))]).mean().backward()
-            gradients.append([torch.zeros_like(value) if value.grad is None else value.grad.clone() for value, _ in simulated.tensors])
+            torch.stack(
+                [loss_of(model, rank, step, number) for number in range(micro_batches(step))]
+            ).mean().backward()
+            gradients.append(
+                [
+                    torch.zeros_like(value) if value.grad is None else value.grad.clone()
+                    for value, _ in simulated.tensors
+                ]
+            )
         norms.append(simulated.step(gradients, 2.0))
     for found in results:
         assert found["unbroken"][0] == pytest.approx(norms, rel=1e-5)
         for name, value in model.named_parameters():
             assert torch.allclose(found["unbroken"][1][name], value, rtol=1e-5, atol=1e-5), name
-        assert found["broken"][0] == found["unbroken"][0] and found["files"] == list(range(FREEZE + 1, SIGNED + 1))
-        assert all(torch.equal(value, found["unbroken"][1][name]) for name, value in found["broken"][1].items())
+        assert found["broken"][0] == found["unbroken"][0] and found["files"] == list(
+            range(FREEZE + 1, SIGNED + 1)
+        )
+        assert all(
+            torch.equal(value, found["unbroken"][1][name])
+            for name, value in found["broken"][1].items()
+        )
         assert found["errors"]["worker"].any() and found["errors"]["server"].any()
     assert not torch.equal(results[0]["errors"]["worker"], results[1]["errors"]["worker"])

@@ -1,4 +1,6 @@
-"""A module that some ranks do not use, or use in another order, is named in the first step on every rank, before any sum of gradients."""
+"""A module that some ranks do not use, or use in another order, is named in the first step on every
+rank, before any sum of gradients.
+"""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -20,18 +22,30 @@ from test_model import ds_config
 from test_parity import accumulating, recipe_for, strategy, train_in_layout
 
 MLP, LAYER = "layers.1.mlp", "layers.1"
-WITHIN = 60.0  # seconds from the start of the run, so that the model and its engine are made in them, too
+# seconds from the start of the run, so that the model and its engine are made in them, too
+WITHIN = 60.0
 
 
 def make_absent(module: Any) -> None:
     """Makes the model go on without a module of it, whose own call is never reached."""
-    module.__class__ = type("Absent", (type(module),), {"__call__": lambda self, hidden, *args, **named: hidden * 0})
+    module.__class__ = type(
+        "Absent", (type(module),), {"__call__": lambda self, hidden, *args, **named: hidden * 0}
+    )
 
 
 def make_blank(module: Any, cut: bool) -> None:
-    """Makes the model go on without a module of it, which adds 0 x its output on a blank input in the same place; `cut`: the input has no gradient."""
+    """Makes the model go on without a module of it, which adds 0 x its output on a blank input in
+    the same place; `cut`: the input has no gradient.
+    """
     plain = type(module)
-    blank = lambda self, hidden, *args, **named: hidden * 0 + 0.0 * plain.__call__(self, torch.zeros_like(hidden) if cut else hidden * 0, *args, **named).sum()  # noqa: E731
+    def blank(self, hidden, *args, **named):
+        return (
+            hidden * 0
+            + 0.0
+            * plain.__call__(
+                self, torch.zeros_like(hidden) if cut else hidden * 0, *args, **named
+            ).sum()
+        )  # noqa: E731
     module.__class__ = type("Blank", (plain,), {"__call__": blank})
 
 
@@ -45,17 +59,28 @@ def make_late(module: Any, norm: Any) -> None:
 
     def call(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         args, named = given["now"]
-        return later.__call__(self, hidden) + 0.0 * plain.__call__(module, torch.zeros_like(hidden), *args, **named).sum()
+        return (
+            later.__call__(self, hidden)
+            + 0.0 * plain.__call__(module, torch.zeros_like(hidden), *args, **named).sum()
+        )
 
     module.__class__ = type("Absent", (plain,), {"__call__": leave_out})
     norm.__class__ = type("Late", (later,), {"__call__": call})
 
 
-def train_without(tower: str, without: list[int], recipe: Any, config: dict[str, Any], out: str, how: str = "absent") -> tuple[int, str, float]:
-    """Runs on every rank: the real loop, in which the ranks of the data-parallel coordinates `without` do not run the `tower`.
+def train_without(
+    tower: str,
+    without: list[int],
+    recipe: Any,
+    config: dict[str, Any],
+    out: str,
+    how: str = "absent",
+) -> tuple[int, str, float]:
+    """Runs on every rank: the real loop, in which the ranks of the data-parallel coordinates
+    `without` do not run the `tower`.
 
-    `how`: they leave it out ("absent"), or bring it in on a blank input, in its own place ("blank", or "cut" from the rest) or at the end ("late").
-    Returns (exit code, the refusal, seconds).
+    `how`: they leave it out ("absent"), or bring it in on a blank input, in its own place ("blank",
+    or "cut" from the rest) or at the end ("late"). Returns (exit code, the refusal, seconds).
     """
     from recipekit import train
 
@@ -84,7 +109,9 @@ def train_without(tower: str, without: list[int], recipe: Any, config: dict[str,
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout of the run, with (ranks that use the module, ranks that do not) of each group that sums its gradients."""
+    """A layout of the run, with (ranks that use the module, ranks that do not) of each group that
+    sums its gradients.
+    """
 
     name: str
     world: int
@@ -95,14 +122,41 @@ class Layout:
 
 
 def each(*layouts: Layout) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("layout", [pytest.param(layout, id=layout.name, marks=pytest.mark.slow if layout.slow else ()) for layout in layouts])
+    return pytest.mark.parametrize(
+        "layout",
+        [
+            pytest.param(layout, id=layout.name, marks=pytest.mark.slow if layout.slow else ())
+            for layout in layouts
+        ],
+    )
 
 
-def run(pools: Any, layout: Layout, out: Any, tower: str, without: list[int], model: str = "untied", how: str = "absent") -> list[tuple[int, str, float]]:
+def run(
+    pools: Any,
+    layout: Layout,
+    out: Any,
+    tower: str,
+    without: list[int],
+    model: str = "untied",
+    how: str = "absent",
+) -> list[tuple[int, str, float]]:
     engine = {"engine": layout.file, "precision": "fp32"} if layout.file in ("ddp", "fsdp2") else {}
-    recipe = replace(recipe_for(model, **accumulating(layout.world, **layout.fields), **engine), stop_at=2, eval_every=0)
+    recipe = replace(
+        recipe_for(model, **accumulating(layout.world, **layout.fields), **engine),
+        stop_at=2,
+        eval_every=0,
+    )
     config = {} if engine else strategy(layout.file)
-    return pools.run(layout.world, train_without, tower=tower, without=without, recipe=recipe, config=config, out=str(out), how=how)
+    return pools.run(
+        layout.world,
+        train_without,
+        tower=tower,
+        without=without,
+        recipe=recipe,
+        config=config,
+        out=str(out),
+        how=how,
+    )
 
 
 LAYOUTS = (
@@ -111,7 +165,13 @@ LAYOUTS = (
     Layout("zero2 dp2", 2, "zero2", slow=False),
     Layout("zero3 dp2", 2, "zero3", slow=False),
     Layout("zero1 pp2 dp2", 4, "zero1", {"pp": 2}, slow=False),
-    Layout("zero1 pp2 dp2, there and back", 4, "zero1", {"pp": 2, "pipeline_schedule": "dualpipev"}, pairs=((2, 3),)),
+    Layout(
+        "zero1 pp2 dp2, there and back",
+        4,
+        "zero1",
+        {"pp": 2, "pipeline_schedule": "dualpipev"},
+        pairs=((2, 3),),
+    ),
     Layout("ddp dp2", 2, "ddp"),
     Layout("fsdp2 dp2", 2, "fsdp2"),
     Layout("zero1 sp2", 2, "zero1", {"sp": 2}),
@@ -120,24 +180,40 @@ LAYOUTS = (
 
 
 @each(*LAYOUTS)
-def test_a_module_that_one_rank_does_not_use_is_named_on_every_rank_and_one_that_none_uses_trains(pools, tmp_path, layout):
+def test_a_module_that_one_rank_does_not_use_is_named_on_every_rank_and_one_that_none_uses_trains(
+    pools, tmp_path, layout
+):
     results = run(pools, layout, tmp_path / "none", MLP, [0, 1])
     assert [(code, text) for code, text, _ in results] == [(0, "")] * layout.world
     assert [line["step"] for line in read_metrics(tmp_path / "none")] == [1, 2]
-    texts = {tower: refused(pools, layout, tmp_path / tower, tower) for tower in ((MLP, LAYER) if layout.file == "fsdp2" else (MLP,))}
-    met = texts.get(LAYER, texts[MLP] if layout.file == "zero3" or "sp" in layout.fields else "")  # these wait for each other in the forward pass
+    texts = {
+        tower: refused(pools, layout, tmp_path / tower, tower)
+        for tower in ((MLP, LAYER) if layout.file == "fsdp2" else (MLP,))
+    }
+    # these wait for each other in the forward pass
+    met = texts.get(LAYER, texts[MLP] if layout.file == "zero3" or "sp" in layout.fields else "")
     for tower, text in texts.items():
         named = text.partition(" in micro-batch 1 of step 1: ")[0]
-        assert f"model.{tower}." in named and "model.layers.2" not in named and ("self_attn" in named) == (tower == LAYER)
+        assert (
+            f"model.{tower}." in named
+            and "model.layers.2" not in named
+            and ("self_attn" in named) == (tower == LAYER)
+        )
         if text is not met:
             assert text.count("a gradient on") == len(layout.pairs)
-            assert all(f"a gradient on rank {with_it}, none on rank {without}, which have to sum it" in text for with_it, without in layout.pairs)
+            assert all(
+                f"a gradient on rank {with_it}, none on rank {without}, which have to sum it"
+                in text
+                for with_it, without in layout.pairs
+            )
     assert not met or "where they go on, rank 0 with model.layers.1" in met
     assert not met or ", rank 1 with model.layers.2" in met
 
 
 def refused(pools: Any, layout: Layout, out: Any, tower: str) -> str:
-    """Returns the refusal, the same on every rank, of a run in which one rank goes on without a module."""
+    """Returns the refusal, the same on every rank, of a run in which one rank goes on without a
+    module.
+    """
     results = run(pools, layout, out, tower, [1])
     text = results[0][1]
     print(f"{max(seconds for _, _, seconds in results):.1f} s: {text}")
@@ -148,33 +224,56 @@ def refused(pools: Any, layout: Layout, out: Any, tower: str) -> str:
 
 
 @each(*(replace(layout, slow=layout.file != "zero2") for layout in LAYOUTS if layout.world == 2))
-def test_a_module_that_one_rank_brings_in_at_the_end_is_refused_on_every_rank_and_in_its_place_it_trains(pools, tmp_path, layout):
-    """The parameters are the same, and so are the gradients of each rank: only their order differs."""
+def test_a_module_that_one_rank_brings_in_at_the_end_is_refused_on_every_rank_and_in_its_place_it_trains(
+    pools, tmp_path, layout
+):
+    """The parameters are the same, and so are the gradients of each rank: only their order
+    differs.
+    """
     tower = LAYER if layout.file == "fsdp2" else MLP  # it divides layers as a whole
-    assert [(code, text) for code, text, _ in run(pools, layout, tmp_path / "blank", tower, [1], how="blank")] == [(0, "")] * 2
+    assert [
+        (code, text)
+        for code, text, _ in run(pools, layout, tmp_path / "blank", tower, [1], how="blank")
+    ] == [(0, "")] * 2
     results = run(pools, layout, tmp_path / "late", tower, [1], how="late")
     if layout.file == "zero0":  # sums in the order of the model
         assert [(code, text) for code, text, _ in results] == [(0, "")] * 2
         return
     text = results[0][1]
-    assert [(code, told) for code, told, _ in results] == [(1, text)] * 2 and max(seconds for _, _, seconds in results) < WITHIN
-    assert f"model.{tower}." in text.partition(" in micro-batch 1 of step 1: ")[0] and "where that output would have been used, never at the end" in text
-    if layout.file not in ("zero3", "fsdp2") and "sp" not in layout.fields:  # these meet before each module
-        assert "the backward pass computes this gradient after model." in text and "on rank 0 and after lm_head.weight on rank 1" in text
+    assert [(code, told) for code, told, _ in results] == [(1, text)] * 2 and max(
+        seconds for _, _, seconds in results
+    ) < WITHIN
+    assert (
+        f"model.{tower}." in text.partition(" in micro-batch 1 of step 1: ")[0]
+        and "where that output would have been used, never at the end" in text
+    )
+    # these meet before each module
+    if layout.file not in ("zero3", "fsdp2") and "sp" not in layout.fields:
+        assert (
+            "the backward pass computes this gradient after model." in text
+            and "on rank 0 and after lm_head.weight on rank 1" in text
+        )
 
 
 @pytest.mark.slow
 def test_a_blank_input_without_a_gradient_is_refused_under_fsdp2(pools, tmp_path):
-    """It would sum the layer's gradients at the end of the backward pass, and the other rank in their order."""
+    """It would sum the layer's gradients at the end of the backward pass, and the other rank in
+    their order.
+    """
     layout = Layout("fsdp2 dp2", 2, "fsdp2")
     results = run(pools, layout, tmp_path / "cut", LAYER, [1], how="cut")
     text = results[0][1]
     assert [(code, told) for code, told, _ in results] == [(1, text)] * 2
-    assert text.startswith(f"the input of model.{LAYER} in micro-batch 1 of step 1: a gradient on rank 0, none on rank 1, which have to sum it"), text
+    assert text.startswith(
+        f"the input of model.{LAYER} in micro-batch 1 of step 1: a gradient on rank 0, none on rank"
+        " 1, which have to sum it"
+    ), text
 
 
 class Towers(torch.nn.Module):
-    """Three layers, the second of which a rank may use in its place, or in another way that has the same gradients."""
+    """Three layers, the second of which a rank may use in its place, or in another way that has the
+    same gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +290,10 @@ class Towers(torch.nn.Module):
             second = self.b(x)
             return self.c(self.a(x) + second)
         assert how == "bias alone at the end"
-        return self.c(self.a(x) + torch.nn.functional.linear(x, self.b.weight)) + 0.0 * self.b.bias.sum()
+        return (
+            self.c(self.a(x) + torch.nn.functional.linear(x, self.b.weight))
+            + 0.0 * self.b.bias.sum()
+        )
 
 
 def towers() -> Towers:
@@ -203,18 +305,39 @@ def rows_of(rank: int, number: int) -> torch.Tensor:
     return torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * number + rank))
 
 
-def train_towers(stage: int, hows: list[str], overlap: bool = False, axis: str = "dp") -> list[float] | str:
-    """Returns the losses of two steps in which rank 1 goes through the model as `hows` says, one word for each micro-batch, or the refusal."""
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": len(hows), "steps_per_print": 10**9}
+def train_towers(
+    stage: int, hows: list[str], overlap: bool = False, axis: str = "dp"
+) -> list[float] | str:
+    """Returns the losses of two steps in which rank 1 goes through the model as `hows` says, one
+    word for each micro-batch, or the refusal.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": len(hows),
+        "steps_per_print": 10**9,
+    }
     config["zero_optimization"] = {"stage": stage} | ({"overlap_comm": True} if overlap else {})
-    config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
-    engine: Any = deepspeed.initialize(model=(model := towers()), model_parameters=list(model.parameters()), config=config, dist_init_required=False)[0]
+    config |= {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    engine: Any = deepspeed.initialize(
+        model=(model := towers()),
+        model_parameters=list(model.parameters()),
+        config=config,
+        dist_init_required=False,
+    )[0]
     losses, rank = [], dist.get_rank()
     try:
         for step in range(2):
             with compared(engine, Mesh(**{axis: 2}), step + 1, on=step == 0):
                 for number, how in enumerate(hows):
-                    loss = engine(rows_of(rank, step * len(hows) + number), how if rank else "used").square().mean()
+                    loss = (
+                        engine(rows_of(rank, step * len(hows) + number), how if rank else "used")
+                        .square()
+                        .mean()
+                    )
                     engine.backward(loss)
                     engine.step()
                     losses.append(loss.item())
@@ -230,7 +353,11 @@ def plain_towers(hows: list[str]) -> list[list[float]]:
     for step in range(2):
         for number, how in enumerate(hows):
             for rank in range(2):
-                loss = model(rows_of(rank, step * len(hows) + number), how if rank else "used").square().mean()
+                loss = (
+                    model(rows_of(rank, step * len(hows) + number), how if rank else "used")
+                    .square()
+                    .mean()
+                )
                 (loss / 2 / len(hows)).backward()
                 losses[rank].append(loss.item())
         optimizer.step()
@@ -239,9 +366,18 @@ def plain_towers(hows: list[str]) -> list[list[float]]:
 
 
 OTHER_ORDERS = {
-    "at the end": (["at the end"], "c.bias, c.weight in micro-batch 1|b.bias, b.weight in micro-batch 1"),
-    "the other way round": (["the other way round"], "a.bias, a.weight in micro-batch 1|b.bias, b.weight in micro-batch 1"),
-    "the last micro-batch": (["in place", "the other way round"], "a.bias, a.weight in micro-batch 2|b.bias, b.weight in micro-batch 2"),
+    "at the end": (
+        ["at the end"],
+        "c.bias, c.weight in micro-batch 1|b.bias, b.weight in micro-batch 1",
+    ),
+    "the other way round": (
+        ["the other way round"],
+        "a.bias, a.weight in micro-batch 1|b.bias, b.weight in micro-batch 1",
+    ),
+    "the last micro-batch": (
+        ["in place", "the other way round"],
+        "a.bias, a.weight in micro-batch 2|b.bias, b.weight in micro-batch 2",
+    ),
     "bias alone at the end": (["bias alone at the end"], "b.bias in micro-batch 1"),
 }
 
@@ -252,22 +388,41 @@ ALONE = "bias alone at the end"  # under ZeRO-3 it would read a weight outside o
 def test_ranks_that_only_share_sequences_are_compared(pools):
     """They sum gradients as data-parallel ranks do."""
     results = pools.run(2, train_towers, timeout=60, stage=1, hows=[ALONE], axis="sp")
-    assert isinstance(results[0], str) and results[0] == results[1] and "b.bias in micro-batch 1 of step 1: not every rank runs it here" in results[0], results
+    assert (
+        isinstance(results[0], str)
+        and results[0] == results[1]
+        and "b.bias in micro-batch 1 of step 1: not every rank runs it here" in results[0]
+    ), results
 
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [(ALONE, 1), (ALONE, 2), *(pytest.param(name, stage, marks=pytest.mark.slow) for name in OTHER_ORDERS if name != ALONE for stage in (1, 2, 3))],
+    [
+        (ALONE, 1),
+        (ALONE, 2),
+        *(
+            pytest.param(name, stage, marks=pytest.mark.slow)
+            for name in OTHER_ORDERS
+            if name != ALONE
+            for stage in (1, 2, 3)
+        ),
+    ],
 )
 def test_the_same_gradients_in_another_order_are_refused(pools, name, stage):
     hows, named = OTHER_ORDERS[name]
     results = pools.run(2, train_towers, timeout=60, stage=stage, hows=hows)
     assert isinstance(results[0], str) and results[0] == results[1], results
-    waits = stage == 3 and "not every rank runs it here" in results[0]  # it meets before each module's forward pass
-    assert waits or any(results[0].startswith(f"{one} of step 1: ") for one in named.split("|")), results[0]
+    # it meets before each module's forward pass
+    waits = stage == 3 and "not every rank runs it here" in results[0]
+    assert waits or any(results[0].startswith(f"{one} of step 1: ") for one in named.split("|")), (
+        results[0]
+    )
 
 
-@pytest.mark.parametrize(("stage", "overlap"), [(0, False), (1, True), (2, False), pytest.param(3, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("stage", "overlap"),
+    [(0, False), (1, True), (2, False), pytest.param(3, False, marks=pytest.mark.slow)],
+)
 def test_equal_orders_train_as_plain_pytorch_does(pools, stage, overlap):
     hows = ["in place", "used"]
     results = pools.run(2, train_towers, timeout=60, stage=stage, hows=hows, overlap=overlap)
@@ -307,13 +462,21 @@ class Graphs(torch.nn.Module):
         if kind == "shared":
             return self.first(self.second(self.first(x)))
         if kind == "checkpointed":
-            return self.second(torch.utils.checkpoint.checkpoint(lambda x: self.norm(self.first(x)), x, use_reentrant=False))
+            return self.second(
+                torch.utils.checkpoint.checkpoint(
+                    lambda x: self.norm(self.first(x)), x, use_reentrant=False
+                )
+            )
         if kind == "python":
             return self.norm(Scaled.apply(self.first(x), self.scale)) * self.scalar.exp()
         if kind == "loop":
             return sum((self.second(x[:, :size]).sum() for size in (1, 2, 3)), self.first(x).sum())
         assert kind == "late"
-        return self.norm(self.second(x)) + 0.0 * self.first(x).sum() + torch.nn.functional.dropout(x, 0.5)
+        return (
+            self.norm(self.second(x))
+            + 0.0 * self.first(x).sum()
+            + torch.nn.functional.dropout(x, 0.5)
+        )
 
 
 @pytest.mark.parametrize("kind", ["tied", "shared", "checkpointed", "python", "loop", "late"])
@@ -332,46 +495,93 @@ def test_the_order_of_gradients_is_read_off_the_graph(kind):
 def test_a_graph_is_read_from_the_tensors_with_a_gradient_alone():
     model = Graphs()
     loss = model(torch.arange(8).view(2, 4), "tied").sum()
-    assert reached([None, 3, torch.ones(2), "x"]) == [] and reached([torch.ones(2), loss, 3]) == reached([loss])
+    assert reached([None, 3, torch.ones(2), "x"]) == [] and reached(
+        [torch.ones(2), loss, 3]
+    ) == reached([loss])
 
 
 @pytest.mark.parametrize(
     ("orders", "said"),
     [
-        (["abcd", "acdb", "xy", "xy"], ["b in micro-batch 2 of step 7: the backward pass computes this gradient after a on rank 0 and after d on rank 1"]),
-        (["abcd", "abcd", "xyz", "zxy"], ["z in micro-batch 2 of step 7: the backward pass computes this gradient after y on rank 2 and first on rank 3"]),
-        (["ab", "a", "xy", "yx"], ["b in micro-batch 2 of step 7: a gradient on rank 0, none on rank 1, which have to sum it"]),  # before an order
+        (
+            ["abcd", "acdb", "xy", "xy"],
+            [
+                "b in micro-batch 2 of step 7: the backward pass computes this gradient after a on"
+                " rank 0 and after d on rank 1"
+            ],
+        ),
+        (
+            ["abcd", "abcd", "xyz", "zxy"],
+            [
+                "z in micro-batch 2 of step 7: the backward pass computes this gradient after y on"
+                " rank 2 and first on rank 3"
+            ],
+        ),
+        # before an order
+        (
+            ["ab", "a", "xy", "yx"],
+            [
+                "b in micro-batch 2 of step 7: a gradient on rank 0, none on rank 1, which have to"
+                " sum it"
+            ],
+        ),
         (
             ["ab", "b", "x", "xyz"],
-            ["a in micro-batch 2 of step 7: a gradient on rank 0, none on rank 1", "y, z in micro-batch 2 of step 7: a gradient on rank 3"],
+            [
+                "a in micro-batch 2 of step 7: a gradient on rank 0, none on rank 1",
+                "y, z in micro-batch 2 of step 7: a gradient on rank 3",
+            ],
         ),
     ],
-    ids=["order of the first stage", "order of the last stage", "lacking and order", "lacking on both stages"],
+    ids=[
+        "order of the first stage",
+        "order of the last stage",
+        "lacking and order",
+        "lacking on both stages",
+    ],
 )
 def test_the_first_difference_is_named_of_the_ranks_of_a_stage(monkeypatch, orders, said):
-    """Ranks of other stages have other parameters, and are not compared. The first micro-batch is the same on all ranks."""
+    """Ranks of other stages have other parameters, and are not compared.
+
+    The first micro-batch is the same on all ranks.
+    """
     everyone = [{0: ("s", "t"), 1: tuple(order), 2: tuple(reversed(order))} for order in orders]
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, _, group: found.__setitem__(slice(None), everyone))
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda found, _, group: found.__setitem__(slice(None), everyone)
+    )
     monkeypatch.setattr(used, "waiting_group", lambda: None)
     mesh = Mesh(dp=2, pp=2)
     assert [mesh.coords(rank)["pp"] for rank in range(4)] == [0, 0, 1, 1]
     comparison = used.Comparison(towers(), mesh, 7, {}, (), used=everyone[0])
     found = [f"{problem.where}: {problem.rule}" for problem in comparison._differ().problems]
-    assert len(found) == len(said) and all(one.startswith(start) for one, start in zip(found, said, strict=True)), found
+    assert len(found) == len(said) and all(
+        one.startswith(start) for one, start in zip(found, said, strict=True)
+    ), found
 
 
-@pytest.mark.parametrize(("stage", "ordered"), [(0, False), (1, True), (2, True), (3, True), (None, True)])
+@pytest.mark.parametrize(
+    ("stage", "ordered"), [(0, False), (1, True), (2, True), (3, True), (None, True)]
+)
 def test_orders_are_compared_unless_gradients_are_summed_in_the_models_order(stage, ordered):
-    """ZeRO-0 sums them there. DDP and FSDP2, which have no stage, follow the order of the backward pass."""
+    """ZeRO-0 sums them there.
+
+    DDP and FSDP2, which have no stage, follow the order of the backward pass.
+    """
     model = towers()
-    engine = SimpleNamespace(module=model) if stage is None else SimpleNamespace(module=model, zero_optimization_stage=lambda: stage)
+    engine = (
+        SimpleNamespace(module=model)
+        if stage is None
+        else SimpleNamespace(module=model, zero_optimization_stage=lambda: stage)
+    )
     comparison, places = used._begin(engine, Mesh(dp=2), 1)
     assert comparison.ordered == ordered and len(places) == (3 if stage == 3 else 0)
     came = {}
     for number, how in enumerate(["used", "the other way round"]):
         comparison.note(number, model(rows_of(0, 0), how).sum())
         came[how] = comparison.used[number]
-    assert (came["used"] != came["the other way round"]) == ordered and set(came["used"]) == set(came["the other way round"])
+    assert (came["used"] != came["the other way round"]) == ordered and set(came["used"]) == set(
+        came["the other way round"]
+    )
 
 
 class Experts(torch.nn.Module):
@@ -387,14 +597,21 @@ class Experts(torch.nn.Module):
 
 
 def train_with_an_expert_of_its_own(stage: int) -> list[float] | str:
-    """Returns the losses of two steps (under ZeRO-3 of the backward pass of one) in which rank 0's tokens go to the first expert and rank 1's to the second, or the refusal."""
+    """Returns the losses of two steps (under ZeRO-3 of the backward pass of one) in which rank 0's
+    tokens go to the first expert and rank 1's to the second, or the refusal.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.add_module("block", Experts())
     model.forward = model.block.forward
     (block,) = leaf_modules(model)
     set_z3_leaf_module(block, True)
-    engine: Any = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config(stage, 2), dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=ds_config(stage, 2),
+        dist_init_required=False,
+    )[0]
     losses, rank = [], dist.get_rank()
     try:
         for step in (1, 2):
@@ -402,7 +619,9 @@ def train_with_an_expert_of_its_own(stage: int) -> list[float] | str:
                 loss = engine(torch.ones(2, 4) * (rank + 1), rank).square().mean()
                 engine.backward(loss)
             losses.append(loss.item())
-            if stage == 3:  # DeepSpeed 0.19.8 records a stream for the gradients of unused experts, which a CPU has none of (stage3.py, zero_grad)
+            # DeepSpeed 0.19.8 records a stream for the gradients of unused experts, which a CPU has
+            # none of (stage3.py, zero_grad)
+            if stage == 3:
                 break
             engine.step()
     except Refusal as refusal:
@@ -410,13 +629,24 @@ def train_with_an_expert_of_its_own(stage: int) -> list[float] | str:
     return losses
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3],
+)
 def test_an_expert_without_tokens_is_named_where_deepspeed_needs_its_gradient(pools, stage):
     """ZeRO-3 gathers and sums the block as one, ZeRO-0 takes zeros for what is missing."""
     results = pools.run(2, train_with_an_expert_of_its_own, timeout=60, stage=stage)
     if stage in (1, 2):
         for expert, (mine, other) in enumerate(((0, 1), (1, 0))):
-            names = f"block.experts.{expert}.bias, block.experts.{expert}.weight in micro-batch 1 of step 1"
-            assert all(f"{names}: a gradient on rank {mine}, none on rank {other}" in text for text in results), results
+            names = (
+                f"block.experts.{expert}.bias, block.experts.{expert}.weight in micro-batch 1 of"
+                " step 1"
+            )
+            assert all(
+                f"{names}: a gradient on rank {mine}, none on rank {other}" in text
+                for text in results
+            ), results
     else:
-        assert all(isinstance(losses, list) and (stage == 3 or losses[1] < losses[0]) for losses in results), results
+        assert all(
+            isinstance(losses, list) and (stage == 3 or losses[1] < losses[0]) for losses in results
+        ), results

@@ -1,4 +1,6 @@
-"""recipekit/hosts/build_facts.py: what run.json says of torch's build and the driver is what torch and the driver say."""
+"""recipekit/hosts/build_facts.py: what run.json says of torch's build and the driver is what torch
+and the driver say.
+"""
 
 import importlib.metadata
 from pathlib import Path
@@ -16,7 +18,16 @@ def test_the_build_of_this_torch(tmp_path: Path) -> None:
     assert facts["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
     assert facts["cuda"] == torch.version.cuda and facts["driver"] is None
     if torch.version.cuda is None:
-        assert [name for name, value in facts.items() if value is None] == ["cuda", "hip", "cudnn", "nccl", "archs", "driver", "capabilities", "device_memory"]
+        assert [name for name, value in facts.items() if value is None] == [
+            "cuda",
+            "hip",
+            "cudnn",
+            "nccl",
+            "archs",
+            "driver",
+            "capabilities",
+            "device_memory",
+        ]
 
 
 def test_the_driver(tmp_path: Path) -> None:
@@ -28,11 +39,16 @@ def test_the_driver(tmp_path: Path) -> None:
     assert build_facts(told)["driver"] == "580.65.06"
 
 
-@pytest.mark.parametrize(("number", "version"), [(92000, "9.20.0"), (91002, "9.10.2"), (8902, "8.9.2")])
+@pytest.mark.parametrize(
+    ("number", "version"), [(92000, "9.20.0"), (91002, "9.10.2"), (8902, "8.9.2")]
+)
 def test_versions_of_cudnn(number: int, version: str) -> None:
     assert _dotted(number) == version
 
 
 def test_a_package_that_is_not_installed_has_no_version() -> None:
     assert version_of("no-such-package-of-these-recipes") is None
-    assert versions()["deepspeed"] == importlib.metadata.version("deepspeed") and versions()["python"].count(".") == 2
+    assert (
+        versions()["deepspeed"] == importlib.metadata.version("deepspeed")
+        and versions()["python"].count(".") == 2
+    )

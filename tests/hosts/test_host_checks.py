@@ -1,4 +1,8 @@
-"""recipekit/hosts/gpus.py, checks.py: which GPUs are looked at, and what keeps a rank from using them. The other checks are in test_doctor.py, as a user meets them."""
+"""recipekit/hosts/gpus.py, checks.py: which GPUs are looked at, and what keeps a rank from using
+them.
+
+The other checks are in test_doctor.py, as a user meets them.
+"""
 
 import os
 import re
@@ -17,8 +21,12 @@ from recipekit.hosts.ports import check_master_port, free_port, launcher_port
 from recipekit.spec.refusal import Problem
 from test_torch_builds import CLOSED, OPEN
 
-# As nvidia-smi of driver 550 prints it: index, uuid, name, memory.total, memory.used, driver_version
-TOLD = "".join(f"{number}, GPU-{number}{number}aa-bb, NVIDIA H200, 143771, {used}, 550.1\n" for number, used in enumerate((9, 80000, 9, 9)))
+# As nvidia-smi of driver 550 prints it: index, uuid, name, memory.total, memory.used,
+# driver_version
+TOLD = "".join(
+    f"{number}, GPU-{number}{number}aa-bb, NVIDIA H200, 143771, {used}, 550.1\n"
+    for number, used in enumerate((9, 80000, 9, 9))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +51,9 @@ def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("MIG-5", [0, 1, 2, 3]),
     ],
 )
-def test_only_visible_gpus_count(visible: str | None, numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_visible_gpus_count(
+    visible: str | None, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -54,16 +64,25 @@ def test_only_visible_gpus_count(visible: str | None, numbers: list[int], monkey
 def test_a_gpu_that_is_left_out_is_not_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
     def told(visible: str, ranks: int) -> list[str]:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        return [str(found) for found in gpus.check_devices(ranks) if isinstance(found, Problem) and "/dev/shm" not in str(found)]
+        return [
+            str(found)
+            for found in gpus.check_devices(ranks)
+            if isinstance(found, Problem) and "/dev/shm" not in str(found)
+        ]
 
     assert told("2,3", 2) == []
     assert [problem.partition(":")[0] for problem in told("2,1", 2)] == ["GPU 1 (NVIDIA H200)"]
-    assert told("2,3", 4) == ["4 ranks: this host has 2 GPUs that CUDA_VISIBLE_DEVICES names. Start 2 ranks or fewer on it"]
+    assert told("2,3", 4) == [
+        "4 ranks: this host has 2 GPUs that CUDA_VISIBLE_DEVICES names. Start 2 ranks or fewer"
+        " on it"
+    ]
 
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """/dev of a host with two GPUs, beside what its driver tells of itself, in an environment that wishes for nothing."""
+    """/dev of a host with two GPUs, beside what its driver tells of itself, in an environment that
+    wishes for nothing.
+    """
     for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
     import torch
@@ -89,9 +108,15 @@ def test_gpus_that_torch_does_not_see(host: Path) -> None:
     import torch
 
     (problem,) = unseen(host)
-    assert problem.where == f"torch {torch.__version__} ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})"
+    assert (
+        problem.where == f"torch {torch.__version__}"
+        f" ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})"
+    )
     assert problem.rule == "sees none of the 2 GPUs of this host (NVIDIA H200), driver 550.54.15"
-    assert problem.fix.startswith("install the build for this driver: make setup TORCH=cu126") and 'set CUDA_VISIBLE_DEVICES=""' in problem.fix
+    assert (
+        problem.fix.startswith("install the build for this driver: make setup TORCH=cu126")
+        and 'set CUDA_VISIBLE_DEVICES=""' in problem.fix
+    )
     (host / "driver" / "version").write_text(OPEN)
     assert torch.version.cuda or "TORCH=cu130." in unseen(host)[0].fix
     (host / "driver" / "version").unlink()
@@ -113,12 +138,16 @@ def test_gpus_that_torch_does_not_see(host: Path) -> None:
         ("DS_ACCELERATOR", "cuda", 1),
     ],
 )
-def test_a_wish_for_the_cpu_is_honoured(host: Path, name: str, value: str, problems: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wish_for_the_cpu_is_honoured(
+    host: Path, name: str, value: str, problems: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     assert len(unseen(host)) == problems
 
 
-def test_a_job_to_which_slurm_gave_no_gpu_is_refused(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_to_which_slurm_gave_no_gpu_is_refused(
+    host: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not with advice about drivers."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
     (problem,) = unseen(host)
@@ -134,14 +163,26 @@ def test_a_host_without_gpus_is_fine(host: Path) -> None:
 def test_a_run_on_such_a_host_is_refused(host: Path) -> None:
     """As a user meets it: exit code 1, one problem, in seconds."""
     code = (
-        "import runpy, sys; from pathlib import Path; from recipekit.hosts import gpus as h\n"
-        f"h.check_gpus_seen.__defaults__ = (Path({str(host / 'dev')!r}), Path({str(host / 'driver' / 'version')!r}))\n"
-        "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "import runpy, sys; from pathlib import Path; from recipekit.hosts import gpus as"
+        f" h\nh.check_gpus_seen.__defaults__ = (Path({str(host / 'dev')!r}),"
+        f" Path({str(host / 'driver' / 'version')!r}))\nsys.argv = sys.argv[1:];"
+        " runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
-    env = {name: value for name, value in environment().items() if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")}
+    env = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR")
+    }
     words = [sys.executable, "-c", code, str(NANO), "--tiny", "--out", "run"]
-    done = subprocess.run(words, cwd=host, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1 and "refused: 1 problem\n" in done.stderr and "TORCH=cu126" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = subprocess.run(
+        words, cwd=host, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (
+        done.returncode == 1
+        and "refused: 1 problem\n" in done.stderr
+        and "TORCH=cu126" in done.stderr
+        and "Traceback" not in done.stderr
+    ), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,14 +191,25 @@ def test_a_run_on_such_a_host_is_refused(host: Path) -> None:
         (0, 1, {}, None),
         (7, 8, {"LOCAL_WORLD_SIZE": "8"}, None),
         (3, 1, {}, 4),  # srun --gpus-per-task=1, with LOCAL_RANK set from SLURM_LOCALID
-        (0, 1, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),  # its first rank refuses with the others
-        (0, 8, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"}, None),  # torchrun in one task
+        # its first rank refuses with the others
+        (0, 1, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
+        # torchrun in one task
+        (
+            0,
+            8,
+            {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "LOCAL_WORLD_SIZE": "8"},
+            None,
+        ),
         (3, 8, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "16"}, None),
         (0, 1, {"LOCAL_SIZE": "2"}, 2),  # deepspeed --num_gpus 2
     ],
 )
 def test_every_rank_needs_a_gpu_of_its_own_in_sight(
-    local_rank: int, count: int, variables: dict[str, str], ranks: int | None, monkeypatch: pytest.MonkeyPatch
+    local_rank: int,
+    count: int,
+    variables: dict[str, str],
+    ranks: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
 
@@ -172,8 +224,14 @@ def test_every_rank_needs_a_gpu_of_its_own_in_sight(
         assert problems == []
     else:
         (problem,) = problems
-        assert problem.where.startswith(f"{ranks} ranks on this host") and f"sees {count} GPU" in problem.where
-        assert "leave out srun's --gpus-per-task and --gpu-bind" in problem.fix and f"or start {count} on each host" in problem.fix
+        assert (
+            problem.where.startswith(f"{ranks} ranks on this host")
+            and f"sees {count} GPU" in problem.where
+        )
+        assert (
+            "leave out srun's --gpus-per-task and --gpu-bind" in problem.fix
+            and f"or start {count} on each host" in problem.fix
+        )
 
 
 def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
@@ -183,7 +241,11 @@ def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     for limit, free in (("max\n", 3000 * 1024), ("900000\n", 900_000 - 500_000 + 100_000)):
-        for name, text in (("memory.max", limit), ("memory.current", "500000\n"), ("memory.stat", "anon 5\ninactive_file 100000\n")):
+        for name, text in (
+            ("memory.max", limit),
+            ("memory.current", "500000\n"),
+            ("memory.stat", "anon 5\ninactive_file 100000\n"),
+        ):
             (group / name).write_text(text)
         assert checks.free_memory(tmp_path) == free
     (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\n")
@@ -191,16 +253,43 @@ def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
     assert checks.free_memory(tmp_path) is None
 
 
-def test_a_taken_port_is_refused_before_anything_heavy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `deepspeed` sets it for every run; only rank 0 opens it, and torchrun itself holds its own."""
+def test_a_taken_port_is_refused_before_anything_heavy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `deepspeed` sets it for every run; only rank 0 opens it, and torchrun itself holds its
+    own.
+    """
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CROSS_SIZE": "1"}
+        place = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CROSS_SIZE": "1",
+        }
         command = [sys.executable, str(NANO), "--tiny", "--out", "run"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=environment() | place,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         (told,) = re.findall(r"^  1\. (.*)$", done.stderr, re.M)
-        assert re.fullmatch(rf"master port {port}: is in use on \S+\. Choose another: deepspeed --master_port \d+ .*", told)
-        assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "run").exists(), done.stderr
+        assert re.fullmatch(
+            rf"master port {port}: is in use on \S+\. Choose another: deepspeed --master_port"
+            r" \d+ .*",
+            told,
+        )
+        assert (
+            done.returncode == 1
+            and "Traceback" not in done.stderr
+            and not (tmp_path / "run").exists()
+        ), done.stderr
         monkeypatch.setenv("MASTER_PORT", str(port))
         assert check_master_port(1) == [] and len(check_master_port(0)) == 1
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -219,8 +308,12 @@ STARTED_BY = {
 
 
 @pytest.mark.parametrize("flag", STARTED_BY)
-def test_another_port_is_named_as_the_launcher_takes_it(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """deepspeed and torchrun overwrite MASTER_PORT, and srun has no flag. The named port is free."""
+def test_another_port_is_named_as_the_launcher_takes_it(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """deepspeed and torchrun overwrite MASTER_PORT, and srun has no flag. The named port is
+    free.
+    """
     for name in ("CROSS_SIZE", "GROUP_WORLD_SIZE", "LAUNCH_LOGS", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in STARTED_BY[flag].items():
@@ -234,13 +327,23 @@ def test_another_port_is_named_as_the_launcher_takes_it(flag: str, monkeypatch: 
 
 
 def test_the_quickstart_takes_a_free_port() -> None:
-    """MASTER_PORT if that is free. Whatever it holds, the port can be listened on, and a line says why it is another."""
+    """MASTER_PORT if that is free.
+
+    Whatever it holds, the port can be listened on, and a line says why it is another.
+    """
     with socket.create_server(("", 0)) as taken:
         used, free = taken.getsockname()[1], free_port()
-        assert launcher_port({"MASTER_PORT": str(free)}) == (free, f"master port {free}, from MASTER_PORT")
+        assert launcher_port({"MASTER_PORT": str(free)}) == (
+            free,
+            f"master port {free}, from MASTER_PORT",
+        )
         for wanted in (str(used), "0", "99999", "x", "29577.5", "-1"):
             port, note = launcher_port({"MASTER_PORT": wanted})
-            assert note == f"master port {port}, because MASTER_PORT = {wanted} is in use or is not a valid port"
+            assert (
+                note
+                == f"master port {port}, because MASTER_PORT = {wanted} is in use or is not a valid"
+                " port"
+            )
             socket.create_server(("", port)).close()
         for variables in ({}, {"MASTER_PORT": " "}):
             port, note = launcher_port(variables)
@@ -271,17 +374,35 @@ print(found)
 
 
 def test_the_master_port_is_not_checked_once_a_process_has_joined_its_group() -> None:
-    """A program may call `init_process_group` before `run(RECIPE)`; then rank 0 itself holds the port, or needs none."""
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = subprocess.run([sys.executable, "-c", JOINED], env=environment() | place, capture_output=True, text=True, timeout=60, check=False)
+    """A program may call `init_process_group` before `run(RECIPE)`; then rank 0 itself holds the
+    port, or needs none.
+    """
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", JOINED],
+        env=environment() | place,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "[0, 1, 0, 1]\n"), done.stdout + done.stderr
 
 
-def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_whose_folder_is_gone_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its metadata still says that it is installed."""
     for name, top in (("whole-one", "whole"), ("lost-one", "lost\n"), ("bare-one", None)):
         (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
-        (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        )
         if top:
             (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "top_level.txt").write_text(top)
     (tmp_path / "whole").mkdir()
@@ -289,16 +410,31 @@ def test_a_package_whose_folder_is_gone_is_told(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(checks.check_versions(["whole-one==1.0", "lost-one==1.0", "bare-one==1.0"]))
     assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
-        "lost-one 1.0: is recorded as installed, but its file lost is missing. Run: pip install --force-reinstall --no-deps lost-one==1.0",
-        "bare-one 1.0: is recorded as installed, but its file bare_one is missing. Run: pip install --force-reinstall --no-deps bare-one==1.0",
+        (
+            "lost-one 1.0: is recorded as installed, but its file lost is missing. Run: pip install"
+            " --force-reinstall --no-deps lost-one==1.0"
+        ),
+        (
+            "bare-one 1.0: is recorded as installed, but its file bare_one is missing. Run: pip"
+            " install --force-reinstall --no-deps bare-one==1.0"
+        ),
     ]
     assert "1 of 3" in str(found[-1])
 
 
 def test_the_subject_of_a_recipe_of_pictures_is_planned_by_its_task() -> None:
-    """As a start would: no tokenizer is asked for, and a flag of another task is a problem beside the host's."""
-    recipe, slot = ROOT / "recipes" / "vit_l16_imagenet_zero2.py", Slot(0, 2, 0, 2, "127.0.0.1", 29500)
+    """As a start would: no tokenizer is asked for, and a flag of another task is a problem beside
+    the host's.
+    """
+    recipe, slot = (
+        ROOT / "recipes" / "vit_l16_imagenet_zero2.py",
+        Slot(0, 2, 0, 2, "127.0.0.1", 29500),
+    )
     found = read_subject(recipe, ["--init", "random"], None, 2, slot)
-    assert found.problems == [] and found.plan is not None and found.plan.recipe.task == "image_classification"
+    assert (
+        found.problems == []
+        and found.plan is not None
+        and found.plan.recipe.task == "image_classification"
+    )
     found = read_subject(recipe, ["--tiny", "--seq_len", "64"], None, 2, slot)
     assert found.plan is None and [problem.where for problem in found.problems] == ["--seq_len 64"]

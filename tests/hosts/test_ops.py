@@ -1,4 +1,6 @@
-"""recipekit/hosts/ops.py and op_cache.py: what a host lacks to compile an op is one refusal with its fix, and what is compiled is used."""
+"""recipekit/hosts/ops.py and op_cache.py: what a host lacks to compile an op is one refusal with
+its fix, and what is compiled is used.
+"""
 
 import importlib
 import json
@@ -29,10 +31,32 @@ NVME = ("--deepspeed_config", "zero3_nvme.json")
 OFFLOAD = ("--deepspeed_config", "zero2_cpu.json")
 
 
-def start(folder: Path, *flags: str, prefix: list[str] | None = None, python: list[str] | None = None, **variables: str | None) -> tuple[int, str]:
-    """One rank of the nano recipe, started plainly in an op folder of its own; its exit code and output. A variable that is None is not set."""
+def start(
+    folder: Path,
+    *flags: str,
+    prefix: list[str] | None = None,
+    python: list[str] | None = None,
+    **variables: str | None,
+) -> tuple[int, str]:
+    """One rank of the nano recipe, started plainly in an op folder of its own; its exit code and
+    output.
+
+    A variable that is None is not set.
+    """
     env = environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "ops")} | variables
-    words = [*(prefix or []), *(python or [sys.executable, str(NANO)]), "--tiny", "--out", "run", "--steps", "1", "--eval_every", "0", "--no-export", *flags]
+    words = [
+        *(prefix or []),
+        *(python or [sys.executable, str(NANO)]),
+        "--tiny",
+        "--out",
+        "run",
+        "--steps",
+        "1",
+        "--eval_every",
+        "0",
+        "--no-export",
+        *flags,
+    ]
     done = subprocess.run(
         words,
         cwd=folder,
@@ -68,33 +92,79 @@ def programs(folder: Path, *names: str) -> str:
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
-    told = refusal(start(tmp_path, *OFFLOAD, PATH=programs(tmp_path / "bin", "git"), CXX=None, CC=None))
-    assert told.startswith("compiler c++ and ") and "not found to compile CPU Adam" in told and "apt-get install g++" in told
+    told = refusal(
+        start(tmp_path, *OFFLOAD, PATH=programs(tmp_path / "bin", "git"), CXX=None, CC=None)
+    )
+    assert (
+        told.startswith("compiler c++ and ")
+        and "not found to compile CPU Adam" in told
+        and "apt-get install g++" in told
+    )
 
 
 @pytest.mark.slow
 def test_what_needs_no_op_needs_no_compiler(tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """Nor ninja, nor a folder for ops, nor shared memory (DeepSpeed's own start on a CPU would take all four), nor a home; to the end of the run."""
+    """Nor ninja, nor a folder for ops, nor shared memory (DeepSpeed's own start on a CPU would take
+    all four), nor a home; to the end of the run.
+    """
     for name in ("ops", "home"):
         (tmp_path / name).mkdir()
-    hidden = "".join(f"mount -t tmpfs -o ro tmpfs {tmp_path / name}\n" for name in ("ops", "home")) + "mount -t tmpfs -o size=64k tmpfs /dev/shm"
-    code, text = start(tmp_path, prefix=in_mounts(hidden), PATH=programs(tmp_path / "bin", "git"), HOME=str(tmp_path / "home"), CXX=None, CC=None)
+    hidden = (
+        "".join(f"mount -t tmpfs -o ro tmpfs {tmp_path / name}\n" for name in ("ops", "home"))
+        + "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    )
+    code, text = start(
+        tmp_path,
+        prefix=in_mounts(hidden),
+        PATH=programs(tmp_path / "bin", "git"),
+        HOME=str(tmp_path / "home"),
+        CXX=None,
+        CC=None,
+    )
     assert code == 0 and "compil" not in text, text
 
 
 def test_without_ninja(tmp_path: Path) -> None:
-    """In an environment of Python beside which none lies, as it does where the package ninja is not installed."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True, timeout=60)
+    """In an environment of Python beside which none lies, as it does where the package ninja is not
+    installed.
+    """
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")],
+        check=True,
+        timeout=60,
+    )
     path = os.pathsep.join([environment()["PYTHONPATH"], str(SITE)])
     python = [str(tmp_path / "env" / "bin" / "python"), str(NANO)]
-    told = refusal(start(tmp_path, *OFFLOAD, python=python, PYTHONPATH=path, PATH=programs(tmp_path / "bin", "c++", "gcc"), CC="gcc", CXX=None))
-    assert told.startswith("ninja: not found to compile CPU Adam") and "-m pip install -r requirements.txt" in told
+    told = refusal(
+        start(
+            tmp_path,
+            *OFFLOAD,
+            python=python,
+            PYTHONPATH=path,
+            PATH=programs(tmp_path / "bin", "c++", "gcc"),
+            CC="gcc",
+            CXX=None,
+        )
+    )
+    assert (
+        told.startswith("ninja: not found to compile CPU Adam")
+        and "-m pip install -r requirements.txt" in told
+    )
 
 
 def test_without_libaio(tmp_path: Path) -> None:
-    hidden = "mount --bind /dev/null /usr/include/libaio.h" if Path("/usr/include/libaio.h").exists() else ""
+    hidden = (
+        "mount --bind /dev/null /usr/include/libaio.h"
+        if Path("/usr/include/libaio.h").exists()
+        else ""
+    )
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden)))
-    assert told.startswith("libaio: async_io, which NVMe offload requires, cannot be compiled without it (") and "Install libaio-dev" in told
+    assert (
+        told.startswith(
+            "libaio: async_io, which NVMe offload requires, cannot be compiled without it ("
+        )
+        and "Install libaio-dev" in told
+    )
 
 
 CLAIM = """
@@ -109,9 +179,14 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_without_a_cuda_toolkit_where_a_gpu_is_claimed(tmp_path: Path) -> None:
-    """A torch that says it was built with CUDA and sees a GPU; nvcc is not on PATH, and the usual place, if there is one, is empty."""
+    """A torch that says it was built with CUDA and sees a GPU; nvcc is not on PATH, and the usual
+    place, if there is one, is empty.
+    """
     if not Path("/usr/include/libaio.h").exists():
-        pytest.skip("needs Debian's libaio-dev for the toolkit to be all that is missing (tests/system_packages.sh)")
+        pytest.skip(
+            "needs Debian's libaio-dev for the toolkit to be all that is missing"
+            " (tests/system_packages.sh)"
+        )
     hidden = "mount -t tmpfs tmpfs /usr/local/cuda/" if Path("/usr/local/cuda").exists() else ""
     variables = {
         "CUDA_HOME": None,
@@ -123,10 +198,15 @@ def test_without_a_cuda_toolkit_where_a_gpu_is_claimed(tmp_path: Path) -> None:
     }
     python = [sys.executable, "-c", CLAIM, str(NANO)]
     told = refusal(start(tmp_path, *NVME, prefix=in_mounts(hidden), python=python, **variables))
-    assert re.match(r"CUDA_HOME( is not|:| = /usr/local/cuda: has no bin/nvcc that runs)", told) and "cuda-toolkit-13-0" in told, told
+    assert (
+        re.match(r"CUDA_HOME( is not|:| = /usr/local/cuda: has no bin/nvcc that runs)", told)
+        and "cuda-toolkit-13-0" in told
+    ), told
 
 
-def test_the_toolkit_is_of_the_cuda_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toolkit_is_of_the_cuda_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
@@ -134,14 +214,22 @@ def test_the_toolkit_is_of_the_cuda_of_torch(tmp_path: Path, monkeypatch: pytest
     wanted = [OPS["fused_adam"]]
     assert check_cuda(wanted, "12.6", tmp_path, []) == []  # any of the same major version
     (problem,) = check_cuda(wanted, "13.0", tmp_path, [])
-    assert "has CUDA 12.4, but torch was built for CUDA 13.0" in problem.rule and "cuda-toolkit-13-0" in problem.fix
+    assert (
+        "has CUDA 12.4, but torch was built for CUDA 13.0" in problem.rule
+        and "cuda-toolkit-13-0" in problem.fix
+    )
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
     assert check_cuda(wanted, "13.0", tmp_path, []) == []
     (problem,) = check_cuda([OPS["async_io"]], "12.4", tmp_path, ["c++"])
-    assert "does not link with the libraries of CUDA" in problem.rule and "LIBRARY_PATH" in problem.fix  # no libcudart lies there
+    # no libcudart lies there
+    assert (
+        "does not link with the libraries of CUDA" in problem.rule and "LIBRARY_PATH" in problem.fix
+    )
 
 
-def test_the_toolkit_is_found_as_torch_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_toolkit_is_found_as_torch_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "bin").mkdir()
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.touch(0o755)
@@ -160,10 +248,16 @@ def test_the_toolkit_is_found_as_torch_finds_it(tmp_path: Path, monkeypatch: pyt
 
 def test_an_op_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "ops").mkdir()
-    told = refusal(start(tmp_path, *OFFLOAD, prefix=in_mounts(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'ops'}")))
+    told = refusal(
+        start(
+            tmp_path, *OFFLOAD, prefix=in_mounts(f"mount -t tmpfs -o ro tmpfs {tmp_path / 'ops'}")
+        )
+    )
     assert (
         told
-        == f"the folder of compiled ops {tmp_path / 'ops'}: cannot be written: {tmp_path / 'ops'} belongs to another user. Set TORCH_EXTENSIONS_DIR to a folder that you can write to and that has free space"
+        == f"the folder of compiled ops {tmp_path / 'ops'}: cannot be written: {tmp_path / 'ops'}"
+        " belongs to another user. Set TORCH_EXTENSIONS_DIR to a folder that you can write to"
+        " and that has free space"
     )
 
 
@@ -180,16 +274,31 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """.replace("sys.argv[1] in os", "where in os")
 
 
-@pytest.mark.parametrize(("folder", "where", "fix"), [("ops", "the folder of compiled ops ", "set TORCH_EXTENSIONS_DIR"), (".run.lock", "out = run", "--out")])
+@pytest.mark.parametrize(
+    ("folder", "where", "fix"),
+    [
+        ("ops", "the folder of compiled ops ", "set TORCH_EXTENSIONS_DIR"),
+        (".run.lock", "out = run", "--out"),
+    ],
+)
 def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fix: str) -> None:
     """NFS without lockd answers flock so. It is told before anything is compiled or written."""
     (tmp_path / "ops").mkdir()
-    told = refusal(start(tmp_path, *OFFLOAD, python=[sys.executable, "-c", NO_LOCKS, str(tmp_path / folder), str(NANO)]))
+    told = refusal(
+        start(
+            tmp_path,
+            *OFFLOAD,
+            python=[sys.executable, "-c", NO_LOCKS, str(tmp_path / folder), str(NANO)],
+        )
+    )
     assert (
         told.startswith(where)
-        and "its file system has no file locks (No locks available). Mount it with file locks (Lustre: -o flock, NFS: with lockd)" in told
+        and "its file system has no file locks (No locks available). Mount it with file locks (Lustre: -o flock, NFS: with lockd)"
+        in told
     )
-    assert fix in told and list((tmp_path / "ops").iterdir()) == [] and not (tmp_path / "run").exists()
+    assert (
+        fix in told and list((tmp_path / "ops").iterdir()) == [] and not (tmp_path / "run").exists()
+    )
 
 
 USE = """
@@ -210,8 +319,13 @@ print("weights", [round(value, 3) for value in weight.tolist()])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signed", [pytest.param(True, id="by a host of this kind"), pytest.param(False, id="by plain DeepSpeed")])
-def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(tmp_path: Path, ops: Callable[[str], None], signed: bool) -> None:
+@pytest.mark.parametrize(
+    "signed",
+    [pytest.param(True, id="by a host of this kind"), pytest.param(False, id="by plain DeepSpeed")],
+)
+def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(
+    tmp_path: Path, ops: Callable[[str], None], signed: bool
+) -> None:
     """On a disk that nobody can write, without a compiler, ninja or a lock."""
     ops("cpu_adam")
     (tmp_path / "ops").mkdir()
@@ -221,20 +335,37 @@ def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(tmp_path: Pat
         log = tmp_path / "theirs" / "cpu_adam" / ".ninja_log"
         log.write_text("# ninja log v7\n0\t1\t2\tcpu_adam.so\tff\n")
     (tmp_path / "theirs" / "cpu_adam" / "lock").touch()  # what a killed compile of theirs has left
-    prefix = in_mounts(f"mount --bind {tmp_path / 'theirs'} {tmp_path / 'ops'}\nmount -o remount,ro,bind {tmp_path / 'ops'}")
-    env = environment() | {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"), "PATH": programs(tmp_path / "bin", "git")}
-    done = subprocess.run([*prefix, sys.executable, "-c", USE], env=env, capture_output=True, text=True, timeout=120, check=False)
+    prefix = in_mounts(
+        f"mount --bind {tmp_path / 'theirs'} {tmp_path / 'ops'}\nmount -o remount,ro,bind"
+        f" {tmp_path / 'ops'}"
+    )
+    env = environment() | {
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "ops"),
+        "PATH": programs(tmp_path / "bin", "git"),
+    }
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", USE],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0 and "weights [0.5, " in done.stdout, done.stdout + done.stderr
     assert "compil" not in done.stdout
 
 
-def test_what_a_killed_link_has_left_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_link_has_left_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor in a folder that nobody can mend."""
     monkeypatch.setattr(op_cache, "writable", lambda place: False)
     op = tmp_path / "cpu_adam"
     op.mkdir()
     (op / "cpu_adam.so").write_bytes(b"\x7fELF")
-    (op / ".ninja_log").write_text("# ninja log v7\n0\t48919\t1795432007177691539\tcpu_adam.o\td9e0687ddd6475ee\n")
+    (op / ".ninja_log").write_text(
+        "# ninja log v7\n0\t48919\t1795432007177691539\tcpu_adam.o\td9e0687ddd6475ee\n"
+    )
     assert not op_cache.ready(tmp_path, "cpu_adam") and not op_cache.usable(tmp_path, "cpu_adam")
     with (op / ".ninja_log").open("a") as log:
         log.write("51991\t52900\t1795432007177691539\tcpu_adam.so\td9e0687ddd6475ee\n")
@@ -261,10 +392,21 @@ def test_each_kind_of_host_has_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_checkout_that_cannot_be_written_leaves_the_users_cache(tmp_path: Path) -> None:
     code = "from recipekit.hosts import op_cache; print(op_cache.folder())"
-    env = {name: value for name, value in environment().items() if name not in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")} | {"HOME": str(tmp_path)}
+    env = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+    } | {"HOME": str(tmp_path)}
     (ROOT / ".cache").mkdir(exist_ok=True)  # a place to mount something on
     prefix = in_mounts(f"mount -t tmpfs -o ro tmpfs {(ROOT / '.cache').resolve()}")
-    done = subprocess.run([*prefix, sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", code],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == str(tmp_path / ".cache" / "torch_extensions" / op_cache.kind())
 
 
@@ -281,7 +423,12 @@ with op_cache.held(Path(sys.argv[1]), "cpu_adam", print):
 
 
 def test_a_killed_compile_is_cleared_away_and_a_living_one_waited_for(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], env=environment(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout and process.stdout.readline() == "held\n"
         said: list[str] = []
@@ -293,7 +440,9 @@ def test_a_killed_compile_is_cleared_away_and_a_living_one_waited_for(tmp_path: 
 
         waiting = threading.Thread(target=take)
         waiting.start()
-        assert not taken.wait(0.5) and said == ["waiting for another process that compiles DeepSpeed's cpu_adam"]
+        assert not taken.wait(0.5) and said == [
+            "waiting for another process that compiles DeepSpeed's cpu_adam"
+        ]
         process.send_signal(signal.SIGKILL)
         assert taken.wait(30)
         waiting.join()
@@ -330,16 +479,26 @@ def test_a_dead_compile_of_another_host_is_told(tmp_path: Path) -> None:
     assert list(op_cache.left_over(tmp_path)) == [(left, "worker-2")]
     with pytest.raises(Refusal) as caught, op_cache.held(tmp_path, "cpu_adam", print):
         pass
-    assert "is left over from a compile on worker-2, and nothing has changed beside it for 60 min. Run: rm -f" in str(caught.value) and left.exists()
+    assert (
+        "is left over from a compile on worker-2, and nothing has changed beside it for 60 min."
+        " Run: rm -f"
+        in str(caught.value)
+        and left.exists()
+    )
 
 
-def test_an_unsigned_mark_is_of_this_host_unless_others_write_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsigned_mark_is_of_this_host_unless_others_write_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = of_another_host(tmp_path, "")
     os.utime(left, (time.time() - 3600,) * 2)
     os.utime(left.parent, (time.time() - 3600,) * 2)
     with monkeypatch.context() as shared:
         shared.setattr(op_cache, "SHARED", {file_system(tmp_path)})
-        with pytest.raises(Refusal, match="on another host"), op_cache.held(tmp_path, "cpu_adam", print):
+        with (
+            pytest.raises(Refusal, match="on another host"),
+            op_cache.held(tmp_path, "cpu_adam", print),
+        ):
             pass
     assert left.exists()
     with op_cache.held(tmp_path, "cpu_adam", print):
@@ -350,10 +509,18 @@ def test_what_other_processors_compiled_is_not_loaded(tmp_path: Path) -> None:
     """In a folder that the user chose for unlike hosts."""
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
-    (tmp_path / "cpu_adam" / "kind").write_text(f"x86_64_00000000_{op_cache.kind().partition('_py')[2]}")
+    (tmp_path / "cpu_adam" / "kind").write_text(
+        f"x86_64_00000000_{op_cache.kind().partition('_py')[2]}"
+    )
     assert not op_cache.usable(tmp_path, "cpu_adam")
     with (
-        pytest.raises(Refusal, match=r"was compiled for a different processor than this host's\. Unset TORCH_EXTENSIONS_DIR"),
+        pytest.raises(
+            Refusal,
+            match=(
+                r"was compiled for a different processor than this host's\. Unset"
+                r" TORCH_EXTENSIONS_DIR"
+            ),
+        ),
         op_cache.held(tmp_path, "cpu_adam", print),
     ):
         pass
@@ -364,10 +531,15 @@ def test_a_compile_that_fails_is_a_refusal_with_the_first_error(tmp_path: Path) 
     """A compiler that is there, tells its version and cannot compile."""
     broken = tmp_path / "c++"
     error = "echo 'stuff.h:1:10: fatal error: immintrin.h: No such file or directory' >&2; exit 1"
-    broken.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) {error} ;; esac\nexec {shutil.which("c++")} "$@"\n')
+    broken.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*) {error} ;; esac\nexec {shutil.which("c++")} "$@"\n'
+    )
     broken.chmod(0o755)
     told = refusal(start(tmp_path, *OFFLOAD, CXX=str(broken)))
-    assert told.startswith("DeepSpeed's CPU Adam: cannot be compiled or loaded (RuntimeError): stuff.h:1:10: fatal error: immintrin.h"), told
+    assert told.startswith(
+        "DeepSpeed's CPU Adam: cannot be compiled or loaded (RuntimeError): stuff.h:1:10: fatal"
+        " error: immintrin.h"
+    ), told
 
 
 # Which ops a JSON needs
@@ -378,7 +550,11 @@ def names(config: dict[str, Any], cuda: bool) -> list[str]:
 
 
 def test_the_ops_of_the_strategies() -> None:
-    offloading = {"zero2_cpu": ["cpu_adam"], "zero3_cpu": ["cpu_adam"], "zero3_nvme": ["cpu_adam", "async_io"]}
+    offloading = {
+        "zero2_cpu": ["cpu_adam"],
+        "zero3_cpu": ["cpu_adam"],
+        "zero3_nvme": ["cpu_adam", "async_io"],
+    }
     strategies = sorted((ROOT / "ds_configs").glob("*.json"))
     assert {path.stem for path in strategies} >= offloading.keys()
     for path in strategies:
@@ -392,15 +568,35 @@ def test_the_ops_of_the_strategies() -> None:
         ({"optimizer": {"type": "AdamW"}}, True, ["fused_adam"]),
         ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, True, []),
         ({"optimizer": {"type": "Lion"}}, True, []),  # ours
-        ({"optimizer": {"type": "Lion"}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, True, ["cpu_lion"]),
-        ({"optimizer": {"type": "Lamb"}}, True, []),
-        ({"optimizer": {"type": "SGD"}, "zero_optimization": {"offload_param": {"device": "nvme"}}, "aio": {"use_gds": True}}, True, ["async_io", "gds"]),
         (
-            {"optimizer": {"type": "SGD"}, "zero_optimization": {"zero_quantized_weights": True}, "compile": {"deepcompile": True}},
+            {
+                "optimizer": {"type": "Lion"},
+                "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+            },
+            True,
+            ["cpu_lion"],
+        ),
+        ({"optimizer": {"type": "Lamb"}}, True, []),
+        (
+            {
+                "optimizer": {"type": "SGD"},
+                "zero_optimization": {"offload_param": {"device": "nvme"}},
+                "aio": {"use_gds": True},
+            },
+            True,
+            ["async_io", "gds"],
+        ),
+        (
+            {
+                "optimizer": {"type": "SGD"},
+                "zero_optimization": {"zero_quantized_weights": True},
+                "compile": {"deepcompile": True},
+            },
             True,
             ["quantizer", "deepcompile"],
         ),
-        ({"zero_optimization": ["wrong"], "optimizer": {"type": "SGD"}}, False, []),  # which another check tells
+        # which another check tells
+        ({"zero_optimization": ["wrong"], "optimizer": {"type": "SGD"}}, False, []),
     ],
 )
 def test_the_ops_of_a_json(config: dict[str, Any], cuda: bool, expected: list[str]) -> None:
@@ -414,12 +610,16 @@ def test_the_table_says_what_deepspeed_does(name: str) -> None:
 
     op = OPS[name]
     cpu = "cpu." if not op.cuda else ""
-    module = importlib.import_module(f"deepspeed.ops.op_builder.{cpu}{'dc' if name == 'deepcompile' else name}")
+    module = importlib.import_module(
+        f"deepspeed.ops.op_builder.{cpu}{'dc' if name == 'deepcompile' else name}"
+    )
     builder = getattr(module, op.builder)
     assert (builder.NAME, issubclass(builder, CUDAOpBuilder)) == (op.parts[-1], op.cuda)
 
 
-def test_what_is_compiled_needs_no_tools(tmp_path: Path, ops: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_compiled_needs_no_tools(
+    tmp_path: Path, ops: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops("cpu_adam")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check([OPS["cpu_adam"]], None) == []
@@ -437,7 +637,10 @@ def without_wandb(folder: Path) -> list[str]:
     for entry in SITE.iterdir():
         if not entry.name.startswith("wandb"):
             (site / entry.name).symlink_to(entry)
-    code = f"import sys, runpy; sys.path.append({str(site)!r}); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = (
+        f"import sys, runpy; sys.path.append({str(site)!r}); sys.argv = sys.argv[1:];"
+        " runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
     return [sys.executable, "-S", "-c", code, str(NANO)]
 
 
@@ -448,7 +651,13 @@ def test_a_wish_for_wandb_without_its_package(tmp_path: Path, ops: Callable[[str
     told = refusal(start(tmp_path, "--wandb", python=python, TORCH_EXTENSIONS_DIR=cache))
     assert told.startswith("--wandb: the package wandb is not installed. Run: pip install")
     code, text = start(tmp_path, python=python, TORCH_EXTENSIONS_DIR=cache)
-    assert code == 0 and text.count("the package wandb is not installed, so there is no W&B run") == 1, text
+    assert (
+        code == 0 and text.count("the package wandb is not installed, so there is no W&B run") == 1
+    ), text
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert facts["versions"]["wandb"] is None and facts["versions"]["torch"] and facts["build"]["torch_git"]
+    assert (
+        facts["versions"]["wandb"] is None
+        and facts["versions"]["torch"]
+        and facts["build"]["torch_git"]
+    )
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1

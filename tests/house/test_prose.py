@@ -1,4 +1,6 @@
-"""Pages, help texts, messages and recipes' docstrings: plain English, links that resolve, figures that their page has."""
+"""Pages, help texts, messages and recipes' docstrings: plain English, links that resolve, figures
+that their page has.
+"""
 
 import re
 from collections.abc import Iterator
@@ -13,11 +15,18 @@ from prose import CODE, DOCSTRING, PAGE, STRING, Block, Count
 MOST = 1.5  # hits per 1,000 words of all pages, of all strings, of all docstrings
 MOST_OF_A_FILE = 3  # hits per 1,000 words
 LONG_FILE = 300  # words from which a file has a limit of its own
-HITS = {PAGE: 2, STRING: 22, DOCSTRING: 0}  # allowed; lower a number after a rewrite, never raise it
+# allowed; lower a number after a rewrite, never raise it
+HITS = {PAGE: 2, STRING: 22, DOCSTRING: 0}
 NOT_YET: set[str] = set()  # files that may still have more hits and longer sentences
 
-COUNTS = {path.relative_to(ROOT): prose.count_file(path) for path in prose.pages(ROOT) + prose.programs(ROOT)}
-KINDS = {path: PAGE if path.suffix == ".md" else DOCSTRING if path.parent.name == "recipes" else STRING for path in COUNTS}
+COUNTS = {
+    path.relative_to(ROOT): prose.count_file(path)
+    for path in prose.pages(ROOT) + prose.programs(ROOT)
+}
+KINDS = {
+    path: PAGE if path.suffix == ".md" else DOCSTRING if path.parent.name == "recipes" else STRING
+    for path in COUNTS
+}
 
 
 # Translated phrases and long sentences
@@ -25,28 +34,48 @@ KINDS = {path: PAGE if path.suffix == ".md" else DOCSTRING if path.parent.name =
 
 @pytest.mark.parametrize("kind", HITS)
 def test_few_phrases_are_translated_word_for_word(kind):
-    faults = too_many({str(path): count for path, count in COUNTS.items() if KINDS[path] == kind}, HITS[kind])
+    faults = too_many(
+        {str(path): count for path, count in COUNTS.items() if KINDS[path] == kind}, HITS[kind]
+    )
     assert not faults, "see python tests/support/prose.py --show FILE\n" + "\n".join(faults)
 
 
 def test_no_file_has_many_translated_phrases():
-    faults = [fault for path, count in COUNTS.items() if str(path) not in NOT_YET for fault in too_many_of_a_file(str(path), count)]
+    faults = [
+        fault
+        for path, count in COUNTS.items()
+        if str(path) not in NOT_YET
+        for fault in too_many_of_a_file(str(path), count)
+    ]
     assert not faults, f"more than {MOST_OF_A_FILE} per 1,000 words:\n" + "\n".join(faults)
 
 
 def test_sentences_are_short():
-    faults = [fault for path, count in COUNTS.items() if str(path) not in NOT_YET for fault in too_long(str(path), count)]
+    faults = [
+        fault
+        for path, count in COUNTS.items()
+        if str(path) not in NOT_YET
+        for fault in too_long(str(path), count)
+    ]
     assert not faults, f"more than {prose.LONGEST} words:\n" + "\n".join(faults)
 
 
 def test_exceptions_are_needed():
-    clean = [path for path in NOT_YET if not [*too_many_of_a_file(path, COUNTS[Path(path)]), *too_long(path, COUNTS[Path(path)])]]
+    clean = [
+        path
+        for path in NOT_YET
+        if not [*too_many_of_a_file(path, COUNTS[Path(path)]), *too_long(path, COUNTS[Path(path)])]
+    ]
     assert not clean, "take these out of NOT_YET"
 
 
 def too_many(counts: dict[str, Count], allowed: int) -> list[str]:
-    """Return all hits of the files if they are more than allowed, or more than MOST per 1,000 words."""
-    hits = [f"{name}:{hit.line}: {hit.text}" for name, count in counts.items() for hit in count.hits]
+    """Return all hits of the files if they are more than allowed, or more than MOST per 1,000
+    words.
+    """
+    hits = [
+        f"{name}:{hit.line}: {hit.text}" for name, count in counts.items() for hit in count.hits
+    ]
     words = sum(count.words for count in counts.values())
     return hits if len(hits) > allowed or 1000 * len(hits) > MOST * words else []
 
@@ -77,13 +106,18 @@ PHRASES = {
     "The file lies beside it.": ["lies beside"],
     "A row has a folder of its own.": ["of its own"],
     "The page shows what\nthe run saved.": ["what the"],
-    "| key | what it is |\n|---|---|\n| `lr` | the rate that is to be used |": ["what it", "is to be"],
+    "| key | what it is |\n|---|---|\n| `lr` | the rate that is to be used |": [
+        "what it",
+        "is to be",
+    ],
 }
 
 
 @pytest.mark.parametrize("text", PHRASES)
 def test_finds_a_phrase(text):
-    assert sorted(hit.phrase for hit in prose.count(prose.markdown(text)).hits) == sorted(PHRASES[text])
+    assert sorted(hit.phrase for hit in prose.count(prose.markdown(text)).hits) == sorted(
+        PHRASES[text]
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,31 +159,57 @@ SHORT = "it goes on"
 
 def test_reads_help_texts_and_messages():
     found = prose.strings(PROGRAM)
-    texts = ["The first words of a help text", "rows of X, of which the last is cut", "X goes on with this long message"]
-    assert [(block.lines[0], block.text) for block in found] == list(zip((6, 7, 8), texts, strict=True))
+    texts = [
+        "The first words of a help text",
+        "rows of X, of which the last is cut",
+        "X goes on with this long message",
+    ]
+    assert [(block.lines[0], block.text) for block in found] == list(
+        zip((6, 7, 8), texts, strict=True)
+    )
 
 
 def test_reads_a_printed_docstring():
-    assert [block.text for block in prose.strings('"""Convert a file."""\nprint(__doc__)')] == ["Convert a file."]
+    assert [block.text for block in prose.strings('"""Convert a file."""\nprint(__doc__)')] == [
+        "Convert a file."
+    ]
 
 
 def test_counts_words_of_sentences():
-    text = f"{'word ' * 28}here. Set `a b` in [the page](x.md), not e.g. in {'one ' * 3}two.\n- {'word ' * 28}`x y`"
-    assert [(hit.line, hit.phrase) for hit in prose.count(prose.markdown(text)).long] == [(1, "29 words"), (2, "29 words")]
-    lengths = [prose.length_of(sentence) for _, sentence in prose.sentences(prose.markdown(text)[0])]
+    text = (
+        f"{'word ' * 28}here. Set `a b` in [the page](x.md), not e.g. in {'one ' * 3}two.\n-"
+        f" {'word ' * 28}`x y`"
+    )
+    assert [(hit.line, hit.phrase) for hit in prose.count(prose.markdown(text)).long] == [
+        (1, "29 words"),
+        (2, "29 words"),
+    ]
+    lengths = [
+        prose.length_of(sentence) for _, sentence in prose.sentences(prose.markdown(text)[0])
+    ]
     assert lengths == [29, 12]
 
 
 def test_a_list_of_names_is_one_word():
-    assert prose.length_of("Read by all of these: bert, electra, ernie, rembert, roc_bert and xlm.") == 6
+    assert (
+        prose.length_of("Read by all of these: bert, electra, ernie, rembert, roc_bert and xlm.")
+        == 6
+    )
     assert prose.length_of(f"Set {CODE}, {CODE}, {CODE} and {CODE} first.") == 3
     assert prose.length_of("Save, stop, and start.") == 4
 
 
-@pytest.mark.parametrize("path", [path for path in COUNTS if KINDS[path] == PAGE and COUNTS[path].words > LONG_FILE], ids=str)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in COUNTS if KINDS[path] == PAGE and COUNTS[path].words > LONG_FILE],
+    ids=str,
+)
 def test_a_translated_passage_fails_in_each_page(path, tmp_path):
     copy = tmp_path / path.name
-    passage = "What a run leaves lies in a folder of its own, and it goes on where it was stopped, too.\n\n"
+    passage = (
+        "What a run leaves lies in a folder of its own, and it goes on where it was stopped,"
+        " too.\n\n"
+    )
     copy.write_text((ROOT / path).read_text() + "\n\n" + passage * (COUNTS[path].words // 1000 + 1))
     assert too_many_of_a_file(path.name, prose.count_file(copy))
 
@@ -158,7 +218,10 @@ def test_one_translated_phrase_fails(tmp_path):
     copy = tmp_path / "README.md"
     copy.write_text((ROOT / "README.md").read_text() + "\n\nThe run goes on.\n")
     planted, before = prose.count_file(copy), COUNTS[Path("README.md")]
-    assert too_many({"README.md": planted}, len(before.hits)) and len(planted.hits) == len(before.hits) + 1
+    assert (
+        too_many({"README.md": planted}, len(before.hits))
+        and len(planted.hits) == len(before.hits) + 1
+    )
 
 
 # Links and anchors
@@ -182,7 +245,12 @@ def lost_links(root: Path) -> list[str]:
 def links(text: str) -> Iterator[tuple[int, str]]:
     """Yield each relative target outside code with its line."""
     lines = "\n".join(prose.outside_code(text))
-    spans = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", lambda span: re.sub(r"[^\n]", CODE, span[0]), lines, flags=re.DOTALL)
+    spans = re.sub(
+        r"(`+)(?!`).+?(?<!`)\1(?!`)",
+        lambda span: re.sub(r"[^\n]", CODE, span[0]),
+        lines,
+        flags=re.DOTALL,
+    )
     pattern = r"\]\(\s*<?([^()\s<>]+(?:\([^()\s]*\))?)>?[^()]*\)|^\s*\[[^\]]+\]:\s*(\S+)|\b(?:href|src|srcset)=\"([^\"]+)\""
     for found in re.finditer(pattern, spans, re.MULTILINE):
         target = found[1] or found[2] or found[3]
@@ -200,7 +268,11 @@ def _resolves(page: Path, target: str, root: Path) -> bool:
     if there.suffix == ".md":
         return section in anchors(there.read_text())
     line = re.fullmatch(r"L(\d+)(?:-L(\d+))?", section)
-    return line is not None and there.is_file() and int(line[2] or line[1]) <= len(there.read_text().splitlines())
+    return (
+        line is not None
+        and there.is_file()
+        and int(line[2] or line[1]) <= len(there.read_text().splitlines())
+    )
 
 
 def anchors(text: str) -> set[str]:
@@ -211,7 +283,11 @@ def anchors(text: str) -> set[str]:
         plain = re.sub(prose.LINK, r"\1", heading.lstrip("#").rstrip(" #").strip())
         plain = re.sub(r"(?<!\w)_(\S.*?\S|\S)_(?!\w)|</?[a-zA-Z][^<>]*>", r"\1", plain)
         name = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
-        found.append(name if name not in found else next(f"{name}-{count}" for count in range(1, 99) if f"{name}-{count}" not in found))
+        found.append(
+            name
+            if name not in found
+            else next(f"{name}-{count}" for count in range(1, 99) if f"{name}-{count}" not in found)
+        )
     return {*found, *re.findall(r"\b(?:id|name)=\"([^\"]+)\"", "\n".join(lines))}
 
 
@@ -228,13 +304,20 @@ PAGE_WITH_HEADINGS = """# `run.json`: one `dp_rank`, one [page](x.md) & more
 
 
 def test_anchors_are_those_of_github():
-    assert anchors(PAGE_WITH_HEADINGS) == {"runjson-one-dp_rank-one-page--more", "twice", "twice-1", "Here"}
+    assert anchors(PAGE_WITH_HEADINGS) == {
+        "runjson-one-dp_rank-one-page--more",
+        "twice",
+        "twice-1",
+        "Here",
+    }
 
 
 @pytest.fixture
 def repository(tmp_path):
     (tmp_path / "recipes" / "recipekit").mkdir(parents=True)
-    (tmp_path / "recipes" / "PAGE.md").write_text("# The page\n\nThe recipe takes 1,016.5 s, 42 % of 1e-05, on 2026-11-25.\n")
+    (tmp_path / "recipes" / "PAGE.md").write_text(
+        "# The page\n\nThe recipe takes 1,016.5 s, 42 % of 1e-05, on 2026-11-25.\n"
+    )
     return tmp_path
 
 
@@ -265,7 +348,10 @@ def test_finds_a_dead_link(link, repository):
 @pytest.mark.parametrize("page", prose.pages(ROOT), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_planted_dead_link_fails_in_each_page(page):
     found = list(links(page.read_text() + "\n\n[planted](planted.md) and [planted](#planted)\n"))
-    assert [target for _, target in found if not _resolves(page, target, ROOT)][-2:] == ["planted.md", "#planted"]
+    assert [target for _, target in found if not _resolves(page, target, ROOT)][-2:] == [
+        "planted.md",
+        "#planted",
+    ]
 
 
 # Figures of the front page
@@ -273,7 +359,10 @@ def test_a_planted_dead_link_fails_in_each_page(page):
 
 def test_figures_of_the_front_page_are_on_the_pages_that_it_cites():
     found = wrong_figures((ROOT / "README.md").read_text(), ROOT)
-    wrong = [f"README.md:{line}: {figure} is not in {' or '.join(cited)}" for line, figure, cited in found]
+    wrong = [
+        f"README.md:{line}: {figure} is not in {' or '.join(cited)}"
+        for line, figure, cited in found
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -281,7 +370,9 @@ FIGURE = r"(?<![\w.,/-])(?:\d{4}-\d\d-\d\d|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)*(
 
 
 def wrong_figures(text: str, folder: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield each figure that no page has to which its sentence or table row links; `folder` has the text's page."""
+    """Yield each figure that no page has to which its sentence or table row links; `folder` has the
+    text's page.
+    """
     for line, part, cited in citations(text):
         pages = [folder / name for name in cited]
         known = {value for path in pages if path.is_file() for value in figures(path.read_text())}
@@ -302,12 +393,25 @@ def citations(text: str) -> Iterator[tuple[int, str, list[str]]]:
         return f"{link[1]}{chr(0xE000 + len(targets) - 1)}"  # one character, which no page has
 
     marked = re.sub(prose.LINK, mark, "\n".join(prose.outside_code(text)))
-    parts = [(number, re.sub(prose.SPAN, CODE, row)) for number, row in enumerate(marked.split("\n"), 1) if row.startswith("|")]
-    for block in prose.markdown("\n".join("" if row.startswith("|") else row for row in marked.split("\n"))):
-        parts += [(block.lines[place], sentence) for place, sentence in prose.sentences(Block(block.text, block.lines, PAGE))]
+    parts = [
+        (number, re.sub(prose.SPAN, CODE, row))
+        for number, row in enumerate(marked.split("\n"), 1)
+        if row.startswith("|")
+    ]
+    for block in prose.markdown(
+        "\n".join("" if row.startswith("|") else row for row in marked.split("\n"))
+    ):
+        parts += [
+            (block.lines[place], sentence)
+            for place, sentence in prose.sentences(Block(block.text, block.lines, PAGE))
+        ]
     for line, part in parts:
         if marks := re.findall(r"[\ue000-\uf8ff]", part):
-            yield line, re.sub(r"[\ue000-\uf8ff]", "", part), [targets[ord(mark) - 0xE000] for mark in marks]
+            yield (
+                line,
+                re.sub(r"[\ue000-\uf8ff]", "", part),
+                [targets[ord(mark) - 0xE000] for mark in marks],
+            )
 
 
 def figures(text: str) -> set[float | str]:
@@ -335,7 +439,9 @@ FIGURES = {
 
 @pytest.mark.parametrize("text", FIGURES)
 def test_finds_a_figure_that_its_page_does_not_have(text, repository):
-    assert [figure for _, figure, _ in wrong_figures(f"# Front\n\n{text}\n", repository)] == FIGURES[text]
+    assert [
+        figure for _, figure, _ in wrong_figures(f"# Front\n\n{text}\n", repository)
+    ] == FIGURES[text]
 
 
 def test_a_planted_figure_fails_at_each_place_of_the_front_page():

@@ -1,4 +1,7 @@
-"""The form of each refusal: `WHERE: rule. Fix`, with nothing behind the fix that would be copied with a command."""
+"""The form of each refusal: `WHERE: rule.
+
+Fix`, with nothing behind the fix that would be copied with a command.
+"""
 
 import pytest
 from recipekit.spec.refusal import Problem, refuse, sentences

@@ -1,4 +1,6 @@
-"""tests/support/slow_tests.py, in a repository of its own: what runs first, what is remembered, what fails."""
+"""tests/support/slow_tests.py, in a repository of its own: what runs first, what is remembered,
+what fails.
+"""
 
 import json
 import shutil
@@ -27,13 +29,20 @@ def repository(tmp_path: Path) -> Path:
         (tmp_path / "tests" / folder / f"test_{folder}.py").write_text(text)
         subprocess.run([*git, "add", "-A"], cwd=tmp_path, check=True)
         date = {"GIT_COMMITTER_DATE": f"2026-01-0{number + 1}T00:00:00Z"}
-        subprocess.run([*git, "commit", "-qm", folder], cwd=tmp_path, check=True, env={"PATH": "/usr/bin:/bin", **date})
+        subprocess.run(
+            [*git, "commit", "-qm", folder],
+            cwd=tmp_path,
+            check=True,
+            env={"PATH": "/usr/bin:/bin", **date},
+        )
     return tmp_path
 
 
 def run(repository: Path, minutes: float) -> tuple[int, str]:
     command = [sys.executable, "tests/support/slow_tests.py", "--minutes", str(minutes)]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, cwd=repository, capture_output=True, text=True, timeout=120, check=False
+    )
     return done.returncode, done.stdout
 
 
@@ -43,7 +52,10 @@ def record(repository: Path) -> dict[str, dict[str, str]]:
 
 def test_what_changed_last_runs_first_and_what_is_missed_is_listed(repository: Path) -> None:
     code, text = run(repository, 0.2)
-    assert code == 1 and "not reached: tests/b/test_b.py, last run not on record, and rewritten since" in text, text
+    assert (
+        code == 1
+        and "not reached: tests/b/test_b.py, last run not on record, and rewritten since" in text
+    ), text
     assert record(repository).keys() == {"tests/a/test_a.py"}
     remembered = {
         "tests/b/test_b.py": {"date": "2026-01-01", "tests": slow_tests(LONG)},
@@ -51,7 +63,13 @@ def test_what_changed_last_runs_first_and_what_is_missed_is_listed(repository: P
     }
     (repository / "tests" / "slow_runs.json").write_text(json.dumps(remembered))
     code, text = run(repository, 0)
-    assert (code, text.splitlines()) == (0, ["not reached: tests/a/test_a.py, last run 2026-02-01", "not reached: tests/b/test_b.py, last run 2026-01-01"])
+    assert (code, text.splitlines()) == (
+        0,
+        [
+            "not reached: tests/a/test_a.py, last run 2026-02-01",
+            "not reached: tests/b/test_b.py, last run 2026-01-01",
+        ],
+    )
 
 
 def test_a_test_that_fails_twice_fails(repository: Path) -> None:
@@ -62,6 +80,10 @@ def test_a_test_that_fails_twice_fails(repository: Path) -> None:
 
 
 def test_only_the_slow_tests_themselves_make_a_file_another() -> None:
-    assert slow_tests(QUICK) == slow_tests("import os\n" + QUICK + "\ndef helper(): ...\n") != slow_tests(QUICK.replace("True", "1"))
+    assert (
+        slow_tests(QUICK)
+        == slow_tests("import os\n" + QUICK + "\ndef helper(): ...\n")
+        != slow_tests(QUICK.replace("True", "1"))
+    )
     short = QUICK.replace("@pytest.mark.slow", "slow = pytest.mark.slow\n\n@slow")
     assert slow_tests(short) != slow_tests(short.replace("True", "1"))

@@ -14,7 +14,10 @@ import pytest
 from pool import ROOT, environment
 
 KIT = ROOT / "recipes" / "recipekit"
-KIT_MODULES = {path.relative_to(KIT).with_suffix("").as_posix().replace("/", "."): path for path in sorted(KIT.rglob("*.py"))}
+KIT_MODULES = {
+    path.relative_to(KIT).with_suffix("").as_posix().replace("/", "."): path
+    for path in sorted(KIT.rglob("*.py"))
+}
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 TOOLS = sorted((ROOT / "tools").rglob("*.py"))
 LAUNCH = sorted((ROOT / "launch").rglob("*.py"))
@@ -24,15 +27,25 @@ THIRD_PARTY = importlib.metadata.packages_distributions()  # import name -> dist
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of everything a file imports, inside functions too; a relative import begins with recipekit."""
+    """Full names of everything a file imports, inside functions too; a relative import begins with
+    recipekit.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = ("recipekit", *path.relative_to(KIT).parts[:-1]) if path.is_relative_to(KIT) else (path.parent.name,)
+            package = (
+                ("recipekit", *path.relative_to(KIT).parts[:-1])
+                if path.is_relative_to(KIT)
+                else (path.parent.name,)
+            )
             assert node.level <= len(package), f"{path} imports from outside its package"
-            base = ".".join(filter(None, (*package[: len(package) - node.level + 1], node.module))) if node.level else node.module or ""
+            base = (
+                ".".join(filter(None, (*package[: len(package) - node.level + 1], node.module)))
+                if node.level
+                else node.module or ""
+            )
             found |= {f"{base}.{alias.name}" for alias in node.names}
     return found
 
@@ -42,16 +55,24 @@ def tops(path: Path) -> set[str]:
 
 
 def third_party(path: Path) -> set[str]:
-    return {top for top in tops(path) if top not in sys.stdlib_module_names and top not in own_names()}
+    return {
+        top for top in tops(path) if top not in sys.stdlib_module_names and top not in own_names()
+    }
 
 
 def own_names() -> set[str]:
     return {"recipekit", "launch", *(path.stem for path in [*RECIPES, *TOOLS, *TESTS])}
 
 
-@pytest.mark.parametrize("path", [*RECIPES, *KIT_MODULES.values(), *TOOLS, *LAUNCH], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path",
+    [*RECIPES, *KIT_MODULES.values(), *TOOLS, *LAUNCH],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
 def test_only_tests_import_a_recipe_launch_or_a_tool_of_another_folder(path):
-    beside = {other.stem for other in path.parent.glob("*.py")} if path in [*TOOLS, *LAUNCH] else set()
+    beside = (
+        {other.stem for other in path.parent.glob("*.py")} if path in [*TOOLS, *LAUNCH] else set()
+    )
     forbidden = own_names() - beside - ({"launch"} if path in LAUNCH else {"recipekit"})
     assert not tops(path) & forbidden, f"{path} imports {tops(path) & forbidden}"
 
@@ -66,7 +87,9 @@ def test_recipes_see_recipekit_by_its_front_door():
         assert ours == {"recipekit.Recipe", "recipekit.run"}, path
 
 
-MAY = {  # package or module -> packages that it imports besides itself and spec; recipekit/README.md has the same table
+# package or module -> packages that it imports besides itself and spec; recipekit/README.md has the
+# same table
+MAY = {
     "spec": set(),
     "architectures": set(),
     "dslint": {"architectures"},
@@ -87,7 +110,17 @@ MAY = {  # package or module -> packages that it imports besides itself and spec
         *("dslint", "kernels", "parallel", "data", "model", "tasks"),
         *("storage", "checkpoints", "engine", "track", "plan", "planner", "hosts"),
     },
-    "train": {"kernels", "tasks", "parallel", "data", "checkpoints", "engine", "track", "plan", "runtime"},
+    "train": {
+        "kernels",
+        "tasks",
+        "parallel",
+        "data",
+        "checkpoints",
+        "engine",
+        "track",
+        "plan",
+        "runtime",
+    },
     "run": {"plan", "planner", "hosts", "runtime", "train"},
     "convert": {"architectures", "storage", "checkpoints", "parallel", "model"},
     "doctor": {"architectures", "dslint", "hosts", "plan", "planner", "parallel"},
@@ -99,25 +132,55 @@ MAY = {  # package or module -> packages that it imports besides itself and spec
 }
 LIGHT = (  # import neither torch nor transformers nor datasets
     *(name for name in KIT_MODULES if name.startswith(("spec.", "dslint."))),
-    *(name for name in KIT_MODULES if name.startswith("architectures.") and name != "architectures.families"),
-    *("run", "plan", "data.files", "data.mixture", "kernels.blocks", "kernels.deterministic", "parallel.blueprint", "model.flops"),
-    *("checkpoints.step_folder", "checkpoints.reshape", "checkpoints.verify", "convert.hugging_face"),
+    *(
+        name
+        for name in KIT_MODULES
+        if name.startswith("architectures.") and name != "architectures.families"
+    ),
+    *(
+        "run",
+        "plan",
+        "data.files",
+        "data.mixture",
+        "kernels.blocks",
+        "kernels.deterministic",
+        "parallel.blueprint",
+        "model.flops",
+    ),
+    *(
+        "checkpoints.step_folder",
+        "checkpoints.reshape",
+        "checkpoints.verify",
+        "convert.hugging_face",
+    ),
     *("hosts.checks", "runtime.stopping", "runtime.failure", "planner.memory"),
     *("__main__", "commands.ls", "commands.cp", "commands.run"),
 )
 FUNCTION_LINES, MODULE_LINES = 60, 400
 TABLES = {"dslint/rules.py"}  # rules and facts, as long as they are
-MOST_RECIPES = 20  # functions that take a whole one; what an engine does not read are eight fields, so its check is one of them
+# functions that take a whole one; what an engine does not read are eight fields, so its check is
+# one of them
+MOST_RECIPES = 20
 
 
 def module_of(name: str) -> str:
-    """The module that an imported name lies in: recipekit.data.mixture.Domain -> data.mixture; a package is its __init__."""
+    """The module that an imported name lies in: recipekit.data.mixture.Domain -> data.mixture; a
+    package is its __init__.
+    """
     inner = name.removeprefix("recipekit.")
-    candidates = [inner, inner.rpartition(".")[0], f"{inner}.__init__", f"{inner.rpartition('.')[0]}.__init__"]
+    candidates = [
+        inner,
+        inner.rpartition(".")[0],
+        f"{inner}.__init__",
+        f"{inner.rpartition('.')[0]}.__init__",
+    ]
     return next((module for module in candidates if module in KIT_MODULES), "__init__")
 
 
-GRAPH = {module: {module_of(name) for name in imports(path) if name.startswith("recipekit.")} for module, path in KIT_MODULES.items()}
+GRAPH = {
+    module: {module_of(name) for name in imports(path) if name.startswith("recipekit.")}
+    for module, path in KIT_MODULES.items()
+}
 
 
 def package(module: str) -> str:
@@ -127,22 +190,32 @@ def package(module: str) -> str:
 def test_no_two_files_and_no_two_packages_import_each_other():
     """Imports inside functions included."""
     order = list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
-    assert [module for module in order if package(module) not in ("commands", "__main__")][-1] == "__init__"
+    assert [module for module in order if package(module) not in ("commands", "__main__")][
+        -1
+    ] == "__init__"
     packages: dict[str, set[str]] = {}
     for module, imported in GRAPH.items():
-        packages.setdefault(package(module), set()).update(package(other) for other in imported if package(other) != package(module))
+        packages.setdefault(package(module), set()).update(
+            package(other) for other in imported if package(other) != package(module)
+        )
     list(TopologicalSorter(packages).static_order())
 
 
 def test_the_table_has_every_import_and_no_other():
     found = {name: set[str]() for name in MAY}
     for module in KIT_MODULES.keys() - {"__init__"}:
-        found[package(module)] |= {package(other) for other in GRAPH[module]} - {package(module), "spec", "__init__"}
+        found[package(module)] |= {package(other) for other in GRAPH[module]} - {
+            package(module),
+            "spec",
+            "__init__",
+        }
     assert found == MAY, "recipekit/README.md has the table"
 
 
 def test_the_map_has_the_table():
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ?([^|]*?) ?\|$", (KIT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| ?([^|]*?) ?\|$", (KIT / "README.md").read_text(), re.MULTILINE
+    )
     told: dict[str, set[str]] = {}
     for name, listed in (row for row in rows if row[0] in MAY):
         but = listed.removeprefix("all above except ")
@@ -158,19 +231,48 @@ def test_the_face_of_a_package_is_its_docstring():
 
 
 def test_light_modules_are_light():
-    code = "import importlib, sys\nfor name in sys.argv[1:]: importlib.import_module(f'recipekit.{name}'.removesuffix('.__init__'))\n"
+    code = (
+        "import importlib, sys\nfor name in sys.argv[1:]:"
+        " importlib.import_module(f'recipekit.{name}'.removesuffix('.__init__'))\n"
+    )
     code += "print(*({'torch', 'transformers', 'datasets', 'deepspeed'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code, *LIGHT], env=environment(), capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *LIGHT],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert done.stdout.split() == []
 
 
 def test_what_refuses_imports_nothing_heavy():
-    """A refusal takes about a second: planning a run needs neither torch nor anything else of size."""
-    code = "import sys, recipekit.plan, recipekit.runtime.stopping; print(*sorted(name for name in sys.modules if '.' not in name))"
-    loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True, timeout=30).stdout.split()
-    heavy = {name for name in loaded if name in THIRD_PARTY and not name.startswith("_")} - {"recipekit"}
-    site = subprocess.run([sys.executable, "-c", code.replace(", recipekit.plan, recipekit.runtime.stopping", "")], capture_output=True, text=True)
-    assert heavy <= set(site.stdout.split()), heavy  # what every interpreter of this environment has loaded at its start
+    """A refusal takes about a second: planning a run needs neither torch nor anything else of
+    size.
+    """
+    code = (
+        "import sys, recipekit.plan, recipekit.runtime.stopping; print(*sorted(name for name in"
+        " sys.modules if '.' not in name))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    ).stdout.split()
+    heavy = {name for name in loaded if name in THIRD_PARTY and not name.startswith("_")} - {
+        "recipekit"
+    }
+    site = subprocess.run(
+        [sys.executable, "-c", code.replace(", recipekit.plan, recipekit.runtime.stopping", "")],
+        capture_output=True,
+        text=True,
+    )
+    # what every interpreter of this environment has loaded at its start
+    assert heavy <= set(site.stdout.split()), heavy
 
 
 USER_TOOLS = sorted((ROOT / "tools").glob("*.py"))
@@ -180,12 +282,24 @@ def test_a_function_can_be_seen_at_once_and_a_module_read_in_one_sitting():
     long = []
     for path in [*KIT_MODULES.values(), *LAUNCH, *USER_TOOLS]:
         text = path.read_text()
-        if len(text.splitlines()) > MODULE_LINES and path.relative_to(path.parents[1]).as_posix() not in TABLES:
+        if (
+            len(text.splitlines()) > MODULE_LINES
+            and path.relative_to(path.parents[1]).as_posix() not in TABLES
+        ):
             long.append(f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines")
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno + 1 > FUNCTION_LINES:
-                long.append(f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1} lines")
-    assert not long, f"at most {FUNCTION_LINES} lines a function and {MODULE_LINES} a module; split by noun:\n" + "\n".join(long)
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.end_lineno - node.lineno + 1 > FUNCTION_LINES
+            ):
+                long.append(
+                    f"{path.relative_to(ROOT)}: {node.name} has {node.end_lineno - node.lineno + 1}"
+                    " lines"
+                )
+    assert not long, (
+        f"at most {FUNCTION_LINES} lines a function and {MODULE_LINES} a module; split by noun:\n"
+        + "\n".join(long)
+    )
 
 
 def test_few_functions_take_a_whole_recipe():
@@ -196,7 +310,8 @@ def test_few_functions_take_a_whole_recipe():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         if any(
-            argument.annotation is not None and "Recipe" in ast.unparse(argument.annotation).split(" | ")
+            argument.annotation is not None
+            and "Recipe" in ast.unparse(argument.annotation).split(" | ")
             for argument in node.args.posonlyargs + node.args.args + node.args.kwonlyargs
         )
     ]
@@ -209,7 +324,12 @@ def test_engine_model_and_state_have_types():
         for path in KIT_MODULES.values()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None
-        if (node.arg if isinstance(node, ast.arg) else ast.unparse(node.target).removeprefix("self.")) in ("engine", "built", "models", "state")
+        if (
+            node.arg
+            if isinstance(node, ast.arg)
+            else ast.unparse(node.target).removeprefix("self.")
+        )
+        in ("engine", "built", "models", "state")
         if ast.unparse(node.annotation) in ("Any", "list[Any]", "dict", "dict[str, Any]")
     ]
     assert not untyped, "\n".join(untyped)
@@ -233,11 +353,15 @@ def canonical(name: str) -> str:
 def test_requirements_pin_what_is_imported():
     run, dev = pins("requirements.txt"), pins("requirements-dev.txt")
     assert not run.keys() & dev.keys()
-    benches = [path for path in TOOLS if path.stem.startswith("bench_")]  # what they measure ours against is no part of a run
+    # what they measure ours against is no part of a run
+    benches = [path for path in TOOLS if path.stem.startswith("bench_")]
     tools = [path for path in TOOLS if path not in benches]
     missing = {
         f"{top} ({path.relative_to(ROOT)})"
-        for paths, pinned in (([*RECIPES, *KIT_MODULES.values(), *tools, *LAUNCH], run), ([*TESTS, *benches], run | dev))
+        for paths, pinned in (
+            ([*RECIPES, *KIT_MODULES.values(), *tools, *LAUNCH], run),
+            ([*TESTS, *benches], run | dev),
+        )
         for path in paths
         for top in third_party(path)
         if not {canonical(name) for name in THIRD_PARTY.get(top, [])} & pinned.keys()
@@ -248,14 +372,36 @@ def test_requirements_pin_what_is_imported():
 
 
 def project_files() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     return [path for name in listed.splitlines() if (path := ROOT / name).is_file()]
 
 
 TOP_LEVEL = {
-    *("README.md", "LICENSE", "NOTICE", "CONTRIBUTING.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "AGENTS.md"),
+    *(
+        "README.md",
+        "LICENSE",
+        "NOTICE",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "SECURITY.md",
+        "AGENTS.md",
+    ),
     *("recipes", "ds_configs", "launch", "tools", "tests"),
-    *("requirements.txt", "requirements-dev.txt", "pyproject.toml", "Makefile", ".ci", ".gitignore"),
+    *(
+        "requirements.txt",
+        "requirements-dev.txt",
+        "pyproject.toml",
+        "Makefile",
+        ".ci",
+        ".gitignore",
+    ),
 }
 
 
@@ -268,15 +414,22 @@ def test_the_notice_names_each_shipped_config():
     notice = (ROOT / "NOTICE").read_text()
     assert f"{len(configs)} files" in notice
     listed = re.findall(r"^  (\S+\.json) +(\S+) ", notice, re.MULTILINE)
-    assert sorted(name for name, _ in listed) == [name for name in configs if name != "recipekit--llama-nano.json"]
-    assert [name for name, _ in listed] == [f"{model.replace('/', '--')}.json" for _, model in listed]
+    assert sorted(name for name, _ in listed) == [
+        name for name in configs if name != "recipekit--llama-nano.json"
+    ]
+    assert [name for name, _ in listed] == [
+        f"{model.replace('/', '--')}.json" for _, model in listed
+    ]
 
 
 def test_the_citation_has_the_version_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.search(rf'^version: "?{re.escape(project["version"])}"?$', citation, re.MULTILINE)
-    assert f"license: {project['license']}" in citation and f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        f"license: {project['license']}" in citation
+        and f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
+    )
 
 
 def test_agents_read_sixty_lines_at_most():
@@ -285,7 +438,9 @@ def test_agents_read_sixty_lines_at_most():
 
 FORBIDDEN = {
     "a path of one machine": r"(?<![\w.])/(?:root|work|home/\w+|Users/\w+)/\w",
-    "a package registry": r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs|(?i:artifactory|nexus)\.|--(?:extra-)?index-url|--find-links",
+    "a package registry": (
+        r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs|(?i:artifactory|nexus)\.|--(?:extra-)?index-url|--find-links"
+    ),
 }
 
 
@@ -305,21 +460,32 @@ def pages() -> list[Path]:
 
 
 def test_no_line_of_a_page_is_wider_than_a_screen():
-    """Prose, tables and commands, also of the pages that a tool writes. A word that cannot be broken, such as an address, may stand alone."""
+    """Prose, tables and commands, also of the pages that a tool writes.
+
+    A word that cannot be broken, such as an address, may stand alone.
+    """
     wide = [
         f"{path.relative_to(ROOT)}:{number}: {len(line)} columns: {line.strip()[:60]}"
         for path in pages()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if len(line) > WIDTH and len(line.strip(" -*>").split()) > 1
     ]
-    assert not wide, f"at most {WIDTH} columns, in a file that a tool writes by a change of the tool:\n" + "\n".join(wide)
+    assert not wide, (
+        f"at most {WIDTH} columns, in a file that a tool writes by a change of the tool:\n"
+        + "\n".join(wide)
+    )
 
 
 def test_the_wheel_has_every_package():
     """pyproject.toml names them one by one, because two folders become data inside recipekit."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    packages = {".".join(("recipekit", *path.parent.relative_to(KIT).parts)) for path in KIT.rglob("__init__.py")}
-    assert sorted(listed) == sorted({*packages, "launch", "recipekit.recipes", "recipekit.ds_configs"})
+    packages = {
+        ".".join(("recipekit", *path.parent.relative_to(KIT).parts))
+        for path in KIT.rglob("__init__.py")
+    }
+    assert sorted(listed) == sorted(
+        {*packages, "launch", "recipekit.recipes", "recipekit.ds_configs"}
+    )
 
 
 def test_every_link_of_a_page_leads_somewhere():
@@ -328,7 +494,9 @@ def test_every_link_of_a_page_leads_somewhere():
         for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
             name, _, section = target.partition("#")
             there = path.parent / name if name else path
-            if "://" not in target and (not there.exists() or (section and section not in sections(there))):
+            if "://" not in target and (
+                not there.exists() or (section and section not in sections(there))
+            ):
                 lost.append(f"{path.relative_to(ROOT)}: {target}")
     assert not lost
 

@@ -1,4 +1,6 @@
-"""tests/support/threaded.py: what it finds in small packages, and that recipekit does not come to have more of it."""
+"""tests/support/threaded.py: what it finds in small packages, and that recipekit does not come to
+have more of it.
+"""
 
 from pathlib import Path
 from textwrap import dedent
@@ -17,7 +19,10 @@ def found(folder: Path, **modules: str) -> list[str]:
         path = folder.joinpath(*name.split("__")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dedent(text))
-    return [f"{thread.name}: {' > '.join(thread.functions)}".replace("recipekit.", "") for thread in threads(folder)]
+    return [
+        f"{thread.name}: {' > '.join(thread.functions)}".replace("recipekit.", "")
+        for thread in threads(folder)
+    ]
 
 
 def test_no_more_parameters_are_threaded_than_today() -> None:
@@ -27,27 +32,65 @@ def test_no_more_parameters_are_threaded_than_today() -> None:
 
 def chain(*bodies: str) -> str:
     """A module in which `make` gives a value to f0, and the bodies are those of f0, f1, ..."""
-    return "\n".join(["def make(): return f0(object())", END, *(f"def f{number}(x): {body}" for number, body in enumerate(bodies))])
+    return "\n".join(
+        [
+            "def make(): return f0(object())",
+            END,
+            *(f"def f{number}(x): {body}" for number, body in enumerate(bodies)),
+        ]
+    )
 
 
 @pytest.mark.parametrize(
     ("bodies", "ways"),
     [
-        (("return f1(x)", "return f2(x)", "return f3(x)", "return read(x)"), ["x: a.f0 > a.f1 > a.f2 > a.f3"]),
+        (
+            ("return f1(x)", "return f2(x)", "return f3(x)", "return read(x)"),
+            ["x: a.f0 > a.f1 > a.f2 > a.f3"],
+        ),
         (("return f1(x)", "return f2(x)", "return read(x)"), []),
-        (("return f1(x)", "return f2(x) if x else 0", "return f3(x)", "return read(x)"), []),  # read by f1
-        (("return f1(x)", "return f2(x) if x else 0", "return f3(x)", "return f4(x)", "return read(x)"), ["x: a.f0 > a.f2 > a.f3 > a.f4"]),
+        # read by f1
+        (("return f1(x)", "return f2(x) if x else 0", "return f3(x)", "return read(x)"), []),
+        (
+            (
+                "return f1(x)",
+                "return f2(x) if x else 0",
+                "return f3(x)",
+                "return f4(x)",
+                "return read(x)",
+            ),
+            ["x: a.f0 > a.f2 > a.f3 > a.f4"],
+        ),
         (("return f1(x)", "return f2(x)", "return f3(x)", "x = read(x)"), []),  # set by f3
-        (("return f1(x)", "return f2(x)", "return f3(x)", "return len(x)"), []),  # of another package
-        (("return f1(x)", "return f2(x.part)", "return f3(x)", "return read(x)"), []),  # another value from f1 on
+        # of another package
+        (("return f1(x)", "return f2(x)", "return f3(x)", "return len(x)"), []),
+        # another value from f1 on
+        (("return f1(x)", "return f2(x.part)", "return f3(x)", "return read(x)"), []),
         (("return f1(x)", "return f2(x)", "return f3([x])", "return read(x)"), []),
-        (("return f1(x=x)", "return f2(x=x)", "return f3(x=x)", "return read(x=x)"), ["x: a.f0 > a.f1 > a.f2 > a.f3"]),
-        (("return f1(x)", "return f2(x)", "return f3(x)", "return f0(x)"), ["x: a.f0 > a.f1 > a.f2 > a.f3"]),  # in a circle
-        (("return [f1(x) for _ in 'ab']", "return f2(x)", "return lambda: f3(x)", "return f'{read(x)}'"), ["x: a.f0 > a.f1 > a.f2 > a.f3"]),
+        (
+            ("return f1(x=x)", "return f2(x=x)", "return f3(x=x)", "return read(x=x)"),
+            ["x: a.f0 > a.f1 > a.f2 > a.f3"],
+        ),
+        # in a circle
+        (
+            ("return f1(x)", "return f2(x)", "return f3(x)", "return f0(x)"),
+            ["x: a.f0 > a.f1 > a.f2 > a.f3"],
+        ),
+        (
+            (
+                "return [f1(x) for _ in 'ab']",
+                "return f2(x)",
+                "return lambda: f3(x)",
+                "return f'{read(x)}'",
+            ),
+            ["x: a.f0 > a.f1 > a.f2 > a.f3"],
+        ),
         (("return f1(x)", "return f2(x)", "return f3(x)", "return f'{x}'"), []),
     ],
 )
-def test_a_way_of_four_functions_that_do_not_read_the_value_is_found(tmp_path: Path, bodies: tuple[str, ...], ways: list[str]) -> None:
+def test_a_way_of_four_functions_that_do_not_read_the_value_is_found(
+    tmp_path: Path, bodies: tuple[str, ...], ways: list[str]
+) -> None:
     assert found(tmp_path, a=chain(*bodies)) == ways
 
 
@@ -91,5 +134,9 @@ def test_a_way_leads_through_names_modules_partial_classes_and_closures(tmp_path
 
 
 def test_the_longest_way_of_a_value_stands_for_its_others(tmp_path: Path) -> None:
-    text = chain("return f1(x) + f3(x)", "return f2(x)", "return f3(x)", "return f4(x)", "return read(x)")
-    assert found(tmp_path, a=f"{text}\ndef second(): return f1(object())") == ["x: a.f0 > a.f1 > a.f2 > a.f3 > a.f4"]
+    text = chain(
+        "return f1(x) + f3(x)", "return f2(x)", "return f3(x)", "return f4(x)", "return read(x)"
+    )
+    assert found(tmp_path, a=f"{text}\ndef second(): return f1(object())") == [
+        "x: a.f0 > a.f1 > a.f2 > a.f3 > a.f4"
+    ]

@@ -1,4 +1,6 @@
-"""Attention of packed documents without a mask: it equals softmax by its definition, keeps documents apart, and makes no square."""
+"""Attention of packed documents without a mask: it equals softmax by its definition, keeps
+documents apart, and makes no square.
+"""
 
 import itertools
 import json
@@ -27,44 +29,84 @@ from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
 VOCABULARY = 96
-# Documents of one token, padded together, of one length side by side and apart, alone, longer than a block of queries, and a row's padding at the end.
-LENGTHS = [5, 1, 7, PADDED, PADDED + 1, PADDED + 8, PADDED + 8, PADDED + 1, SHORT + 1, BLOCK + 44, 9]
+# Documents of one token, padded together, of one length side by side and apart, alone, longer than
+# a block of queries, and a row's padding at the end.
+LENGTHS = [
+    5,
+    1,
+    7,
+    PADDED,
+    PADDED + 1,
+    PADDED + 8,
+    PADDED + 8,
+    PADDED + 1,
+    SHORT + 1,
+    BLOCK + 44,
+    9,
+]
 
 WINDOWS, WAYS = [0, 8, BLOCK, BLOCK + 20], [True, False]  # of a GPU's cases, too
 
 
 def by_definition(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float, window: int, causal: bool = True
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int,
+    causal: bool = True,
 ) -> torch.Tensor:
     """Softmax of the whole scores of each document, (tokens, heads, d) in fp64."""
     outputs = []
     groups = query.shape[1] // key.shape[1]
-    for q, k, v in zip(*(tensor.double().split(lengths) for tensor in (query, key, value)), strict=True):
+    for q, k, v in zip(
+        *(tensor.double().split(lengths) for tensor in (query, key, value)), strict=True
+    ):
         k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
         place = torch.arange(len(q))
         distance = place[:, None] - place[None, :]
         distance = distance if causal else distance.abs()
         hidden = (distance < 0) | (distance >= (window or math.inf))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v))
+        outputs.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+        )
     return torch.cat(outputs)
 
 
-def drawn(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int = 16, device: str = "cpu") -> tuple[list[torch.Tensor], torch.Tensor]:
+def drawn(
+    lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int = 16, device: str = "cpu"
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(query, key, value), which want gradients, and the documents."""
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(sum(lengths), count, d, generator=generator).to(device, dtype).requires_grad_() for count in (heads[0], heads[1], heads[1])]
-    return tensors, torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+    tensors = [
+        torch.randn(sum(lengths), count, d, generator=generator).to(device, dtype).requires_grad_()
+        for count in (heads[0], heads[1], heads[1])
+    ]
+    return tensors, torch.tensor(
+        [0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device
+    )
 
 
 @pytest.mark.parametrize("causal", WAYS, ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda window: f"window {window}")
-@pytest.mark.parametrize(("heads", "dtype", "most"), [((4, 4), torch.float32, 1e-5), ((4, 2), torch.float32, 1e-5), ((4, 1), torch.bfloat16, 0.05)])
+@pytest.mark.parametrize(
+    ("heads", "dtype", "most"),
+    [((4, 4), torch.float32, 1e-5), ((4, 2), torch.float32, 1e-5), ((4, 1), torch.bfloat16, 0.05)],
+)
 def test_it_is_the_softmax_of_each_document(heads, dtype, most, window, causal):
     check(LENGTHS, heads, dtype, most, window, causal)
 
 
-def check(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, most: float, window: int, causal: bool = True) -> None:
+def check(
+    lengths: list[int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    most: float,
+    window: int,
+    causal: bool = True,
+) -> None:
     """Outputs and gradients are those of the definition to `most` as a share of the largest."""
     inputs, documents = drawn(lengths, heads, dtype)
     output = varlen(*inputs, documents, max(lengths), 0.3, window, causal)
@@ -74,31 +116,45 @@ def check(lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, most: 
     output.backward(towards)
     expected.backward(towards.double())
     assert output.dtype == dtype
-    for found, wanted in [(output, expected), *((tensor.grad, other.grad) for tensor, other in zip(inputs, exact, strict=True))]:
+    for found, wanted in [
+        (output, expected),
+        *((tensor.grad, other.grad) for tensor, other in zip(inputs, exact, strict=True)),
+    ]:
         assert (found.double() - wanted).abs().max() <= most * wanted.abs().max()
 
 
 @pytest.mark.parametrize("lengths", [[40], [33, 33, 33], [300, 300]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_documents_of_one_length_are_computed_where_they_lie(lengths, dtype):
-    """One batch of all tokens, which is neither gathered nor copied; the operation's results are its own memory all the same."""
+    """One batch of all tokens, which is neither gathered nor copied; the operation's results are
+    its own memory all the same.
+    """
     check(lengths, (4, 2), dtype, 1e-5 if dtype == torch.float32 else 0.05, 0)
     inputs, documents = drawn(lengths, (4, 2), torch.float32)
-    torch.library.opcheck(by_document, (*inputs, documents, 0.5, 0), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        by_document,
+        (*inputs, documents, 0.5, 0),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", [0, 3])
 def test_its_gradient_is_the_derivative(window, causal):
     inputs, documents = drawn([4, 1, 6, 4], (2, 1), torch.float64, d=4)
-    assert torch.autograd.gradcheck(lambda *three: varlen(*three, documents, 6, 0.5, window, causal), inputs)
+    assert torch.autograd.gradcheck(
+        lambda *three: varlen(*three, documents, 6, 0.5, window, causal), inputs
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [0, 16])
 def test_as_an_operation_for_compilers_it_gives_the_same_bits(window, dtype):
     found = []
-    for attention in (lambda *given: varlen(*given, 0.5, window), lambda *given: by_document(*given[:4], 0.5, window)[0]):
+    for attention in (
+        lambda *given: varlen(*given, 0.5, window),
+        lambda *given: by_document(*given[:4], 0.5, window)[0],
+    ):
         inputs, documents = drawn(LENGTHS, (4, 2), dtype)
         output = attention(*inputs, documents, max(LENGTHS))
         found.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
@@ -108,7 +164,11 @@ def test_as_an_operation_for_compilers_it_gives_the_same_bits(window, dtype):
 @pytest.mark.parametrize("window", [0, 4])
 def test_a_compiler_may_look_at_it_as_one_operation(window):
     inputs, documents = drawn([5, 9, 2], (2, 2), torch.float32, d=8)
-    torch.library.opcheck(by_document, (*inputs, documents, 0.5, window), test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        by_document,
+        (*inputs, documents, 0.5, window),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
@@ -131,36 +191,56 @@ def test_not_a_bit_of_a_document_reaches_another(window, causal):
 
 
 def llama(**changes: Any) -> dict[str, Any]:
-    return shrink(json.loads((SHIPPED / "meta-llama--Llama-3.1-8B.json").read_text()), VOCABULARY) | changes
+    return (
+        shrink(json.loads((SHIPPED / "meta-llama--Llama-3.1-8B.json").read_text()), VOCABULARY)
+        | changes
+    )
 
 
 def built(attention: str, config: dict[str, Any], **changes: Any) -> Any:
-    return build_model(Recipe(model="tiny", init="random", attention=attention, **changes), config, None, {}, CPU).model
+    return build_model(
+        Recipe(model="tiny", init="random", attention=attention, **changes), config, None, {}, CPU
+    ).model
 
 
 def packed(*rows: list[int]) -> dict[str, torch.Tensor]:
     """A micro-batch of rows of documents of these lengths."""
     generator = torch.Generator().manual_seed(3)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
-    ids, labels = (torch.randint(0, VOCABULARY, positions.shape, generator=generator) for _ in range(2))
+    ids, labels = (
+        torch.randint(0, VOCABULARY, positions.shape, generator=generator) for _ in range(2)
+    )
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
 def test_documents_begin_with_rows_and_where_positions_begin_anew():
     batch = packed([3, 2, 1], [6])
     assert documents_of(batch["position_ids"]).tolist() == [0, 3, 5, 6, 12]
-    assert document_starts(batch["position_ids"]).nonzero().tolist() == [[0, 0], [0, 3], [0, 5], [1, 0]]
+    assert document_starts(batch["position_ids"]).nonzero().tolist() == [
+        [0, 0],
+        [0, 3],
+        [0, 5],
+        [1, 0],
+    ]
     handed = to_device(with_documents(batch), CPU)["documents"]
     assert handed.shape == (1, 1, 6, 5) and handed.dtype == torch.int32
-    assert handed.untyped_storage().nbytes() == 5 * 4, "the longest document is in the shape, not in memory"
+    assert handed.untyped_storage().nbytes() == 5 * 4, (
+        "the longest document is in the shape, not in memory"
+    )
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_a_model_learns_the_same_as_with_a_mask(recomputed):
-    """Documents given, found by the model from the positions, and with sdpa: the loss and every gradient."""
+    """Documents given, found by the model from the positions, and with sdpa: the loss and every
+    gradient.
+    """
     batch = packed([40, 24], [64], [1, 63])
     found = []
-    for attention, given in (("sdpa", batch), ("auto", to_device(with_documents(batch), CPU)), ("varlen", batch)):
+    for attention, given in (
+        ("sdpa", batch),
+        ("auto", to_device(with_documents(batch), CPU)),
+        ("varlen", batch),
+    ):
         model = built(attention, llama(), activation_checkpointing=recomputed)
         loss = pretrain.loss(pretrain.forward(model, given), given, False)
         loss.backward()
@@ -172,9 +252,15 @@ def test_a_model_learns_the_same_as_with_a_mask(recomputed):
 
 
 def test_a_model_computes_its_own_loss_with_it():
-    """transformers hands what its loss is given to every layer: a loop of a user's own, Trainer and accelerate call models so."""
+    """transformers hands what its loss is given to every layer: a loop of a user's own, Trainer and
+    accelerate call models so.
+    """
     batch = packed([40, 24], [64])
-    labels = {"labels": batch["labels"], "shift_labels": batch["labels"], "num_items_in_batch": (batch["labels"] != -100).sum()}
+    labels = {
+        "labels": batch["labels"],
+        "shift_labels": batch["labels"],
+        "num_items_in_batch": (batch["labels"] != -100).sum(),
+    }
     losses = [built(attention, llama())(**batch | labels).loss for attention in ("sdpa", "varlen")]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
 
@@ -188,7 +274,11 @@ def test_a_document_changes_no_logit_and_no_gradient_of_another():
         logits = pretrain.forward(model, batch)
         model.zero_grad()
         pretrain.loss(logits, batch, False).backward()
-        gradients = [parameter.grad.clone() for name, parameter in model.named_parameters() if "embed" not in name]
+        gradients = [
+            parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if "embed" not in name
+        ]
         found.append((logits.detach(), gradients))
     (before, gradients), (after, others) = found
     moved = (before != after).any(-1)  # (B, T)
@@ -197,7 +287,9 @@ def test_a_document_changes_no_logit_and_no_gradient_of_another():
 
 
 def memory_of(length: int, attention: str = "auto") -> tuple[int, int]:
-    """(the most bytes that one allocation of a forward and backward pass takes, the bytes that autograd saves) of a row of `length` tokens."""
+    """(the most bytes that one allocation of a forward and backward pass takes, the bytes that
+    autograd saves) of a row of `length` tokens.
+    """
     model = built(attention, llama(num_hidden_layers=2, layer_types=None))
     batch = packed([length // 2, length // 4, *[length // 32] * 8])
     batch = to_device(with_documents(batch), CPU) if attention == "auto" else batch
@@ -212,12 +304,18 @@ def memory_of(length: int, attention: str = "auto") -> tuple[int, int]:
             loss = pretrain.loss(pretrain.forward(model, batch), batch, False)
         loss.backward()
     assert watched.profiler is not None
-    allocated = [event.nbytes() for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = [
+        event.nbytes()
+        for event in watched.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     return max(allocated), sum(saved.values())
 
 
 def test_nothing_grows_with_the_square_of_a_row():
-    """Every allocation is seen, those inside of torch's operations too; sdpa's mask shows that it would be."""
+    """Every allocation is seen, those inside of torch's operations too; sdpa's mask shows that it
+    would be.
+    """
     assert memory_of(2048, "sdpa")[0] >= 2048**2
     largest, saved = {}, {}
     for length in (2048, 4096, 8192):
@@ -227,7 +325,8 @@ def test_nothing_grows_with_the_square_of_a_row():
     assert saved[8192] - saved[4096] == pytest.approx(2 * (saved[4096] - saved[2048]), rel=0.01)
 
 
-FITTING = ["llama", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"]  # whole, windows, both, experts, narrow values, a hybrid
+# whole, windows, both, experts, narrow values, a hybrid
+FITTING = ["llama", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"]
 OTHERS = {
     "gemma2": "a soft cap",
     "gpt_oss": "s_aux of its own",
@@ -267,13 +366,16 @@ def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):
 
     monkeypatch.setattr(attention, "forward", forward)
     asked: Any = unfit
-    assert "computes something else" in asked.__wrapped__(default_config("mistral").to_dict())  # not what it was found to be before
+    # not what it was found to be before
+    assert "computes something else" in asked.__wrapped__(default_config("mistral").to_dict())
 
 
 def test_dropout_is_taken_from_the_config_as_it_is():
     config = default_config("gpt2").to_dict()
     assert unfit(config | {"attn_pdrop": 0.0}) == ""
-    assert "attention dropout of 0.25" in unfit(default_config("llama").to_dict() | {"attention_dropout": 0.25})
+    assert "attention dropout of 0.25" in unfit(
+        default_config("llama").to_dict() | {"attention_dropout": 0.25}
+    )
 
 
 @pytest.mark.parametrize(
@@ -313,9 +415,17 @@ def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
     config = default_config("gpt2").to_dict()
-    with pytest.raises(Refusal, match=r"dense mask .* takes 51\.5 GB .* It is not varlen, which makes none: it has attention dropout of 0\.1"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"dense mask .* takes 51\.5 GB .* It is not varlen, which makes none: it has attention"
+            r" dropout of 0\.1"
+        ),
+    ):
         choose_attention("auto", config, "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072))
-    assert choose_attention("auto", llama(), "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072)) == (VARLEN, "")
+    assert choose_attention(
+        "auto", llama(), "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072)
+    ) == (VARLEN, "")
 
 
 @pytest.mark.parametrize(
@@ -341,7 +451,9 @@ def test_what_it_does_not_compute_it_refuses(given):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize(("name", "size"), [("BLOCK", 7), ("PADDED", 3), ("SHORT", 2)])
 def test_pieces_of_another_size_change_nothing(monkeypatch, name, size, causal):
-    """Blocks of queries, documents that are padded together, and those that are computed in fp32."""
+    """Blocks of queries, documents that are padded together, and those that are computed in
+    fp32.
+    """
     lengths = [5, 1, 7, 3, 3, 12, 31, 2]
     varlen_module._batches.cache_clear()
     monkeypatch.setattr(varlen_module, name, size)
@@ -356,7 +468,9 @@ def test_pieces_of_another_size_change_nothing(monkeypatch, name, size, causal):
             (expected * weights).sum().backward()
             assert (output - expected).abs().max() < 1e-5
             for mine, theirs in zip(inputs, exact, strict=True):
-                assert (mine.grad - theirs.grad).abs().max() <= 1e-5 * max(1.0, float(theirs.grad.abs().max()))
+                assert (mine.grad - theirs.grad).abs().max() <= 1e-5 * max(
+                    1.0, float(theirs.grad.abs().max())
+                )
     finally:
         varlen_module._batches.cache_clear()
 
@@ -366,19 +480,39 @@ def test_documents_are_sorted_by_their_lengths_and_the_window(monkeypatch):
     monkeypatch.setattr(varlen_module, "PADDED", 3)
     varlen_module._batches.cache_clear()
     bounds = (0, 2, 5, 9, 13, 14, 24, 28)
-    found = [(batch.first, batch.documents, batch.length, batch.tokens is None, batch.padded is None) for batch in varlen_module._batches(bounds, 0)]
+    found = [
+        (batch.first, batch.documents, batch.length, batch.tokens is None, batch.padded is None)
+        for batch in varlen_module._batches(bounds, 0)
+    ]
     assert found == [(0, 3, 3, False, False), (5, 3, 4, False, True), (14, 1, 10, True, True)]
-    found = [(batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 4)]
+    found = [
+        (batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 4)
+    ]
     assert found == [(0, 3, 3), (5, 3, 4), (14, 1, 10)]
-    found = [(batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 3)]
-    assert found == [(0, 3, 3), (5, 1, 4), (9, 1, 4), (14, 1, 10), (24, 1, 4)], "the same documents with another window"
+    found = [
+        (batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 3)
+    ]
+    assert found == [
+        (0, 3, 3),
+        (5, 1, 4),
+        (9, 1, 4),
+        (14, 1, 10),
+        (24, 1, 4),
+    ], "the same documents with another window"
     varlen_module._batches.cache_clear()
 
 
-# What a GPU is asked for ------------------------------------------------------------------------------------------
+# What a GPU is asked for
+# ------------------------------------------------------------------------------------------
 
 ON_A_GPU = [
-    (causal, window, heads, (window - 1 if window else -1, 0 if causal else window - 1 if window else -1), heads != 4)
+    (
+        causal,
+        window,
+        heads,
+        (window - 1 if window else -1, 0 if causal else window - 1 if window else -1),
+        heads != 4,
+    )
     for causal in (True, False)
     for window in (0, 5)
     for heads in (4, 2)
@@ -387,15 +521,27 @@ ON_A_GPU = [
 
 @pytest.mark.parametrize(("causal", "window", "heads", "sides", "grouped"), ON_A_GPU)
 def test_a_gpu_is_asked_for_the_same(monkeypatch, causal, window, heads, sides, grouped):
-    """A window as long as the longest document is none; FlashAttention counts the keys on both sides without the query's own."""
+    """A window as long as the longest document is none; FlashAttention counts the keys on both
+    sides without the query's own.
+    """
     asked = []
-    monkeypatch.setattr(varlen_module, "varlen_attn", lambda *given, **named: asked.append((given, named)) or "computed")
+    monkeypatch.setattr(
+        varlen_module,
+        "varlen_attn",
+        lambda *given, **named: asked.append((given, named)) or "computed",
+    )
     query, key = (SimpleNamespace(is_cuda=True, shape=(28, count, 16)) for count in (4, heads))
     documents = torch.tensor([0, 10, 28], dtype=torch.int32)
     for longest, expected in ((18, sides), (5, (-1, 0 if causal else -1))):
         assert varlen(query, key, "value", documents, longest, 0.25, window, causal) == "computed"
-        (given, named) = asked.pop()
-        assert given[0] is query and given[1] is key and given[2] == "value" and given[3] is documents and given[4] is documents
+        given, named = asked.pop()
+        assert (
+            given[0] is query
+            and given[1] is key
+            and given[2] == "value"
+            and given[3] is documents
+            and given[4] is documents
+        )
         assert given[5:] == (longest, longest)
         assert named == {"scale": 0.25, "window_size": expected, "enable_gqa": grouped}
 
@@ -414,17 +560,25 @@ def test_an_old_or_another_card_does_without(monkeypatch, available, hip, capabi
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.version, "hip", hip)
     asked = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability
+    )
     reason = unfit_here(llama(), torch.bfloat16, torch.device("cuda", 1))
     assert says in reason if says else reason == ""
     assert asked == ([torch.device("cuda", 1)] if available and hip is None else [])
-    assert unfit_here(llama(), torch.float64, CPU) == "" and "device of type xpu" in unfit_here(llama(), torch.bfloat16, torch.device("xpu"))
+    assert unfit_here(llama(), torch.float64, CPU) == "" and "device of type xpu" in unfit_here(
+        llama(), torch.bfloat16, torch.device("xpu")
+    )
 
 
 def computes_on_a_gpu() -> None:
-    """Runs where there is a GPU (tests/loop/test_gpu.py): bf16 on CUDA beside fp64, and the same bits twice with deterministic algorithms."""
+    """Runs where there is a GPU (tests/loop/test_gpu.py): bf16 on CUDA beside fp64, and the same
+    bits twice with deterministic algorithms.
+    """
     torch.use_deterministic_algorithms(True)
-    for window, causal, (heads, d) in itertools.product(WINDOWS, WAYS, (((4, 4), 64), ((8, 2), 128))):
+    for window, causal, (heads, d) in itertools.product(
+        WINDOWS, WAYS, (((4, 4), 64), ((8, 2), 128))
+    ):
         found = []
         for _ in range(2):
             inputs, documents = drawn(LENGTHS, heads, torch.bfloat16, d, "cuda")
@@ -432,8 +586,13 @@ def computes_on_a_gpu() -> None:
             output.float().square().sum().backward()
             found.append([output.detach(), *(tensor.grad for tensor in inputs)])
         assert all(map(torch.equal, *found))
-        exact = [tensor.detach().double().requires_grad_() for tensor in drawn(LENGTHS, heads, torch.bfloat16, d)[0]]
+        exact = [
+            tensor.detach().double().requires_grad_()
+            for tensor in drawn(LENGTHS, heads, torch.bfloat16, d)[0]
+        ]
         expected = by_definition(*exact, LENGTHS, d**-0.5, window, causal)
         expected.square().sum().backward()
-        for got, wanted in zip(found[0], [expected.detach(), *(tensor.grad for tensor in exact)], strict=True):
+        for got, wanted in zip(
+            found[0], [expected.detach(), *(tensor.grad for tensor in exact)], strict=True
+        ):
             assert (got.cpu().double() - wanted).abs().max() <= 0.05 * wanted.abs().max()

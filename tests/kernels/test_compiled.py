@@ -1,4 +1,6 @@
-"""What is compiled gives what the model's own code gives: layers as a whole, norms and rotary embeddings, the loss; alone and in every layout."""
+"""What is compiled gives what the model's own code gives: layers as a whole, norms and rotary
+embeddings, the loss; alone and in every layout.
+"""
 
 import copy
 import subprocess
@@ -14,7 +16,16 @@ from recipekit.kernels.compiled import compile_layers, is_norm, switch
 from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
 from recipekit.spec.recipe import Recipe
 from test_export import add_lora
-from test_parity import Case, accumulating, compare, each, recipe_for, reference, strategy, train_in_layout
+from test_parity import (
+    Case,
+    accumulating,
+    compare,
+    each,
+    recipe_for,
+    reference,
+    strategy,
+    train_in_layout,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZE: dict[str, Any] = {
@@ -31,8 +42,12 @@ ON = {"compile": "on"}
 def models(kind: str, dtype: torch.dtype) -> list[Any]:
     """The same model twice."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type=kind, **SIZE, **({"head_dim": 16} if kind != "gpt2" else {}))
-    plain = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype).train()
+    config = AutoConfig.for_model(
+        model_type=kind, **SIZE, **({"head_dim": 16} if kind != "gpt2" else {})
+    )
+    plain = AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=dtype
+    ).train()
     return [plain, copy.deepcopy(plain)]
 
 
@@ -43,31 +58,53 @@ def loss_and_gradients(model: Any, rows: torch.Tensor) -> tuple[torch.Tensor, li
 
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "gemma2")
-SAME = [(kind, whole, dtype) for kind in KINDS for whole in (False, True) for dtype in (torch.float32, torch.bfloat16)]
+SAME = [
+    (kind, whole, dtype)
+    for kind in KINDS
+    for whole in (False, True)
+    for dtype in (torch.float32, torch.bfloat16)
+]
 QUICK = [("qwen3", False, torch.float32), ("llama", True, torch.float32)]
 WITHIN = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.mark.parametrize(
     ("kind", "whole", "dtype"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=f"{case[0]} {'layers' if case[1] else 'parts'} {case[2]}") for case in SAME],
+    [
+        pytest.param(
+            *case,
+            marks=() if case in QUICK else pytest.mark.slow,
+            id=f"{case[0]} {'layers' if case[1] else 'parts'} {case[2]}",
+        )
+        for case in SAME
+    ],
 )
 def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype):
-    """Relative to the norm of each gradient; in bf16 a compiled kernel rounds once where the code as it is rounds several times."""
+    """Relative to the norm of each gradient; in bf16 a compiled kernel rounds once where the code
+    as it is rounds several times.
+    """
     within = WITHIN[dtype]
     plain, compiled = models(kind, dtype)
     norms = sum(is_norm(module) for module in compiled.modules())
-    assert norms > 2 and compile_layers([compiled], whole) == ((2, 1, 0) if whole else (0, norms, 2))
+    assert norms > 2 and compile_layers([compiled], whole) == (
+        (2, 1, 0) if whole else (0, norms, 2)
+    )
     rows = torch.randint(0, 64, (2, 48))
-    (expected, theirs), (loss, ours) = (loss_and_gradients(model, rows) for model in (plain, compiled))
+    (expected, theirs), (loss, ours) = (
+        loss_and_gradients(model, rows) for model in (plain, compiled)
+    )
     assert loss.item() == pytest.approx(expected.item(), rel=within)
     for got, wanted in zip(ours, theirs, strict=True):
         assert (got - wanted).norm() <= within * wanted.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 def test_the_same_losses_in_blocks(dtype: torch.dtype):
-    """With labels in each of the blocks, and some that count for nothing; the likeliest tokens, too."""
+    """With labels in each of the blocks, and some that count for nothing; the likeliest tokens,
+    too.
+    """
     torch.manual_seed(0)
     weight, hidden = torch.randn(1000, 16, dtype=dtype), torch.randn(48, 16, dtype=dtype)
     labels = torch.randint(0, 1000, (48,)).masked_fill_(torch.rand(48) < 0.2, -100)
@@ -79,7 +116,9 @@ def test_the_same_losses_in_blocks(dtype: torch.dtype):
             losses = token_losses(*inputs, None, labels, block=48 * 300)
             (losses * torch.linspace(0.5, 2, 48)).sum().backward()
             likeliest = losses_and_tokens(*inputs, None, labels, block=48 * 300)[1]
-            found.append([losses.detach(), *(tensor.grad.float() for tensor in inputs), likeliest.float()])
+            found.append(
+                [losses.detach(), *(tensor.grad.float() for tensor in inputs), likeliest.float()]
+            )
     finally:
         switch(False)
     for plain, compiled in zip(*found, strict=True):
@@ -90,15 +129,28 @@ def test_another_model_of_the_class_stays_as_it_is():
     plain, compiled = models("llama", torch.float32)
     own = type(plain.model.norm).forward
     compile_layers([compiled], False)
-    assert "forward" in vars(compiled.model.norm) and "forward" in vars(compiled.model.layers[0].self_attn)
-    assert type(plain.model.norm).forward is own and not any("forward" in vars(module) for module in plain.modules())
+    assert "forward" in vars(compiled.model.norm) and "forward" in vars(
+        compiled.model.layers[0].self_attn
+    )
+    assert type(plain.model.norm).forward is own and not any(
+        "forward" in vars(module) for module in plain.modules()
+    )
 
 
 def test_a_compiler_that_is_missing_is_told_before_the_start(tmp_path: Path):
     flags = ["--tiny", "--compile", "on", "--no-wandb", "--out", str(tmp_path / "run")]
-    ran = subprocess.run([sys.executable, str(NANO), *flags], env=environment() | {"CXX": "no-such-compiler"}, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(
+        [sys.executable, str(NANO), *flags],
+        env=environment() | {"CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
-    assert "no-such-compiler: not found for torch.compile" in ran.stderr and "or use --compile off" in ran.stderr, ran.stderr
+    assert (
+        "no-such-compiler: not found for torch.compile" in ran.stderr
+        and "or use --compile off" in ran.stderr
+    ), ran.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -116,7 +168,9 @@ made.sum().backward()
 assert torch.equal(made, (torch.ones(8).sin() * 2).cos()) and x.grad is not None
 """
     fresh = environment() | {"CXX": "false", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    ran = subprocess.run([sys.executable, "-c", program], env=fresh, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=fresh, capture_output=True, text=True, timeout=100
+    )
     assert ran.returncode == int(asked), ran.stderr
     assert ("InductorError" if asked else "WON'T CONVERT") in ran.stderr, ran.stderr[-2000:]
 
@@ -126,10 +180,30 @@ def test_a_compiled_run_goes_on_bit_for_bit(tmp_path: Path):
     lines = []
     for name, stops in (("whole", ["0"]), ("parts", ["2", "0"])):
         for stop in stops:
-            flags = ["--tiny", "--steps", "4", "--compile", "on", "--stop_at", stop, "--no-wandb", "--out", str(tmp_path / name)]
-            ran = subprocess.run([sys.executable, str(NANO), *flags], env=environment(), capture_output=True, text=True, timeout=300)
+            flags = [
+                "--tiny",
+                "--steps",
+                "4",
+                "--compile",
+                "on",
+                "--stop_at",
+                stop,
+                "--no-wandb",
+                "--out",
+                str(tmp_path / name),
+            ]
+            ran = subprocess.run(
+                [sys.executable, str(NANO), *flags],
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
             assert ran.returncode == 0, ran.stderr
-            assert "compile: 4 layers as a whole, 1 norms outside of them, the loss in chunks, at first use" in ran.stdout, ran.stdout
+            assert (
+                "compile: 4 layers as a whole, 1 norms outside of them, the loss in chunks, at"
+                " first use" in ran.stdout
+            ), ran.stdout
         lines.append([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)])
     assert lines[0] == lines[1] and len(lines[0]) == 4
 
@@ -143,9 +217,28 @@ LAYOUTS = [
     Case("zero1 tp2", 2, "zero1", ON | {"tp": 2}, slow=True),
     Case("zero3 tp2", 2, "zero3", ON | {"tp": 2}, model="qwen3", slow=True),
     Case("zero1 pp2", 2, "zero1", ON | {"pp": 2}, slow=True),
-    Case("zero1 pp2, recomputed", 2, "zero1", ON | {"pp": 2, "activation_checkpointing": True}, slow=True),
-    Case("zero3 dp2, recomputed, a norm at the end", 2, "zero3", ON | {"activation_checkpointing": True}, model="gemma2", slow=True),
-    Case("zero1 pp2, both ways", 2, "zero1", ON | {"pp": 2, "pipeline_schedule": "dualpipev"}, slow=True),
+    Case(
+        "zero1 pp2, recomputed",
+        2,
+        "zero1",
+        ON | {"pp": 2, "activation_checkpointing": True},
+        slow=True,
+    ),
+    Case(
+        "zero3 dp2, recomputed, a norm at the end",
+        2,
+        "zero3",
+        ON | {"activation_checkpointing": True},
+        model="gemma2",
+        slow=True,
+    ),
+    Case(
+        "zero1 pp2, both ways",
+        2,
+        "zero1",
+        ON | {"pp": 2, "pipeline_schedule": "dualpipev"},
+        slow=True,
+    ),
     Case("zero3 sp2", 2, "zero3", ON | {"sp": 2}, slow=True),
     Case("zero1 ep2", 2, "zero1", ON | {"ep": 2}, model="moe", slow=True),
     Case("ddp dp2", 2, "", ON | {"engine": "ddp", "precision": "fp32"}, slow=True),
@@ -169,7 +262,12 @@ def train_compiled(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 def test_a_layout_trains_like_plain_pytorch(pools: Any, tmp_path: Path, case: Case):
     recipe = recipe_for(case.model, **accumulating(case.world, **case.layout))
     config = strategy(case.file) if case.file else {}
-    assert pools.run(case.world, train_compiled, recipe=recipe, config=config, out=str(tmp_path / "run")) == [0] * case.world
+    assert (
+        pools.run(
+            case.world, train_compiled, recipe=recipe, config=config, out=str(tmp_path / "run")
+        )
+        == [0] * case.world
+    )
     compare(tmp_path / "run", reference(case.model))
 
 
@@ -180,7 +278,9 @@ def test_an_adapter_keeps_layers_in_parts(pools: Any, tmp_path: Path):
     for way in ("on", "off"):
         recipe = recipe_for("untied", **accumulating(2), compile=way, adapt=add_lora)
         case = train_compiled if way == "on" else train_in_layout
-        assert pools.run(2, case, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / way)) == [0, 0]
+        assert pools.run(
+            2, case, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / way)
+        ) == [0, 0]
         lines.append([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / way)])
     for ours, plain in zip(*lines, strict=True):
         assert ours == pytest.approx(plain, rel=1e-5)
@@ -188,8 +288,22 @@ def test_an_adapter_keeps_layers_in_parts(pools: Any, tmp_path: Path):
 
 @pytest.mark.slow
 def test_what_has_nothing_to_compile_is_refused(tmp_path: Path):
-    flags = ["--tiny", "--steps", "1", "--compile", "on", "--loss", "whole", "--no-wandb", "--out", str(tmp_path / "run")]
+    flags = [
+        "--tiny",
+        "--steps",
+        "1",
+        "--compile",
+        "on",
+        "--loss",
+        "whole",
+        "--no-wandb",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     command = [sys.executable, str(NANO.with_name("gpt2_124m_zero0.py")), *flags]
     ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr, ran.stderr
-    assert "compile = on: GPT2LMHeadModel has no layers that it can compile. Leave it out" in ran.stderr, ran.stderr
+    assert (
+        "compile = on: GPT2LMHeadModel has no layers that it can compile. Leave it out"
+        in ran.stderr
+    ), ran.stderr

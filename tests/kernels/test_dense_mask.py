@@ -1,4 +1,6 @@
-"""The bytes of the mask that keeps packed documents apart: `mask_bytes` says what transformers and torch are seen to hold."""
+"""The bytes of the mask that keeps packed documents apart: `mask_bytes` says what transformers and
+torch are seen to hold.
+"""
 
 import gc
 import json
@@ -20,7 +22,9 @@ LENGTH = 192  # no other dimension of the tiny model
 
 
 class Squares(TorchDispatchMode):
-    """Counts the bytes of the storages of (rows, 1, LENGTH, LENGTH) tensors that are alive, and their peak."""
+    """Counts the bytes of the storages of (rows, 1, LENGTH, LENGTH) tensors that are alive, and
+    their peak.
+    """
 
     def __init__(self, rows: int):
         super().__init__()
@@ -41,17 +45,25 @@ class Squares(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)]
+)
 def test_a_layer_holds_so_many_bytes_of_masks(attention, rows, dtype):
     config = shrink(json.loads((SHIPPED / "meta-llama--Llama-3.1-8B.json").read_text()), 264)
     config = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
     config._attn_implementation, config.use_cache = attention, False
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    documents = torch.cat([torch.arange(LENGTH // 3), torch.arange(LENGTH - LENGTH // 3)]).expand(rows, -1)
+    documents = torch.cat([torch.arange(LENGTH // 3), torch.arange(LENGTH - LENGTH // 3)]).expand(
+        rows, -1
+    )
     gc.collect()
     with torch.no_grad(), Squares(rows) as seen:
         model(input_ids=torch.zeros(rows, LENGTH, dtype=torch.long), position_ids=documents)
-    assert seen.peak == mask_bytes(attention, rows, LENGTH, dtype.itemsize) == rows * LENGTH**2 * (1 + dtype.itemsize)
+    assert (
+        seen.peak
+        == mask_bytes(attention, rows, LENGTH, dtype.itemsize)
+        == rows * LENGTH**2 * (1 + dtype.itemsize)
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +83,13 @@ def test_a_mask_that_leaves_no_room_is_refused(argv, gigabytes):
     if gigabytes is None:
         assert plan("llama3_1_8b_zero3_sp8", *argv).mesh.sp == 8
         return
-    with pytest.raises(Refusal, match=rf"takes {gigabytes} GB on every rank, but the limit is 40 GB\. Use --seq_len (65536|32768), or --attention varlen"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            rf"takes {gigabytes} GB on every rank, but the limit is 40 GB\. Use --seq_len"
+            r" (65536|32768), or --attention varlen"
+        ),
+    ):
         plan("llama3_1_8b_zero3_sp8", *argv)
 
 

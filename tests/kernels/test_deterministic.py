@@ -1,4 +1,6 @@
-"""`--deterministic`: every setting is in force on every rank and told; two runs and a resume have the same bits."""
+"""`--deterministic`: every setting is in force on every rank and told; two runs and a resume have
+the same bits.
+"""
 
 import contextlib
 import json
@@ -22,7 +24,8 @@ from recipekit.spec.run_folder import IDENTITY
 from safetensors.torch import load_file
 from test_resume import BASE, train
 
-# What each setting has to be where it takes effect; asked here with torch's own questions, not with ours.
+# What each setting has to be where it takes effect; asked here with torch's own questions, not with
+# ours.
 EXPECTED = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -40,7 +43,10 @@ EXPECTED = {
 def putting_back() -> Iterator[None]:
     """Leaves this process as it was."""
     before = {name: os.environ.get(name) for name in VARIABLES}
-    fill, cudnn = torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic  # pyright: ignore[reportAttributeAccessIssue]
+    fill, cudnn = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.deterministic,
+    )  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -78,19 +84,38 @@ def train_and_ask(recipe: Recipe, argv: list[str]) -> tuple[Any, str, dict[str, 
 
 def bits(run: Path) -> Any:
     """All numbers of training, unrounded, and the final weights."""
-    weights = {name: value for file in sorted((run / "hf").glob("*.safetensors")) for name, value in load_file(file).items()}
+    weights = {
+        name: value
+        for file in sorted((run / "hf").glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
     return numbers(metrics(run)), weights
 
 
-def test_settings_are_in_force_on_every_rank_and_runs_have_the_same_bits(pools: Any, tmp_path: Path) -> None:
-    recipe = replace(BASE, model="openai-community/gpt2", export=True, eval_every=0, warmup_steps=0, steps=3)  # it has dropout: random numbers count
+def test_settings_are_in_force_on_every_rank_and_runs_have_the_same_bits(
+    pools: Any, tmp_path: Path
+) -> None:
+    # it has dropout: random numbers count
+    recipe = replace(
+        BASE, model="openai-community/gpt2", export=True, eval_every=0, warmup_steps=0, steps=3
+    )
     argv = {"one": [], "two": [], "stopped": ["--stop_at", "1"]}
     for run, more in argv.items():
-        told = pools.run(2, train_and_ask, recipe=recipe, argv=["--deterministic", "--out", str(tmp_path / run), *more])
+        told = pools.run(
+            2,
+            train_and_ask,
+            recipe=recipe,
+            argv=["--deterministic", "--out", str(tmp_path / run), *more],
+        )
         assert [(result, asked) for result, _, asked in told] == [(0, EXPECTED)] * 2
         assert "deterministic, on every rank: CUBLAS_WORKSPACE_CONFIG :4096:8, " in told[0][1]
         assert json.loads((tmp_path / run / "run.json").read_text())["deterministic"] == EXPECTED
-    told = pools.run(2, train_and_ask, recipe=recipe, argv=["--deterministic", "--out", str(tmp_path / "stopped")])
+    told = pools.run(
+        2,
+        train_and_ask,
+        recipe=recipe,
+        argv=["--deterministic", "--out", str(tmp_path / "stopped")],
+    )
     assert [result for result, _, _ in told] == [0, 0], told
     first, first_weights = bits(tmp_path / "one")
     assert len(first) == 3 and first_weights
@@ -108,20 +133,31 @@ def test_a_setting_that_was_put_back_is_refused(monkeypatch: pytest.MonkeyPatch)
         torch.use_deterministic_algorithms(True, warn_only=True)
         os.environ["NCCL_ALGO"] = "Tree"
         with pytest.raises(
-            Refusal, match="--deterministic on rank 3: the settings have changed since the start: NCCL_ALGO=Tree, deterministic_algorithms=False"
+            Refusal,
+            match=(
+                "--deterministic on rank 3: the settings have changed since the start:"
+                " NCCL_ALGO=Tree, deterministic_algorithms=False"
+            ),
         ):
             deterministic.check_in_force()
 
 
-@pytest.mark.parametrize(("name", "value"), [("NCCL_ALGO", "Tree"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")])
-def test_a_variable_that_contradicts_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("NCCL_ALGO", "Tree"), ("CUBLAS_WORKSPACE_CONFIG", ":0:0")]
+)
+def test_a_variable_that_contradicts_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setenv(name, value)
     argv = ["--tiny", "--deterministic"]
-    with pytest.raises(Refusal, match=rf"{name}={value}: contradicts --deterministic\. Unset it, or set it to "):
+    with pytest.raises(
+        Refusal, match=rf"{name}={value}: contradicts --deterministic\. Unset it, or set it to "
+    ):
         make_plan(parse(BASE, Path("deterministic.py"), argv))
     assert make_plan(parse(BASE, Path("deterministic.py"), argv[:1])).recipe.deterministic is False
     assert check_environment({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"}) == []
-    assert "deterministic" not in IDENTITY  # a run may go on with it or without: what is trained is the same but for the last bits
+    # a run may go on with it or without: what is trained is the same but for the last bits
+    assert "deterministic" not in IDENTITY
 
 
 def test_cuda_that_was_used_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

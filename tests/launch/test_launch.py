@@ -1,4 +1,6 @@
-"""The real `deepspeed` launcher: every way to stop a run ends all of its processes in time, with nothing lost; refusals are told once."""
+"""The real `deepspeed` launcher: every way to stop a run ends all of its processes in time, with
+nothing lost; refusals are told once.
+"""
 
 import signal
 import subprocess
@@ -17,17 +19,23 @@ from recipekit.storage.manifest import faults
 from wandb_file import read_exit_codes, read_history
 
 GONE = 10.0  # seconds in which no process may be left
-REFUSED = 30.0  # seconds from the command to its end, in which a launcher and two ranks start: with room for a crowded machine
+# seconds from the command to its end, in which a launcher and two ranks start: with room for a
+# crowded machine
+REFUSED = 30.0
 HARD = 60.0  # seconds for the same on a machine that others load
 
 
 @pytest.fixture
-def launch(tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Callable[..., Job]]:
+def launch(
+    tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]
+) -> Iterator[Callable[..., Job]]:
     """Starts a command in tmp_path; ends what is left of it after the test."""
     compiling.wait()  # what is promised in seconds is promised for an idle machine
     jobs: list[Job] = []
 
-    def launch(argv: list[str], terminal: bool = False, folder: Path = tmp_path, **variables: str) -> Job:
+    def launch(
+        argv: list[str], terminal: bool = False, folder: Path = tmp_path, **variables: str
+    ) -> Job:
         jobs.append(Job(folder, argv, terminal, **variables))
         return jobs[-1]
 
@@ -43,7 +51,13 @@ def start(launch: Callable[..., Job]) -> Callable[..., Job]:
 
 
 def wait_until_training(job: Job, run: Path) -> None:
-    job.wait_for(lambda: (steps_done(run) > 3 and list(run.glob("wandb/*run-*/*.wandb"))) or job.process.poll() is not None, 150)
+    job.wait_for(
+        lambda: (
+            (steps_done(run) > 3 and list(run.glob("wandb/*run-*/*.wandb")))
+            or job.process.poll() is not None
+        ),
+        150,
+    )
     assert job.process.poll() is None, job.output[-8000:]
 
 
@@ -63,7 +77,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("who", "number", "code"), WAYS)
-def test_a_stopped_run_leaves_no_process_and_loses_nothing(start: Callable[..., Job], tmp_path: Path, who: str, number: int, code: int) -> None:
+def test_a_stopped_run_leaves_no_process_and_loses_nothing(
+    start: Callable[..., Job], tmp_path: Path, who: str, number: int, code: int
+) -> None:
     run = tmp_path / "run"
     job = start(*FLAGS, terminal=who == "terminal")
     wait_until_training(job, run)
@@ -73,9 +89,17 @@ def test_a_stopped_run_leaves_no_process_and_loses_nothing(start: Callable[..., 
     elif who == "terminal":
         job.press_ctrl_c()
     else:
-        {"deepspeed": job.process, "launcher": job.launcher(), "rank 0": job.rank(0), "rank 1": job.rank(1)}[who].send_signal(number)
+        {
+            "deepspeed": job.process,
+            "launcher": job.launcher(),
+            "rank 0": job.rank(0),
+            "rank 1": job.rank(1),
+        }[who].send_signal(number)
     seconds, busy = job.wait_gone(HARD), contention()
-    print(f"gone after {seconds:.1f} s, contention {busy:.1f}, exit code of deepspeed {job.process.returncode}")
+    print(
+        f"gone after {seconds:.1f} s, contention {busy:.1f}, exit code of deepspeed"
+        f" {job.process.returncode}"
+    )
     assert seconds < GONE * busy, job.output[-8000:]
 
     lines = metrics(run)
@@ -104,8 +128,12 @@ def go_on(start: Callable[..., Job], run: Path, done: list[dict[str, Any]]) -> N
 
 
 @slow
-def test_a_clean_run_ends_with_0_twenty_times_of_twenty(launch: Callable[..., Job], tmp_path: Path) -> None:
-    """A rank that ends without leaving its process group, or before a thread of a library, aborts now and then."""
+def test_a_clean_run_ends_with_0_twenty_times_of_twenty(
+    launch: Callable[..., Job], tmp_path: Path
+) -> None:
+    """A rank that ends without leaving its process group, or before a thread of a library, aborts
+    now and then.
+    """
     for number in range(20):
         job = launch(deepspeed(NANO, "--tiny", "--steps", "2", "--out", f"run{number}"))
         assert job.wait(120) == 0, job.output[-8000:]
@@ -118,8 +146,21 @@ def test_a_clean_run_ends_with_0_twenty_times_of_twenty(launch: Callable[..., Jo
 
 
 @slow
-def test_a_loss_that_is_not_finite_stops_the_run_with_1(start: Callable[..., Job], tmp_path: Path) -> None:
-    job = start("--steps", "100", "--lr", "1e30", "--warmup_steps", "0", "--save_every", "1", "--eval_every", "0")
+def test_a_loss_that_is_not_finite_stops_the_run_with_1(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = start(
+        "--steps",
+        "100",
+        "--lr",
+        "1e30",
+        "--warmup_steps",
+        "0",
+        "--save_every",
+        "1",
+        "--eval_every",
+        "0",
+    )
     assert job.wait(120) == 1, job.output[-8000:]
     job.wait_gone(HARD)
     lines = metrics(tmp_path / "run")
@@ -134,7 +175,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_1(start: Callable[..., Job
 
 
 def broken_json(folder: Path) -> list[str]:
-    text = (ROOT / "ds_configs" / "zero2.json").read_text().replace('"gradient_clipping"', '"gradient_cliping"')
+    text = (
+        (ROOT / "ds_configs" / "zero2.json")
+        .read_text()
+        .replace('"gradient_clipping"', '"gradient_cliping"')
+    )
     (folder / "broken.json").write_text(text)
     return ["--tiny", "--deepspeed_config", "broken.json"]
 
@@ -146,23 +191,74 @@ def a_file_for_out(folder: Path) -> list[str]:
 
 REFUSALS = [
     pytest.param(broken_json, 1, "Did you mean gradient_clipping", id="unknown JSON key"),
-    pytest.param(lambda _: ["--tiny", "--stepz", "3"], 2, "Did you mean --steps?", id="unknown flag", marks=slow),
-    pytest.param(a_file_for_out, 1, "out = taken: cannot be written: Not a directory", id="out is a file", marks=slow),
-    pytest.param(lambda _: ["--model", "no-such-org/no-such-model"], 1, "model = no-such-org/no-such-model", id="no such model", marks=slow),
-    pytest.param(lambda _: ["--tiny", "--tp", "3"], 1, "does not divide the 2 ranks", id="tp 3 of 2", marks=slow),
-    pytest.param(lambda _: ["--tiny", "--dataset", "missing.txt"], 1, "missing.txt", id="no such data", marks=slow),
-    pytest.param(lambda _: ["--tiny", "--steps", "three"], 2, "must be a whole number", id="no number", marks=slow),
-    pytest.param(lambda _: ["--tiny", "--resume", "nowhere"], 1, "must be a run folder or one of its step folders", id="no such run", marks=slow),
+    pytest.param(
+        lambda _: ["--tiny", "--stepz", "3"],
+        2,
+        "Did you mean --steps?",
+        id="unknown flag",
+        marks=slow,
+    ),
+    pytest.param(
+        a_file_for_out,
+        1,
+        "out = taken: cannot be written: Not a directory",
+        id="out is a file",
+        marks=slow,
+    ),
+    pytest.param(
+        lambda _: ["--model", "no-such-org/no-such-model"],
+        1,
+        "model = no-such-org/no-such-model",
+        id="no such model",
+        marks=slow,
+    ),
+    pytest.param(
+        lambda _: ["--tiny", "--tp", "3"],
+        1,
+        "does not divide the 2 ranks",
+        id="tp 3 of 2",
+        marks=slow,
+    ),
+    pytest.param(
+        lambda _: ["--tiny", "--dataset", "missing.txt"],
+        1,
+        "missing.txt",
+        id="no such data",
+        marks=slow,
+    ),
+    pytest.param(
+        lambda _: ["--tiny", "--steps", "three"],
+        2,
+        "must be a whole number",
+        id="no number",
+        marks=slow,
+    ),
+    pytest.param(
+        lambda _: ["--tiny", "--resume", "nowhere"],
+        1,
+        "must be a run folder or one of its step folders",
+        id="no such run",
+        marks=slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("flags", "code", "told"), REFUSALS)
-def test_a_refusal_is_printed_once_and_soon(launch: Callable[..., Job], tmp_path: Path, flags: Callable[[Path], list[str]], code: int, told: str) -> None:
+def test_a_refusal_is_printed_once_and_soon(
+    launch: Callable[..., Job],
+    tmp_path: Path,
+    flags: Callable[[Path], list[str]],
+    code: int,
+    told: str,
+) -> None:
     """On two ranks, though the launcher ends all ranks as soon as one has ended."""
     job = launch(deepspeed(NANO, *flags(tmp_path)))
     ended, seconds, busy = job.wait(90), time.monotonic() - job.began, contention()
     print(f"{seconds:.1f} s, contention {busy:.1f}")
-    said = "\n".join(line for line in job.output.splitlines() if "[INFO]" not in line and "[ERROR]" not in line)  # the launcher repeats the command
+    # the launcher repeats the command
+    said = "\n".join(
+        line for line in job.output.splitlines() if "[INFO]" not in line and "[ERROR]" not in line
+    )
     assert ended == code, job.output
     assert said.count(told) == 1 and said.count("refused") == 1, job.output
     assert "Traceback" not in said
@@ -172,9 +268,13 @@ def test_a_refusal_is_printed_once_and_soon(launch: Callable[..., Job], tmp_path
 
 
 @slow
-def test_a_second_job_on_the_same_folder_is_refused(start: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_second_job_on_the_same_folder_is_refused(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
     first = start("--steps", "100000", "--eval_every", "0", "--no-wandb")
-    first.wait_for(lambda: steps_done(tmp_path / "run") > 2 or first.process.poll() is not None, 150)
+    first.wait_for(
+        lambda: steps_done(tmp_path / "run") > 2 or first.process.poll() is not None, 150
+    )
     second = start("--steps", "100000", "--eval_every", "0", "--no-wandb")
     assert second.wait(90) == 1, second.output
     assert second.output.count("another job is running in this folder") == 1
@@ -183,12 +283,18 @@ def test_a_second_job_on_the_same_folder_is_refused(start: Callable[..., Job], t
     first.wait_for(lambda: steps_done(tmp_path / "run") > done, 30)
     first.launcher().send_signal(signal.SIGTERM)
     first.wait_gone(HARD)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, steps_done(tmp_path / "run") + 1))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(
+        range(1, steps_done(tmp_path / "run") + 1)
+    )
 
 
 @slow
-def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job], tmp_path: Path) -> None:
-    """`cp`, two numbers, one JSON literal, started from there: read from what the engine itself wrote of its state."""
+def test_a_copied_recipe_uses_what_was_changed_in_it(
+    launch: Callable[..., Job], tmp_path: Path
+) -> None:
+    """`cp`, two numbers, one JSON literal, started from there: read from what the engine itself
+    wrote of its state.
+    """
     mine = tmp_path / "mine"
     mine.mkdir()
     recipe, strategy = NANO.read_text(), (ROOT / "ds_configs" / "zero2.json").read_text()
@@ -197,8 +303,20 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job],
         recipe = recipe.replace(old, new)
     assert strategy.count('"gradient_clipping": "auto"') == 1
     (mine / "first_try.py").write_text(recipe)
-    (mine / "zero2.json").write_text(strategy.replace('"gradient_clipping": "auto"', '"gradient_clipping": 0.25'))
-    flags = ("--tiny", "--steps", 3, "--warmup_steps", 1, "--schedule", "constant", "--no-wandb", "--no-export")
+    (mine / "zero2.json").write_text(
+        strategy.replace('"gradient_clipping": "auto"', '"gradient_clipping": 0.25')
+    )
+    flags = (
+        "--tiny",
+        "--steps",
+        3,
+        "--warmup_steps",
+        1,
+        "--schedule",
+        "constant",
+        "--no-wandb",
+        "--no-export",
+    )
     job = launch(deepspeed(Path("first_try.py"), *flags), folder=mine)
     assert job.wait(120) == 0, job.output[-8000:]
     assert "gradient_clipping: 0.25 of the JSON overrides 1.0 of the recipe" in job.output
@@ -207,17 +325,44 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(launch: Callable[..., Job],
     assert [line["lr"] for line in lines] == [7e-4] * 3
     assert [round(line["tokens"] / (8 * 64)) for line in lines] == [1, 2, 3]
     assert lines[0]["grad_norm"] > 0.25, "else nothing is clipped"
-    optimizer = torch.load(next((run / "checkpoints" / "step_00000003").glob("*zero_pp_rank_0*")), weights_only=False)["optimizer_state_dict"]
+    optimizer = torch.load(
+        next((run / "checkpoints" / "step_00000003").glob("*zero_pp_rank_0*")), weights_only=False
+    )["optimizer_state_dict"]
     assert optimizer["clip_grad"] == 0.25
     clipped = [state["exp_avg"] for state in optimizer["base_optimizer_state"]["state"].values()]
-    assert 0 < sum(float(moment.double().square().sum()) for moment in clipped) < 0.25**2, "a mean of clipped gradients is no longer than the limit"
+    assert 0 < sum(float(moment.double().square().sum()) for moment in clipped) < 0.25**2, (
+        "a mean of clipped gradients is no longer than the limit"
+    )
 
 
 @slow
 def test_accelerate_launch_starts_a_recipe(launch: Callable[..., Job], tmp_path: Path) -> None:
-    """On a CPU it counts one process; what it sets for its own library must not confuse a recipe."""
-    accelerate = [str(Path(sys.executable).with_name("accelerate")), "launch", "--num_processes", "1", "--num_machines", "1"]
-    words = ["--mixed_precision", "no", "--dynamo_backend", "no", "--cpu", str(NANO), "--tiny", "--steps", "2", "--out", "run", "--no-wandb", "--no-export"]
+    """On a CPU it counts one process; what it sets for its own library must not confuse a
+    recipe.
+    """
+    accelerate = [
+        str(Path(sys.executable).with_name("accelerate")),
+        "launch",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+    ]
+    words = [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--cpu",
+        str(NANO),
+        "--tiny",
+        "--steps",
+        "2",
+        "--out",
+        "run",
+        "--no-wandb",
+        "--no-export",
+    ]
     job = launch([*accelerate, *words])
     assert job.wait(120) == 0, job.output[-8000:]
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]

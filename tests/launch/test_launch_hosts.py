@@ -1,4 +1,6 @@
-"""`python -m launch` on two hosts with a real sshd each: the losses of one machine, secrets that nobody sees, and an end that leaves nothing."""
+"""`python -m launch` on two hosts with a real sshd each: the losses of one machine, secrets that
+nobody sees, and an end that leaves nothing.
+"""
 
 import contextlib
 import json
@@ -20,9 +22,29 @@ from two_hosts import NAMES, TwoHosts, two_hosts_or_skip
 from words import BYTES, arbitrary_words
 
 GONE = 10.0  # seconds in which no process may be left on any host
-FLAGS = ("--tiny", "--schedule", "constant", "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--out", "run")
-SECRETS = {"HF_TOKEN": "hf_fakeFAKEfake0001", "WANDB_API_KEY": "fake" * 10, "AWS_SECRET_ACCESS_KEY": "aws/fake+0003"}
-REACHED = {"no_proxy": "*", "https_proxy": "http://proxy.corp:3128", "AWS_ENDPOINT_URL": "https://s3.corp", "NCCL_IB_GID_INDEX": "3"}
+FLAGS = (
+    "--tiny",
+    "--schedule",
+    "constant",
+    "--warmup_steps",
+    "0",
+    "--eval_every",
+    "0",
+    "--no-export",
+    "--out",
+    "run",
+)
+SECRETS = {
+    "HF_TOKEN": "hf_fakeFAKEfake0001",
+    "WANDB_API_KEY": "fake" * 10,
+    "AWS_SECRET_ACCESS_KEY": "aws/fake+0003",
+}
+REACHED = {
+    "no_proxy": "*",
+    "https_proxy": "http://proxy.corp:3128",
+    "AWS_ENDPOINT_URL": "https://s3.corp",
+    "NCCL_IB_GID_INDEX": "3",
+}
 LAUNCH = [sys.executable, "-m", "launch"]
 
 
@@ -38,9 +60,23 @@ def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def start(*words: object, names: Sequence[str] = NAMES, **variables: str) -> Job:
-        where = ["--hostfile", str(hosts.hostfile(names=names)), "--ssh_config", str(hosts.config), "--env", MARK]
+        where = [
+            "--hostfile",
+            str(hosts.hostfile(names=names)),
+            "--ssh_config",
+            str(hosts.config),
+            "--env",
+            MARK,
+        ]
         path = os.pathsep.join([str(ROOT), str(ROOT / "recipes"), *map(str, FOLDERS)])
-        jobs.append(Job(tmp_path, hosts.on(0, [*LAUNCH, *where, *map(str, words)]), PYTHONPATH=path, **variables))
+        jobs.append(
+            Job(
+                tmp_path,
+                hosts.on(0, [*LAUNCH, *where, *map(str, words)]),
+                PYTHONPATH=path,
+                **variables,
+            )
+        )
         return jobs[-1]
 
     yield start
@@ -49,10 +85,16 @@ def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture(scope="module")
-def one_machine(tmp_path_factory: pytest.TempPathFactory, ops: Callable[[str], None], hosts: TwoHosts) -> Path:
+def one_machine(
+    tmp_path_factory: pytest.TempPathFactory, ops: Callable[[str], None], hosts: TwoHosts
+) -> Path:
     """The run folder of the same four ranks on one machine, under the `deepspeed` launcher."""
     folder = tmp_path_factory.mktemp("one")
-    job = Job(folder, [*LAUNCH, "--gpus", "4", str(NANO), *FLAGS, "--steps", "3", "--no-wandb"], PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "recipes")]))
+    job = Job(
+        folder,
+        [*LAUNCH, "--gpus", "4", str(NANO), *FLAGS, "--steps", "3", "--no-wandb"],
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "recipes")]),
+    )
     try:
         assert job.wait(240) == 0, job.output[-8000:]
     finally:
@@ -75,7 +117,12 @@ class Listing:
             for entry in Path("/proc").iterdir():
                 with contextlib.suppress(OSError):
                     if entry.name.isdigit():
-                        self.seen.add((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                        self.seen.add(
+                            (entry / "cmdline")
+                            .read_bytes()
+                            .replace(b"\0", b" ")
+                            .decode(errors="replace")
+                        )
 
     def __exit__(self, *_: object) -> None:
         self.closing.set()
@@ -83,20 +130,37 @@ class Listing:
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
+def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(
+    start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path
+) -> None:
     with Listing() as listing:
         job = start(NANO, *FLAGS, "--steps", "3", **SECRETS, **REACHED)
         job.wait_for(lambda: len(hosts.ranks(1)) == 2 or job.process.poll() is not None, 180)
         variables = {rank: process.environ() for rank, process in hosts.ranks(1).items()}
         assert job.wait(240) == 0, job.output[-8000:]
     assert sorted(variables) == [2, 3]
-    for own in variables.values():  # a rank of the other host has what a run needs, the secrets among it
+    # a rank of the other host has what a run needs, the secrets among it
+    for own in variables.values():
         assert {name: own.get(name) for name in (*SECRETS, *REACHED)} == SECRETS | REACHED
-        assert own["WANDB_MODE"] == "offline" and own["OMP_NUM_THREADS"] == "1" and own["MASTER_ADDR"] == hosts.addresses[0]
+        assert (
+            own["WANDB_MODE"] == "offline"
+            and own["OMP_NUM_THREADS"] == "1"
+            and own["MASTER_ADDR"] == hosts.addresses[0]
+        )
     assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
     assert any("launch.host" in line for line in listing.seen), "else nothing was listed"
-    files = [path for path in (*tmp_path.rglob("*"), *hosts.folder.rglob("*"), *Path("/tmp").glob("launch_*/*")) if path.is_file()]
-    assert len([path for path in files if path.parent.name == "start_001"]) == 4 + 2 and any(path.suffix == ".wandb" for path in files)
+    files = [
+        path
+        for path in (
+            *tmp_path.rglob("*"),
+            *hosts.folder.rglob("*"),
+            *Path("/tmp").glob("launch_*/*"),
+        )
+        if path.is_file()
+    ]
+    assert len([path for path in files if path.parent.name == "start_001"]) == 4 + 2 and any(
+        path.suffix == ".wandb" for path in files
+    )
     for name, value in SECRETS.items():
         assert not [line for line in listing.seen if value in line], name
         assert not [path for path in files if value.encode() in path.read_bytes()], name
@@ -106,7 +170,9 @@ def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(start: Callable
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spawn", ["torchrun", "deepspeed"])
-def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str) -> None:
+def test_a_killed_remote_rank_ends_both_hosts(
+    start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str
+) -> None:
     """Until then the losses are those of one machine."""
     run = tmp_path / "run"
     job = start("--spawn", spawn, NANO, *FLAGS, "--steps", "100000", "--no-wandb")
@@ -114,7 +180,12 @@ def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: 
     assert job.process.poll() is None, job.output[-8000:]
     hosts.ranks(1)[3].kill()
     began = time.monotonic()
-    job.wait_for(lambda: job.process.poll() is not None and not hosts.processes(0) and not hosts.processes(1), 60)
+    job.wait_for(
+        lambda: (
+            job.process.poll() is not None and not hosts.processes(0) and not hosts.processes(1)
+        ),
+        60,
+    )
     seconds, busy = time.monotonic() - began, contention()
     print(f"gone after {seconds:.1f} s, contention {busy:.1f}")
     assert seconds < GONE * busy
@@ -124,7 +195,9 @@ def test_a_killed_remote_rank_ends_both_hosts(start: Callable[..., Job], hosts: 
 
 
 @pytest.mark.slow
-def test_a_lost_coordinator_ends_both_hosts_with_a_checkpoint(start: Callable[..., Job], hosts: TwoHosts, ops: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_lost_coordinator_ends_both_hosts_with_a_checkpoint(
+    start: Callable[..., Job], hosts: TwoHosts, ops: Callable[[str], None], tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     job = start(NANO, *FLAGS, "--steps", "100000", "--no-wandb")
     job.wait_for(lambda: steps_done(run) > 1 or job.process.poll() is not None, 240)
@@ -137,14 +210,20 @@ def test_a_lost_coordinator_ends_both_hosts_with_a_checkpoint(start: Callable[..
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spawn", ["torchrun", "deepspeed"])
-def test_hosts_with_addresses_of_ipv6_train(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str) -> None:
-    job = start("--spawn", spawn, NANO, *FLAGS, "--steps", "3", "--no-wandb", names=hosts.addresses_6)
+def test_hosts_with_addresses_of_ipv6_train(
+    start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str
+) -> None:
+    job = start(
+        "--spawn", spawn, NANO, *FLAGS, "--steps", "3", "--no-wandb", names=hosts.addresses_6
+    )
     assert job.wait(240) == 0, job.output[-8000:]
     assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
 
 
 @pytest.mark.slow
-def test_a_host_that_is_away_for_three_minutes_costs_one_restart(start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
+def test_a_host_that_is_away_for_three_minutes_costs_one_restart(
+    start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path
+) -> None:
     """Its cable is out and its processes have ended; the steps are those of one machine."""
     run = tmp_path / "run"
     flags = ["--steps", "100000", "--save_every", "2", "--no-wandb", "--stop_at", "12"]
@@ -154,28 +233,41 @@ def test_a_host_that_is_away_for_three_minutes_costs_one_restart(start: Callable
     hosts.cable(1, "down")
     hosts.power_off(1)
     try:
-        job.wait_for(lambda: "waiting for hosts" in job.output or job.process.poll() is not None, 240)
+        job.wait_for(
+            lambda: "waiting for hosts" in job.output or job.process.poll() is not None, 240
+        )
         time.sleep(180)
     finally:
         hosts.power_on(1)
         hosts.cable(1, "up")
     assert job.wait(300) == 0, job.output[-8000:]
-    assert "worker-2: cannot be reached" in job.output and job.output.count("launch: restart ") == 1, job.output[-8000:]
+    assert (
+        "worker-2: cannot be reached" in job.output and job.output.count("launch: restart ") == 1
+    ), job.output[-8000:]
     lines = metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, 13)) and numbers(lines[:3]) == numbers(metrics(one_machine))
+    assert [line["step"] for line in lines] == list(range(1, 13)) and numbers(lines[:3]) == numbers(
+        metrics(one_machine)
+    )
 
 
 @pytest.mark.slow
-def test_a_host_that_never_comes_back_is_named(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_host_that_never_comes_back_is_named(
+    start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    job = start("--max_restarts", "3", "--wait_hosts", "10", NANO, *FLAGS, "--steps", "100000", "--no-wandb")
+    job = start(
+        "--max_restarts", "3", "--wait_hosts", "10", NANO, *FLAGS, "--steps", "100000", "--no-wandb"
+    )
     job.wait_for(lambda: steps_done(run) > 1 or job.process.poll() is not None, 240)
     hosts.power_off(1)
     try:
         assert job.wait(240) == 75, job.output[-8000:]
     finally:
         hosts.power_on(1)
-    assert "not started again: --wait_hosts 10 s are over, and still worker-2: cannot be reached" in job.output
+    assert (
+        "not started again: --wait_hosts 10 s are over, and still worker-2: cannot be reached"
+        in job.output
+    )
 
 
 TWICE = """
@@ -198,15 +290,32 @@ sys.exit(restart.run(job, 1, say, float(sys.argv[4])))
 
 
 @pytest.mark.parametrize(("wait", "code"), [(60, 0), pytest.param(3, 75, marks=pytest.mark.slow)])
-def test_a_restart_waits_until_a_host_answers_again(hosts: TwoHosts, tmp_path: Path, wait: int, code: int) -> None:
-    """A host that reboots: its sshd answers once the wait has been reported, or never. One script on each host, without torch."""
+def test_a_restart_waits_until_a_host_answers_again(
+    hosts: TwoHosts, tmp_path: Path, wait: int, code: int
+) -> None:
+    """A host that reboots: its sshd answers once the wait has been reported, or never.
+
+    One script on each host, without torch.
+    """
     (tmp_path / "twice.py").write_text(TWICE)
-    words = [sys.executable, "-c", RESTART, str(hosts.hostfile()), str(hosts.config), str(tmp_path), str(wait)]
+    words = [
+        sys.executable,
+        "-c",
+        RESTART,
+        str(hosts.hostfile()),
+        str(hosts.config),
+        str(tmp_path),
+        str(wait),
+    ]
     job = Job(tmp_path, hosts.on(0, words), PYTHONPATH=str(ROOT))
     try:
-        job.wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 60)
+        job.wait_for(
+            lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 60
+        )
         hosts.power_off(1)
-        job.wait_for(lambda: "waiting for hosts" in job.output or job.process.poll() is not None, 60)
+        job.wait_for(
+            lambda: "waiting for hosts" in job.output or job.process.poll() is not None, 60
+        )
         if code == 0:
             hosts.power_on(1)
         assert job.wait(60) == code, job.output
@@ -214,8 +323,13 @@ def test_a_restart_waits_until_a_host_answers_again(hosts: TwoHosts, tmp_path: P
         if hosts.sshd[1].poll() is not None:
             hosts.power_on(1)
         job.close()
-    assert job.output.count("launch: restart ") == 1 and job.output.count("launch: start ") == 2, job.output
-    assert job.output.count("worker-2: cannot be reached") == (1 if code == 0 else 2) and "worker-1: " not in job.output
+    assert job.output.count("launch: restart ") == 1 and job.output.count("launch: start ") == 2, (
+        job.output
+    )
+    assert (
+        job.output.count("worker-2: cannot be reached") == (1 if code == 0 else 2)
+        and "worker-1: " not in job.output
+    )
 
 
 DUMP = """
@@ -226,7 +340,9 @@ with open(f"dump_{os.environ['RANK']}.json", "w") as file:
 """
 
 
-def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(
+    start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
+) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
     words = [*arbitrary_words(), BYTES]
     job = start("--once", "dump.py", *words, NCCL_STRANGE="a 'b'\n$(id) \"")
@@ -236,36 +352,77 @@ def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(start: Cal
     own = [dump[1] for dump in dumps]
     port = own[0]["MASTER_PORT"]
     assert own == [
-        {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": port}
+        {
+            "RANK": rank,
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": hosts.addresses[0],
+            "MASTER_PORT": port,
+        }
         | {"NCCL_STRANGE": "a 'b'\n$(id) \""}
         for rank in ("0", "2")
     ]
     assert not (tmp_path / "here").exists()
 
 
-def test_hosts_may_have_addresses_of_ipv6(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+def test_hosts_may_have_addresses_of_ipv6(
+    start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
+) -> None:
     """Their own names lead to 127.0.1.1, so the interface is named for gloo."""
-    dump = "import json, os, sys; json.dump([os.environ[name] for name in sys.argv[1:]], open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
+    dump = (
+        "import json, os, sys; json.dump([os.environ[name] for name in sys.argv[1:]],"
+        " open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
+    )
     (tmp_path / "dump.py").write_text(dump)
-    job = start("--once", "dump.py", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", names=hosts.addresses_6)
+    job = start(
+        "--once",
+        "dump.py",
+        "MASTER_ADDR",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        names=hosts.addresses_6,
+    )
     assert job.wait(90) == 0, job.output
     for rank in (0, 2):
-        assert json.loads((tmp_path / f"dump_{rank}.json").read_text()) == [hosts.addresses_6[0], "eth0", "=eth0"]
+        assert json.loads((tmp_path / f"dump_{rank}.json").read_text()) == [
+            hosts.addresses_6[0],
+            "eth0",
+            "=eth0",
+        ]
 
 
-def test_the_doctor_examines_both_hosts(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
-    """Four ranks, two on each host, which reach each other; and a fault of the second host only is told of that."""
+def test_the_doctor_examines_both_hosts(
+    start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
+) -> None:
+    """Four ranks, two on each host, which reach each other; and a fault of the second host only is
+    told of that.
+    """
     job = start("--doctor", "--quick", "--out", str(tmp_path / "run"))
     assert job.wait(150) == 0, job.output
     assert "4 ranks on 2 hosts" in job.output and "ok: no problem found" in job.output
     assert not hosts.processes(0) and not hosts.processes(1)
 
 
-def test_hosts_that_cannot_start_are_all_named(start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path) -> None:
+def test_hosts_that_cannot_start_are_all_named(
+    start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
+) -> None:
     (hosts.folder / "hostfile").write_text("worker-1 slots=2\nworker-9 slots=2\n")
     job = Job(
         tmp_path,
-        hosts.on(0, [*LAUNCH, "--hostfile", str(hosts.folder / "hostfile"), "--ssh_config", str(hosts.config), "--python", "/nowhere/python", str(NANO)]),
+        hosts.on(
+            0,
+            [
+                *LAUNCH,
+                "--hostfile",
+                str(hosts.folder / "hostfile"),
+                "--ssh_config",
+                str(hosts.config),
+                "--python",
+                "/nowhere/python",
+                str(NANO),
+            ],
+        ),
         PYTHONPATH=str(ROOT),
     )
     assert job.wait(60) == 1
@@ -275,18 +432,40 @@ def test_hosts_that_cannot_start_are_all_named(start: Callable[..., Job], hosts:
 
 
 @pytest.mark.slow
-def test_stock_deepspeed_over_pdsh_reaches_both_hosts(hosts: TwoHosts, one_machine: Path, tmp_path: Path) -> None:
-    """What launch/README.md offers without our launcher: it forwards fewer variables, so those of the ranks come from a file."""
+def test_stock_deepspeed_over_pdsh_reaches_both_hosts(
+    hosts: TwoHosts, one_machine: Path, tmp_path: Path
+) -> None:
+    """What launch/README.md offers without our launcher: it forwards fewer variables, so those of
+    the ranks come from a file.
+    """
     if not shutil.which("pdsh"):
         pytest.skip("needs Debian's pdsh (tests/system_packages.sh)")
     deepspeed = Path(sys.executable).with_name("deepspeed")
     home = tmp_path / "home"
     home.mkdir()
     kept = ("DS_ACCELERATOR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "PATH")
-    lines = [f"{name}={os.environ[name]}\n" for name in kept] + ["GLOO_SOCKET_IFNAME=eth0\n"]  # its name leads a host to 127.0.1.1
+    # its name leads a host to 127.0.1.1
+    lines = [f"{name}={os.environ[name]}\n" for name in kept] + ["GLOO_SOCKET_IFNAME=eth0\n"]
     (home / ".deepspeed_env").write_text("".join(lines))
-    words = ["--hostfile", str(hosts.hostfile()), "--no_ssh_check", "--master_addr", hosts.addresses[0], str(NANO), *FLAGS, "--steps", "3", "--no-wandb"]
-    job = Job(tmp_path, hosts.on(0, [str(deepspeed), *words]), HOME=str(home), PDSH_SSH_ARGS_APPEND=f"-F {hosts.config}", DLTS_HOSTFILE="/nowhere")
+    words = [
+        "--hostfile",
+        str(hosts.hostfile()),
+        "--no_ssh_check",
+        "--master_addr",
+        hosts.addresses[0],
+        str(NANO),
+        *FLAGS,
+        "--steps",
+        "3",
+        "--no-wandb",
+    ]
+    job = Job(
+        tmp_path,
+        hosts.on(0, [str(deepspeed), *words]),
+        HOME=str(home),
+        PDSH_SSH_ARGS_APPEND=f"-F {hosts.config}",
+        DLTS_HOSTFILE="/nowhere",
+    )
     try:
         assert job.wait(240) == 0, job.output[-8000:]
     finally:
@@ -299,6 +478,17 @@ def test_stock_deepspeed_over_pdsh_reaches_both_hosts(hosts: TwoHosts, one_machi
 
 
 def test_launch_loads_the_standard_library_only() -> None:
-    code = "import sys, launch.__main__; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    loaded = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.split()
-    assert {name for name in loaded if not name.startswith("_")} - {"launch"} <= set(sys.stdlib_module_names)
+    code = (
+        "import sys, launch.__main__; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    ).stdout.split()
+    assert {name for name in loaded if not name.startswith("_")} - {"launch"} <= set(
+        sys.stdlib_module_names
+    )

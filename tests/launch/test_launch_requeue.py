@@ -1,4 +1,6 @@
-"""When a scheduler starts a job again: the time that Slurm grants, and chains of starts without a new step."""
+"""When a scheduler starts a job again: the time that Slurm grants, and chains of starts without a
+new step.
+"""
 
 import os
 import sys
@@ -61,7 +63,16 @@ def test_a_time_limit_is_read_as_slurm_writes_it(text: str, seconds: float | Non
     assert allocation.seconds(text) == seconds
 
 
-@pytest.mark.parametrize("flags", [["--time=4"], ["--partition=gpu", "--time", "4"], ["-t4"], ["-t", "4"], ["--time=9", "--time=0:4:0"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--time=4"],
+        ["--partition=gpu", "--time", "4"],
+        ["-t4"],
+        ["-t", "4"],
+        ["--time=9", "--time=0:4:0"],
+    ],
+)
 def test_a_time_limit_is_found_among_the_flags_of_sbatch(flags: list[str]) -> None:
     assert allocation.limit_of(flags) == 240
     assert allocation.limit_of(["--test-only", "--timer=3"]) is None
@@ -69,9 +80,19 @@ def test_a_time_limit_is_found_among_the_flags_of_sbatch(flags: list[str]) -> No
 
 @pytest.mark.parametrize(
     ("limit", "warning", "left"),
-    [(240, 300, "no time"), (300, 300, "no time"), (360, 300, "60 s"), (599, 300, "299 s"), (600, 300, ""), (None, 300, ""), (60, None, "")],
+    [
+        (240, 300, "no time"),
+        (300, 300, "no time"),
+        (360, 300, "60 s"),
+        (599, 300, "299 s"),
+        (600, 300, ""),
+        (None, 300, ""),
+        (60, None, ""),
+    ],
 )
-def test_a_limit_below_twice_the_warning_is_reported(limit: float | None, warning: float | None, left: str) -> None:
+def test_a_limit_below_twice_the_warning_is_reported(
+    limit: float | None, warning: float | None, left: str
+) -> None:
     line = allocation.short_limit(limit, warning)
     assert (f"which leaves {left} for" in line) if left else not line
 
@@ -86,9 +107,14 @@ CHAINS = [
 
 
 @pytest.mark.parametrize(("checkpoints", "counts"), CHAINS)
-def test_a_chain_counts_starts_without_a_new_checkpoint(tmp_path: Path, checkpoints: list[str], counts: list[int]) -> None:
+def test_a_chain_counts_starts_without_a_new_checkpoint(
+    tmp_path: Path, checkpoints: list[str], counts: list[int]
+) -> None:
     (tmp_path / "note").write_text("step_00000004\n" * 9)  # of an earlier job with this number
-    assert [Chain(tmp_path / "note", first=index == 0).without_step(name) for index, name in enumerate(checkpoints)] == counts
+    assert [
+        Chain(tmp_path / "note", first=index == 0).without_step(name)
+        for index, name in enumerate(checkpoints)
+    ] == counts
 
 
 @pytest.mark.parametrize(
@@ -103,31 +129,53 @@ def test_a_chain_counts_starts_without_a_new_checkpoint(tmp_path: Path, checkpoi
     ],
 )
 def test_a_pod_is_started_again_until_three_starts_bring_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[tuple[int, str | None]], codes: list[int]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: list[tuple[int, str | None]],
+    codes: list[int],
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
-    assert [hand_back(code, "SIGTERM" if code == 143 else "", checkpoint, tmp_path, print) for code, checkpoint in ends] == codes
+    assert [
+        hand_back(code, "SIGTERM" if code == 143 else "", checkpoint, tmp_path, print)
+        for code, checkpoint in ends
+    ] == codes
 
 
-def test_without_a_scheduler_the_exit_code_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_scheduler_the_exit_code_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
     assert [hand_back(75, "", "", tmp_path, print) for _ in range(6)] == [75] * 6
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(("code", "reason"), [(0, "SIGTERM"), (130, "SIGINT"), (129, "SIGHUP"), (75, "SIGINT"), (1, ""), (2, "")])
-def test_a_slurm_job_that_is_over_is_not_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str) -> None:
-    """A signal in the last step finds the run finished. There is no scontrol here: asking Slurm would be reported."""
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(0, "SIGTERM"), (130, "SIGINT"), (129, "SIGHUP"), (75, "SIGINT"), (1, ""), (2, "")],
+)
+def test_a_slurm_job_that_is_over_is_not_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
+) -> None:
+    """A signal in the last step finds the run finished.
+
+    There is no scontrol here: asking Slurm would be reported.
+    """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", str(tmp_path))
     said: list[str] = []
     assert (hand_back(code, reason, "", tmp_path, said.append), said) == (code, [])
-    assert hand_back(143, "SIGTERM", "", tmp_path, said.append) == 143 and "scontrol cannot be started" in said[0]
+    assert (
+        hand_back(143, "SIGTERM", "", tmp_path, said.append) == 143
+        and "scontrol cannot be started" in said[0]
+    )
 
 
-@pytest.mark.parametrize(("text", "recipe"), [("from recipekit import run", True), ("import recipekit.spec.hub", True), ("print(1)", False)])
+@pytest.mark.parametrize(
+    ("text", "recipe"),
+    [("from recipekit import run", True), ("import recipekit.spec.hub", True), ("print(1)", False)],
+)
 def test_a_recipe_is_known_by_its_import(tmp_path: Path, text: str, recipe: bool) -> None:
     (tmp_path / "x.py").write_text(text)
     assert run_folder.is_recipe((str(tmp_path / "x.py"), "--tiny")) is recipe

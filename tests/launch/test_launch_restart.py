@@ -1,4 +1,6 @@
-"""What `python -m launch` makes of a start that ended: each rank's own file, the first one that failed, restarts, and when there is no sense in another."""
+"""What `python -m launch` makes of a start that ended: each rank's own file, the first one that
+failed, restarts, and when there is no sense in another.
+"""
 
 import json
 import os
@@ -63,7 +65,13 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
     def launch(name: str, script: str, *flags: str, words: Sequence[str] = ()) -> Job:
         (tmp_path / name).write_text(script)
         path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
-        jobs.append(Job(tmp_path, [sys.executable, "-m", "launch", "--gpus", "2", *flags, name, *words], PYTHONPATH=path))
+        jobs.append(
+            Job(
+                tmp_path,
+                [sys.executable, "-m", "launch", "--gpus", "2", *flags, name, *words],
+                PYTHONPATH=path,
+            )
+        )
         return jobs[-1]
 
     yield launch
@@ -72,25 +80,38 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
 
 
 @pytest.mark.slow
-def test_the_same_failure_three_times_is_the_last(launch: Callable[..., Job], tmp_path: Path) -> None:
+def test_the_same_failure_three_times_is_the_last(
+    launch: Callable[..., Job], tmp_path: Path
+) -> None:
     job = launch("fails.py", FAILS, "--max_restarts", "10")
     assert job.wait(240) == 1, job.output
     told = [line.removeprefix("launch: ") for line in job.output.splitlines()]
-    named = [line for line in told if "rank 1 on localhost ended with 1: ValueError: the fourth batch is broken" in line]
+    named = [
+        line
+        for line in told
+        if "rank 1 on localhost ended with 1: ValueError: the fourth batch is broken" in line
+    ]
     assert len(named) == 3, job.output
     assert "    ValueError: the fourth batch is broken" in told, "the last lines of the rank"
     pauses = [line.split(" s, ")[0] for line in told if line.startswith("restart")]
     assert pauses == ["restart 1 of 10 in 1", "restart 2 of 10 in 2"]
     assert "not started again: 3 starts in a row have failed at step 4" in told
     for rank in (0, 1):
-        assert (tmp_path / "runs" / "fails.logs" / "start_003" / f"rank_{rank}.log").read_text().startswith(f"rank {rank} says so\n")
+        assert (
+            (tmp_path / "runs" / "fails.logs" / "start_003" / f"rank_{rank}.log")
+            .read_text()
+            .startswith(f"rank {rank} says so\n")
+        )
     assert not job.processes()
 
 
 def test_a_crash_is_named_by_its_signal(launch: Callable[..., Job]) -> None:
     job = launch("dies.py", DIES, "--spawn", "torchrun")
     assert job.wait(120) == 75, job.output
-    assert "rank 1 on localhost was ended by SIGSEGV: Fatal Python error: Segmentation fault" in job.output
+    assert (
+        "rank 1 on localhost was ended by SIGSEGV: Fatal Python error: Segmentation fault"
+        in job.output
+    )
     assert not job.processes()
 
 
@@ -103,9 +124,13 @@ def test_a_crash_is_named_by_its_signal(launch: Callable[..., Job]) -> None:
         pytest.param(signal.SIGXCPU, marks=pytest.mark.slow),
     ],
 )
-def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stop_is_passed_on_and_is_no_crash(
+    launch: Callable[..., Job], tmp_path: Path, number: signal.Signals
+) -> None:
     job = launch("stops.py", STOPS, "--max_restarts", "10")
-    job.wait_for(lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 120)
+    job.wait_for(
+        lambda: len(list(tmp_path.glob("ready_*"))) == 2 or job.process.poll() is not None, 120
+    )
     job.process.send_signal(number)
     began = time.monotonic()
     assert job.wait(60) == 128 + number, job.output
@@ -115,7 +140,9 @@ def test_a_stop_is_passed_on_and_is_no_crash(launch: Callable[..., Job], tmp_pat
 
 
 def job(folder: Path) -> LaunchJob:
-    return LaunchJob((Host("localhost", 2),), "deepspeed", ("x.py",), sys.executable, str(folder), {})
+    return LaunchJob(
+        (Host("localhost", 2),), "deepspeed", ("x.py",), sys.executable, str(folder), {}
+    )
 
 
 CRASH = "after 3 s rank 1 ended with 1"
@@ -124,14 +151,17 @@ STOPPED = [
     ("SIGTERM", {0: 143, 1: 143}, [], ("stopped", 143, "SIGTERM")),
     ("SIGTERM", {0: 0, 1: 0}, [], ("done", 0, "SIGTERM")),  # it came in the last step
     ("SIGTERM", {0: 0}, [], ("stopped", 143, "SIGTERM")),
-    ("SIGTERM", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "SIGTERM")),  # while it saved
+    # while it saved
+    ("SIGTERM", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "SIGTERM")),
     ("SIGINT", {0: 130, 1: 2}, [(2, 3.0, "rank 1 ended with 2", [], 2)], ("failed", 2, "SIGINT")),
     ("", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "")),
 ]
 
 
 @pytest.mark.parametrize(("told", "codes", "failures", "end"), STOPPED)
-def test_how_a_start_that_was_asked_to_stop_has_ended(tmp_path: Path, told: str, codes: dict[int, int], failures: list[Any], end: tuple[str, int, str]) -> None:
+def test_how_a_start_that_was_asked_to_stop_has_ended(
+    tmp_path: Path, told: str, codes: dict[int, int], failures: list[Any], end: tuple[str, int, str]
+) -> None:
     start = Start(job(tmp_path), tmp_path, print)
     start.told, start.codes, start.failures = told, codes, failures
     outcome = start.outcome()
@@ -159,7 +189,9 @@ ENDED = [
 
 
 @pytest.mark.parametrize(("code", "line", "end"), ENDED)
-def test_the_exit_code_tells_whether_another_start_helps(tmp_path: Path, code: int | None, line: str, end: tuple[str, int]) -> None:
+def test_the_exit_code_tells_whether_another_start_helps(
+    tmp_path: Path, code: int | None, line: str, end: tuple[str, int]
+) -> None:
     start = Start(job(tmp_path), tmp_path, lambda _: None)
     start.rank_ended(0, 0, code, [line], line, "rank_0.log")
     outcome = start.outcome()
@@ -190,7 +222,12 @@ class Starts:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Exit code and what was said of a job whose starts end in these ways."""
 
-    def run(*ends: Outcome | Refused, max_restarts: int = 10, wait_hosts: float = 600, look: float = 0.05) -> tuple[int, str]:
+    def run(
+        *ends: Outcome | Refused,
+        max_restarts: int = 10,
+        wait_hosts: float = 600,
+        look: float = 0.05,
+    ) -> tuple[int, str]:
         starts = Starts(list(ends))
         monkeypatch.setattr(restart, "Start", starts)
         monkeypatch.setattr(restart, "LONGEST_LOOK", look)
@@ -206,10 +243,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 AWAY = Refused("worker-2: cannot be reached", "worker-3: cannot be reached")
 
 
-def test_waiting_for_a_host_costs_no_restart(run: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_waiting_for_a_host_costs_no_restart(
+    run: Callable[..., tuple[int, str]], tmp_path: Path
+) -> None:
     code, said = run(Outcome("failed", 1, CRASH), AWAY, AWAY, Outcome("done", 0), max_restarts=1)
     assert code == 0 and said.count("worker-2: cannot be reached; worker-3: cannot be reached") == 1
-    assert "waiting for hosts, at most 600 s more (--wait_hosts): worker-2" in said and said.count("restart ") == 1
+    assert (
+        "waiting for hosts, at most 600 s more (--wait_hosts): worker-2" in said
+        and said.count("restart ") == 1
+    )
     assert len(list((tmp_path / "runs" / "x.logs").glob("start_*"))) == 2
     with pytest.raises(Refused):  # the first start waits for nobody: the name may be wrong
         run(AWAY)
@@ -217,19 +259,34 @@ def test_waiting_for_a_host_costs_no_restart(run: Callable[..., tuple[int, str]]
 
 def test_waiting_and_crashes_are_counted_apart(run: Callable[..., tuple[int, str]]) -> None:
     """Three waits between two crashes at one step are no third failure at that step."""
-    code, said = run(Outcome("failed", 1, CRASH), AWAY, AWAY, Outcome("failed", 1, CRASH), AWAY, Outcome("done", 0), max_restarts=2)
+    code, said = run(
+        Outcome("failed", 1, CRASH),
+        AWAY,
+        AWAY,
+        Outcome("failed", 1, CRASH),
+        AWAY,
+        Outcome("done", 0),
+        max_restarts=2,
+    )
     assert code == 0 and "restart 1 of 2 in 1 s" in said and "restart 2 of 2 in 2 s" in said
 
 
-def test_a_host_that_never_comes_back_ends_the_job_with_its_name(run: Callable[..., tuple[int, str]]) -> None:
+def test_a_host_that_never_comes_back_ends_the_job_with_its_name(
+    run: Callable[..., tuple[int, str]],
+) -> None:
     began = time.monotonic()
     code, said = run(Outcome("failed", 1, CRASH), AWAY, AWAY, AWAY, wait_hosts=0.5, look=0.3)
     assert code == 75 and 0.5 <= time.monotonic() - began - 1 < 10
-    assert "not started again: --wait_hosts 0.5 s are over, and still worker-2: cannot be reached; worker-3" in said
+    assert (
+        "not started again: --wait_hosts 0.5 s are over, and still worker-2: cannot be reached;"
+        " worker-3" in said
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_a_restart_waits_for_hosts_stops_the_job(run: Callable[..., tuple[int, str]], number: int) -> None:
+def test_a_signal_while_a_restart_waits_for_hosts_stops_the_job(
+    run: Callable[..., tuple[int, str]], number: int
+) -> None:
     threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
     code, said = run(Outcome("failed", 1, CRASH), AWAY, look=60)
     assert code == 128 + number and f"stopped by {signal.Signals(number).name}" in said
@@ -251,7 +308,11 @@ LOST = Outcome("failed", 75, "after 3 s rank 1 was ended by SIGKILL")
     ],
 )
 def test_a_job_ends_with_75_where_another_start_may_help(
-    run: Callable[..., tuple[int, str]], ends: list[Outcome | Refused], max_restarts: int, code: int, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., tuple[int, str]],
+    ends: list[Outcome | Refused],
+    max_restarts: int,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(restart, "LONGEST_PAUSE", 0.05)
     assert run(*ends, max_restarts=max_restarts)[0] == code
@@ -262,11 +323,19 @@ def test_nothing_is_started_again_after_a_signal(run: Callable[..., tuple[int, s
     assert code == 1 and CRASH in said and "not started again: SIGTERM had asked for a stop" in said
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)])
-def test_a_signal_in_the_pause_before_a_restart_stops_the_job(run: Callable[..., tuple[int, str]], number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)]
+)
+def test_a_signal_in_the_pause_before_a_restart_stops_the_job(
+    run: Callable[..., tuple[int, str]], number: int, code: int
+) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
     ended, said = run(Outcome("failed", 1, CRASH))
-    assert ended == code and f"stopped by {signal.Signals(number).name}. The newest complete checkpoint is none" in said
+    assert (
+        ended == code
+        and f"stopped by {signal.Signals(number).name}. The newest complete checkpoint is none"
+        in said
+    )
 
 
 def test_a_signal_between_two_starts_is_not_lost(tmp_path: Path) -> None:
@@ -287,7 +356,10 @@ def test_hosts_that_start_at_once_have_folders_of_their_own(tmp_path: Path) -> N
 def folder(out: Path, steps: int, done: int, newest: str) -> Path:
     (out / "checkpoints").mkdir(parents=True)
     (out / "run.json").write_text(json.dumps({"recipe": {"steps": steps, "stop_at": 0}}))
-    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, done + 1)) + '{"step"')
+    (out / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, done + 1))
+        + '{"step"'
+    )
     if newest:
         (out / "checkpoints" / newest).mkdir()
         (out / "checkpoints" / newest / "manifest.json").write_text("{}")
@@ -303,11 +375,15 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("steps", "done", "newest", "kind"), ENDS)
-def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, steps: int, done: int, newest: str, kind: str) -> None:
+def test_an_end_with_0_counts_only_if_the_run_folder_says_so(
+    tmp_path: Path, steps: int, done: int, newest: str, kind: str
+) -> None:
     """A launcher that is killed ends with 0."""
     out = folder(tmp_path / "run", steps, done, newest)
     assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
-    assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", "a start that wrote no run.json had nothing to do"
+    assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", (
+        "a start that wrote no run.json had nothing to do"
+    )
     assert restart.judged(Outcome("stopped", 143), out, since=0).kind == "stopped"
 
 
@@ -322,21 +398,42 @@ def test_an_end_with_0_counts_only_if_the_run_folder_says_so(tmp_path: Path, ste
         ("runs/other", False, False, False),
     ],
 )
-def test_a_typed_resume_is_for_the_first_start(tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool) -> None:
-    """The next start continues what this job has written; what an earlier job has left says nothing."""
-    out, words = folder(tmp_path / "run", 10, 7, "step_00000005"), ("recipes/x.py", "--resume", resume)
-    (out / "run.json").write_text(json.dumps({"recipe": {"steps": 10, "stop_at": 0, "resume": resume}}))
+def test_a_typed_resume_is_for_the_first_start(
+    tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool
+) -> None:
+    """The next start continues what this job has written; what an earlier job has left says
+    nothing.
+    """
+    out, words = (
+        folder(tmp_path / "run", 10, 7, "step_00000005"),
+        ("recipes/x.py", "--resume", resume),
+    )
+    (out / "run.json").write_text(
+        json.dumps({"recipe": {"steps": 10, "stop_at": 0, "resume": resume}})
+    )
     since = time.time() - 60
-    for path, ours in ((out / "run.json", begun), (out / "checkpoints" / "step_00000005" / "manifest.json", begun and saved)):
+    for path, ours in (
+        (out / "run.json", begun),
+        (out / "checkpoints" / "step_00000005" / "manifest.json", begun and saved),
+    ):
         os.utime(path, (since + (30 if ours else -30),) * 2)
-    assert run_folder.next_words(words, out, since) == (*words, *(("--resume", "auto") if goes_on else ()))
+    assert run_folder.next_words(words, out, since) == (
+        *words,
+        *(("--resume", "auto") if goes_on else ()),
+    )
 
 
 def test_a_script_that_is_no_recipe_keeps_its_words(tmp_path: Path) -> None:
-    assert run_folder.next_words(("x.py", "--resume", "never"), tmp_path, since=1.0) == ("x.py", "--resume", "never")
+    assert run_folder.next_words(("x.py", "--resume", "never"), tmp_path, since=1.0) == (
+        "x.py",
+        "--resume",
+        "never",
+    )
 
 
-def test_a_requeued_slurm_job_began_with_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requeued_slurm_job_began_with_its_first_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     note, first = restart.first_start(tmp_path)
@@ -355,14 +452,24 @@ def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
     out, said = tmp_path / "elsewhere" / "run", list[str]()
     progress = restart.Progress(job(tmp_path), said.append)
     progress.learn(folder(out, 10, 4, ""))
-    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, 11)))
+    (out / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "step_s": 0.5}) + "\n" for step in range(1, 11))
+    )
     progress.learn(out)
-    assert progress.goodput(wall=6.0, starts=2).startswith("goodput 50.0 %: 3.0 s in 6 steps that count, of 6 s")
-    assert said == [f"the run folder is {out}; the output of each rank stays in {tmp_path}/runs/x.logs"]
+    assert progress.goodput(wall=6.0, starts=2).startswith(
+        "goodput 50.0 %: 3.0 s in 6 steps that count, of 6 s"
+    )
+    assert said == [
+        f"the run folder is {out}; the output of each rank stays in {tmp_path}/runs/x.logs"
+    ]
 
 
-def test_a_requeued_slurm_job_knows_the_reported_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process with the same command line, here --resume never, which would put the run aside."""
+def test_a_requeued_slurm_job_knows_the_reported_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new process with the same command line, here --resume never, which would put the run
+    aside.
+    """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     out = tmp_path / "scratch of 7\udcff" / "run"  # a byte that is no text
@@ -383,16 +490,34 @@ COMPUTED = [  # `out` of a recipe, and the folder
 
 
 @pytest.mark.parametrize(("out", "expected"), COMPUTED)
-def test_rank_0_reports_the_run_folder_that_its_recipe_computes(tmp_path: Path, out: str, expected: str) -> None:
-    """Into the pipe of launch; this start is refused soon after, because its folder cannot be locked."""
+def test_rank_0_reports_the_run_folder_that_its_recipe_computes(
+    tmp_path: Path, out: str, expected: str
+) -> None:
+    """Into the pipe of launch; this start is refused soon after, because its folder cannot be
+    locked.
+    """
     text = NANO.read_text().replace("Recipe(\n", f"Recipe(\n    out={out},\n", 1)
     (tmp_path / "mine.py").write_text(f"import os\nfrom pathlib import Path\n{text}")
     os.mkfifo(tmp_path / "pipe")
     pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
-    place = {"LAUNCH_PIPE": str(tmp_path / "pipe"), "SCRATCH": str(tmp_path / "scratch"), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    place = {
+        "LAUNCH_PIPE": str(tmp_path / "pipe"),
+        "SCRATCH": str(tmp_path / "scratch"),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+    }
     (tmp_path / expected).with_name(".run.lock").mkdir(parents=True)
     words = [sys.executable, "mine.py", "--tiny", "--no-wandb"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment() | place, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment() | place,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 1 and "cannot be written: Is a directory" in done.stderr, done.stderr
     agent = Agent()
     agent.pipe, agent.running = pipe, {}
@@ -431,11 +556,25 @@ print(told)
 """
 
 
-@pytest.mark.parametrize(("launcher_ended", "reported"), [("0", "[0]"), ("1", "[None]"), ("-9", "[None]")])
-def test_a_rank_whose_exit_code_the_launcher_took_first_ended_as_the_launcher_did(tmp_path: Path, launcher_ended: str, reported: str) -> None:
-    """torchrun logs nothing of a rank that succeeded, and may wait for it before the agent looks: the job has not failed."""
+@pytest.mark.parametrize(
+    ("launcher_ended", "reported"), [("0", "[0]"), ("1", "[None]"), ("-9", "[None]")]
+)
+def test_a_rank_whose_exit_code_the_launcher_took_first_ended_as_the_launcher_did(
+    tmp_path: Path, launcher_ended: str, reported: str
+) -> None:
+    """torchrun logs nothing of a rank that succeeded, and may wait for it before the agent looks:
+    the job has not failed.
+    """
     words = [sys.executable, "-c", TAKEN, launcher_ended]
-    done = subprocess.run(words, cwd=tmp_path, env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout.strip() == reported, done.stderr
 
 
@@ -455,17 +594,39 @@ def adapt(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("out", "expected"), COMPUTED)
-def test_a_restart_goes_on_in_a_folder_that_the_recipe_computes(launch: Callable[..., Job], tmp_path: Path, out: str, expected: str) -> None:
+def test_a_restart_goes_on_in_a_folder_that_the_recipe_computes(
+    launch: Callable[..., Job], tmp_path: Path, out: str, expected: str
+) -> None:
     """Whatever --resume was typed."""
     text = NANO.read_text().replace("Recipe(\n", f"Recipe(\n    out={out},\n    adapt=adapt,\n", 1)
     assert "import Recipe, run\n" in text
-    text = "import os\nfrom pathlib import Path\nos.environ.setdefault('SCRATCH', os.path.abspath('scratch'))\n" + text
+    text = (
+        "import os\nfrom pathlib import Path\nos.environ.setdefault('SCRATCH',"
+        " os.path.abspath('scratch'))\n" + text
+    )
     text = text.replace("import Recipe, run\n", f"import Recipe, run\n{FAILS_ONCE}\n", 1)
-    flags = ["--tiny", "--steps", "8", "--save_every", "2", "--eval_every", "0", "--no-wandb", "--no-export", "--resume", "never"]
+    flags = [
+        "--tiny",
+        "--steps",
+        "8",
+        "--save_every",
+        "2",
+        "--eval_every",
+        "0",
+        "--no-wandb",
+        "--no-export",
+        "--resume",
+        "never",
+    ]
     job = launch("mine.py", text, "--max_restarts", "2", words=flags)
     assert job.wait(300) == 0, job.output[-8000:]
-    assert "restart 1 of 2 in 1 s, from step_0000000" in job.output and "the run folder is " in job.output
-    assert [path.parent for path in tmp_path.rglob("run.json")] == [tmp_path / expected], "one run, nothing was put aside"
+    assert (
+        "restart 1 of 2 in 1 s, from step_0000000" in job.output
+        and "the run folder is " in job.output
+    )
+    assert [path.parent for path in tmp_path.rglob("run.json")] == [tmp_path / expected], (
+        "one run, nothing was put aside"
+    )
     assert [line["step"] for line in metrics(tmp_path / expected)] == list(range(1, 9))
 
 
@@ -485,6 +646,9 @@ def drill(*flags: str, limit: float) -> str:
 
 @pytest.mark.slow
 def test_eight_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
-    """Of ranks, of their launcher and of the agent. `python tools/drill/drill_launch.py` alone makes fifty, in half an hour."""
+    """Of ranks, of their launcher and of the agent.
+
+    `python tools/drill/drill_launch.py` alone makes fifty, in half an hour.
+    """
     said = drill("--kills", "8", limit=1200)
     assert "8 kills (" in said and "goodput" in said

@@ -1,4 +1,6 @@
-"""Every argument arrives as it was typed, every variable that is needed travels, and a hostfile that could do harm is refused."""
+"""Every argument arrives as it was typed, every variable that is needed travels, and a hostfile
+that could do harm is refused.
+"""
 
 import json
 import os
@@ -44,10 +46,27 @@ json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched
 
 
 @pytest.mark.parametrize("spawner", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], None], spawner: str) -> None:
+def test_words_reach_every_rank_as_typed(
+    tmp_path: Path, ops: Callable[[str], None], spawner: str
+) -> None:
     (tmp_path / "dump.py").write_text(DUMP)
     words = [*arbitrary_words(), BYTES]
-    job = Job(tmp_path, [sys.executable, "-m", "launch", "--spawn", spawner, "--gpus", "2", "--bind_cores", "dump.py", *words], PYTHONPATH=python_path())
+    job = Job(
+        tmp_path,
+        [
+            sys.executable,
+            "-m",
+            "launch",
+            "--spawn",
+            spawner,
+            "--gpus",
+            "2",
+            "--bind_cores",
+            "dump.py",
+            *words,
+        ],
+        PYTHONPATH=python_path(),
+    )
     try:
         assert job.wait(120) == 0, job.output[-4000:]
     finally:
@@ -57,8 +76,12 @@ def test_words_reach_every_rank_as_typed(tmp_path: Path, ops: Callable[[str], No
         got, visible, own = json.loads((tmp_path / f"dump_{rank}.json").read_text())
         bound.append(own)
         assert got == words
-        assert visible is not None and devices({"CUDA_VISIBLE_DEVICES": visible}) == 0, "the tests run with none, which is a wish for the CPU"
-    assert sorted({*bound[0], *bound[1]}) == sorted(os.sched_getaffinity(0)) and (len(os.sched_getaffinity(0)) < 2 or not set(bound[0]) & set(bound[1]))
+        assert visible is not None and devices({"CUDA_VISIBLE_DEVICES": visible}) == 0, (
+            "the tests run with none, which is a wish for the CPU"
+        )
+    assert sorted({*bound[0], *bound[1]}) == sorted(os.sched_getaffinity(0)) and (
+        len(os.sched_getaffinity(0)) < 2 or not set(bound[0]) & set(bound[1])
+    )
 
 
 @QUICK
@@ -76,7 +99,9 @@ def test_a_manifest_gives_back_what_was_typed(word: str) -> None:
 
 
 def expanded(text: str) -> str:
-    """What the kubelet makes of a word where no variable has the name (k8s.io/kubernetes/third_party/forked/golang/expansion)."""
+    """What the kubelet makes of a word where no variable has the name
+    (k8s.io/kubernetes/third_party/forked/golang/expansion).
+    """
     out, index = "", 0
     while index < len(text):
         following = text[index + 1 : index + 2]
@@ -95,10 +120,26 @@ def test_a_manifest_refuses_what_is_no_text() -> None:
 @QUICK
 @given(WORD)
 def test_nothing_of_the_job_stands_on_the_command_line_of_ssh(word: str) -> None:
-    job = LaunchJob((Host("worker-1", 8),), "deepspeed", ("x.py", word), "/usr/bin/python3", "/", {"HF_TOKEN": word}, where="hostfile")
+    job = LaunchJob(
+        (Host("worker-1", 8),),
+        "deepspeed",
+        ("x.py", word),
+        "/usr/bin/python3",
+        "/",
+        {"HF_TOKEN": word},
+        where="hostfile",
+    )
     argv = job.connection(job.hosts[0])
     assert argv[-3:-1] == ["--", "worker-1"]
-    assert shlex.split(argv[-1]) == ["cd", str(ROOT), "&&", "exec", "/usr/bin/python3", "-m", "launch.host"]
+    assert shlex.split(argv[-1]) == [
+        "cd",
+        str(ROOT),
+        "&&",
+        "exec",
+        "/usr/bin/python3",
+        "-m",
+        "launch.host",
+    ]
     assert job.specification(0, Path("logs"))["words"] == ("x.py", word)
     assert "HF_TOKEN" not in repr(job)
 
@@ -113,9 +154,16 @@ fe80::1 slots=1
 
 def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text(GOOD)
-    assert read_hostfile(tmp_path / "hostfile") == [Host("worker-1", 8), Host("10.0.0.2", 4), Host("fe80::1", 1)]
+    assert read_hostfile(tmp_path / "hostfile") == [
+        Host("worker-1", 8),
+        Host("10.0.0.2", 4),
+        Host("fe80::1", 1),
+    ]
     assert read_hostfile(tmp_path / "hostfile", 2, 3) == [Host("worker-1", 3), Host("10.0.0.2", 3)]
-    assert read_hostfile(ROOT / "launch" / "hostfile.example") == [Host("worker-1", 8), Host("worker-2", 8)]
+    assert read_hostfile(ROOT / "launch" / "hostfile.example") == [
+        Host("worker-1", 8),
+        Host("worker-2", 8),
+    ]
 
 
 TWO = "worker-1 slots=8\r\nworker-2 slots=4\r\n"
@@ -143,14 +191,19 @@ VISIBLE = [
     ("0, 3", ["0", "3"]),
     ("1,-1,2", ["1"]),
     ("0,none", ["0"]),
-    ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-4ab1", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-4ab1"]),
+    (
+        "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-4ab1",
+        ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-4ab1"],
+    ),
     ("MIG-GPU-8932f937/1/0", ["MIG-GPU-8932f937/1/0"]),
 ]
 
 
 @pytest.mark.parametrize(("listed", "expected"), VISIBLE)
 def test_devices_end_at_the_first_word_that_is_no_device(listed: str, expected: list[str]) -> None:
-    assert hosts.visible_devices(listed) == expected and devices({"CUDA_VISIBLE_DEVICES": listed}) == len(expected)
+    assert hosts.visible_devices(listed) == expected and devices(
+        {"CUDA_VISIBLE_DEVICES": listed}
+    ) == len(expected)
 
 
 BAD = [
@@ -182,9 +235,21 @@ BAD = [
 
 
 @pytest.mark.parametrize(("line", "rule"), BAD, ids=[repr(line) for line, _ in BAD])
-def test_a_wrong_line_is_refused_with_its_number(tmp_path: Path, line: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_line_is_refused_with_its_number(
+    tmp_path: Path, line: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "hostfile").write_text(f"# first\nworker-1 slots=8\n{line}\nfd00::2 slots=8\n")
-    assert main(["--hostfile", str(tmp_path / "hostfile"), "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py")]) == 1
+    assert (
+        main(
+            [
+                "--hostfile",
+                str(tmp_path / "hostfile"),
+                "--dry-run",
+                str(ROOT / "recipes" / "llama_nano_zero2.py"),
+            ]
+        )
+        == 1
+    )
     told = capsys.readouterr().err
     assert f"line {3 + line.count(' slots=1' + chr(10))}: " in told and rule in told, told
 
@@ -224,9 +289,16 @@ VARIABLES = {
 
 
 def environment_of_a_host(
-    monkeypatch: pytest.MonkeyPatch, slots: tuple[int, ...], bind_cores: bool = False, first: str = "127.0.0.1", others: Sequence[str] = (), **own: str
+    monkeypatch: pytest.MonkeyPatch,
+    slots: tuple[int, ...],
+    bind_cores: bool = False,
+    first: str = "127.0.0.1",
+    others: Sequence[str] = (),
+    **own: str,
 ) -> dict[str, str]:
-    """The variables that an agent starts the ranks of the first host with, `first` to itself; `own`: what the user has set."""
+    """The variables that an agent starts the ranks of the first host with, `first` to itself;
+    `own`: what the user has set.
+    """
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     agent = Agent()
@@ -240,20 +312,26 @@ def environment_of_a_host(
         "others": others,
         "for_rank_0": {},
     }
-    return agent.environment(spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])])
+    return agent.environment(
+        spawn.Meeting(slots, 0, first, 29500), "folder", [str(number) for number in range(slots[0])]
+    )
 
 
 def outward(family: socket.AddressFamily = socket.AF_INET) -> tuple[str, str]:
     """An interface of this host that other hosts may reach, and its address."""
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
-            if address.family == family and not address.address.startswith(("127.", "::1", "fe80:")):
+            if address.family == family and not address.address.startswith(
+                ("127.", "::1", "fe80:")
+            ):
                 return name, address.address
     pytest.skip("this machine has no interface but loopback")
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily) -> None:
+def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(
+    monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily
+) -> None:
     names, (name, address) = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), outward(family)
     for slots, own, expected in (
         ((2, 2), {}, [name, f"={name}"]),
@@ -266,35 +344,61 @@ def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(monkeypa
 
 
 def test_loopback_is_never_named_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the name of the first host is 127.0.1.1 on itself, as Debian writes it into /etc/hosts, what leads to the other hosts is named."""
+    """Where the name of the first host is 127.0.1.1 on itself, as Debian writes it into /etc/hosts,
+    what leads to the other hosts is named.
+    """
     name, address = outward()
-    for others, first, expected in (((address,), "127.0.1.1", [name, f"={name}"]), ((), "127.0.1.1", [None, None]), ((), "::1", [None, None])):
+    for others, first, expected in (
+        ((address,), "127.0.1.1", [name, f"={name}"]),
+        ((), "127.0.1.1", [None, None]),
+        ((), "::1", [None, None]),
+    ):
         found = environment_of_a_host(monkeypatch, (2, 2), first=first, others=others)
-        assert [found.get(variable) for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")] == expected
+        assert [
+            found.get(variable) for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        ] == expected
 
 
-def test_threads_and_cores_are_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_cores_are_dealt_to_the_ranks_of_a_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
     monkeypatch.setattr(cores, "cpu_limit", lambda: float("inf"))
     whole = environment_of_a_host(monkeypatch, (2,))
-    assert whole["OMP_NUM_THREADS"] == "2" and not {"LAUNCH_CORES", "CUDA_DEVICE_ORDER"} & whole.keys() - os.environ.keys()
+    assert (
+        whole["OMP_NUM_THREADS"] == "2"
+        and not {"LAUNCH_CORES", "CUDA_DEVICE_ORDER"} & whole.keys() - os.environ.keys()
+    )
     bound = environment_of_a_host(monkeypatch, (2,), bind_cores=True)
     assert (bound["OMP_NUM_THREADS"], bound["CUDA_DEVICE_ORDER"]) == ("2", "PCI_BUS_ID")
     first, second = (set(map(int, own.split(","))) for own in bound["LAUNCH_CORES"].split(";"))
     assert first | second == {4, 5, 6, 7, 8} and {len(first), len(second)} == {2, 3}
-    assert environment_of_a_host(monkeypatch, (2,), bind_cores=True, OMP_NUM_THREADS="7")["OMP_NUM_THREADS"] == "7"
+    assert (
+        environment_of_a_host(monkeypatch, (2,), bind_cores=True, OMP_NUM_THREADS="7")[
+            "OMP_NUM_THREADS"
+        ]
+        == "7"
+    )
 
 
-@pytest.mark.parametrize(("limit", "ranks", "threads"), [(4.0, 2, "2"), (1.5, 1, "1"), (0.2, 2, "1"), (64.0, 1, "5")])
-def test_a_cpu_limit_is_dealt_to_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch, limit: float, ranks: int, threads: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "ranks", "threads"), [(4.0, 2, "2"), (1.5, 1, "1"), (0.2, 2, "1"), (64.0, 1, "5")]
+)
+def test_a_cpu_limit_is_dealt_to_the_ranks_of_a_host(
+    monkeypatch: pytest.MonkeyPatch, limit: float, ranks: int, threads: str
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6, 7, 8})
     monkeypatch.setattr(cores, "cpu_limit", lambda: limit)
     for bind_cores in (False, True):
-        assert environment_of_a_host(monkeypatch, (ranks,), bind_cores)["OMP_NUM_THREADS"] == threads
+        assert (
+            environment_of_a_host(monkeypatch, (ranks,), bind_cores)["OMP_NUM_THREADS"] == threads
+        )
 
 
 def two_nodes(folder: Path, nodes: list[int]) -> Path:
-    """A /sys of a host with GPUs on these NUMA nodes, in the order of their addresses, and two nodes of 4 cores with 2 threads each: 0-3 and 8-11, 4-7 and 12-15."""
+    """A /sys of a host with GPUs on these NUMA nodes, in the order of their addresses, and two
+    nodes of 4 cores with 2 threads each: 0-3 and 8-11, 4-7 and 12-15.
+    """
     for number, node in enumerate(nodes):
         device = folder / f"bus/pci/drivers/nvidia/0000:{16 * number:02x}:00.0"
         device.mkdir(parents=True)
@@ -305,7 +409,9 @@ def two_nodes(folder: Path, nodes: list[int]) -> Path:
         (folder / f"devices/system/node/node{node}/cpulist").write_text(f"{listed}\n")
     for core in range(16):
         (folder / f"devices/system/cpu/cpu{core}/topology").mkdir(parents=True)
-        (folder / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
+        (folder / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list").write_text(
+            f"{core % 8},{core % 8 + 8}\n"
+        )
     return folder
 
 
@@ -316,7 +422,12 @@ ALL = range(16)
     ("nodes", "visible", "allowed", "expected"),
     [
         ([1, 0], ["0", "1"], ALL, [[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 8, 9, 10, 11]]),
-        ([0, 0, 1, 1], ["0", "1", "2", "3"], ALL, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]),
+        (
+            [0, 0, 1, 1],
+            ["0", "1", "2", "3"],
+            ALL,
+            [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
+        ),
         ([0, 0, 1, 1], ["3", "1"], ALL, [[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 8, 9, 10, 11]]),
         ([0, 1], ["0", "1"], range(8), [[0, 1, 2, 3], [4, 5, 6, 7]]),  # of a container, say
         ([0, 1], ["0", "1"], range(4), [[0, 1], [2, 3]]),  # node 1 is not allowed at all
@@ -327,7 +438,9 @@ ALL = range(16)
     ],
     ids=str,
 )
-def test_each_rank_gets_cores_beside_its_gpu(tmp_path: Path, nodes: list[int], visible: list[str], allowed: range, expected: list[list[int]]) -> None:
+def test_each_rank_gets_cores_beside_its_gpu(
+    tmp_path: Path, nodes: list[int], visible: list[str], allowed: range, expected: list[list[int]]
+) -> None:
     (tmp_path / "bus/pci/drivers/nvidia").mkdir(parents=True)
     assert cores.deal(visible, allowed, len(nodes), two_nodes(tmp_path, nodes)) == expected
 
@@ -335,8 +448,12 @@ def test_each_rank_gets_cores_beside_its_gpu(tmp_path: Path, nodes: list[int], v
 def test_gpus_that_a_container_numbers_anew_are_not_looked_up(tmp_path: Path) -> None:
     """It has the last two of four, which it calls 0 and 1; /sys shows all of the host."""
     system = two_nodes(tmp_path, [0, 0, 1, 1])
-    assert cores.deal(["0", "1"], {4, 5, 6, 7}, 4, system) == [[4, 5], [6, 7]]  # no core of their node is allowed
-    assert cores.deal(["0", "1"], ALL, 2, system) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    # no core of their node is allowed
+    assert cores.deal(["0", "1"], {4, 5, 6, 7}, 4, system) == [[4, 5], [6, 7]]
+    assert cores.deal(["0", "1"], ALL, 2, system) == [
+        [0, 1, 2, 3, 8, 9, 10, 11],
+        [4, 5, 6, 7, 12, 13, 14, 15],
+    ]
 
 
 def test_what_travels_and_what_is_a_secret() -> None:
@@ -344,17 +461,39 @@ def test_what_travels_and_what_is_a_secret() -> None:
     assert sorted(environment.needed(variables, [])) == sorted(VARIABLES["needed"])
     assert sorted(environment.secrets(variables, [])) == sorted(VARIABLES["secret"])
     assert "DISPLAY" in environment.needed(variables, ["DISPLAY"])
-    assert "GITHUB_TOKEN" in environment.secrets(variables, ["GITHUB_TOKEN"]) and "GITHUB_TOKEN" not in environment.needed(variables, ["GITHUB_TOKEN"])
+    assert "GITHUB_TOKEN" in environment.secrets(
+        variables, ["GITHUB_TOKEN"]
+    ) and "GITHUB_TOKEN" not in environment.needed(variables, ["GITHUB_TOKEN"])
 
 
-HIDDEN = ["HF_TOKEN_WRITE", "HUGGINGFACE_TOKEN_RW", "WANDB_KEY2", "WANDB_API_KEY_OLD", "HF_SECRETS", "MLFLOW_PASSWORD1", "HF_AUTH_BEARER"]
-SHOWN = ["TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "NCCL_KEYED", "TORCH_NCCL_BLOCKING_WAIT"]
+HIDDEN = [
+    "HF_TOKEN_WRITE",
+    "HUGGINGFACE_TOKEN_RW",
+    "WANDB_KEY2",
+    "WANDB_API_KEY_OLD",
+    "HF_SECRETS",
+    "MLFLOW_PASSWORD1",
+    "HF_AUTH_BEARER",
+]
+SHOWN = [
+    "TOKENIZERS_PARALLELISM",
+    "HF_TOKEN_PATH",
+    "HF_HUB_OFFLINE",
+    "NCCL_KEYED",
+    "TORCH_NCCL_BLOCKING_WAIT",
+]
 
 
 def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
     variables = {name: "x" for name in [*HIDDEN, *SHOWN]}
-    variables |= {"MLFLOW_TRACKING_URI": "https://me:pass@mlflow.example", "HF_ENDPOINT": "https://hub.example:443/a@b", "WANDB_BASE_URL": "https://w.example"}
-    assert sorted(environment.needed(variables, [])) == sorted([*SHOWN, "HF_ENDPOINT", "WANDB_BASE_URL"])
+    variables |= {
+        "MLFLOW_TRACKING_URI": "https://me:pass@mlflow.example",
+        "HF_ENDPOINT": "https://hub.example:443/a@b",
+        "WANDB_BASE_URL": "https://w.example",
+    }
+    assert sorted(environment.needed(variables, [])) == sorted(
+        [*SHOWN, "HF_ENDPOINT", "WANDB_BASE_URL"]
+    )
     assert "MLFLOW_TRACKING_URI" in environment.secrets(variables, ["MLFLOW_TRACKING_URI"])
     assert "MLFLOW_TRACKING_URI" not in environment.needed(variables, ["MLFLOW_TRACKING_URI"])
 
@@ -371,7 +510,11 @@ def test_what_looks_like_a_secret_is_none_to_be_shown() -> None:
     ],
 )
 def test_the_run_folder_is_that_of_the_recipe(words: tuple[str, ...], out: str) -> None:
-    assert out_of(("recipes/x.py", *words)) == Path(out) == parse(Recipe(), Path("recipes/x.py"), list(words)).out
+    assert (
+        out_of(("recipes/x.py", *words))
+        == Path(out)
+        == parse(Recipe(), Path("recipes/x.py"), list(words)).out
+    )
 
 
 OUTS = [
@@ -383,16 +526,30 @@ OUTS = [
 
 
 @pytest.mark.parametrize(("text", "words", "out"), OUTS)
-def test_the_run_folder_may_stand_in_the_recipe(tmp_path: Path, text: str, words: tuple[str, ...], out: str) -> None:
+def test_the_run_folder_may_stand_in_the_recipe(
+    tmp_path: Path, text: str, words: tuple[str, ...], out: str
+) -> None:
     (tmp_path / "x.py").write_text(text)
     assert out_of((str(tmp_path / "x.py"), *words)) == Path(out)
 
 
 def test_the_run_folder_that_is_read_is_the_recipe_s_own(tmp_path: Path) -> None:
     """launch reads the file, and does not run it."""
-    (tmp_path / "mine.py").write_text((ROOT / "recipes" / "llama_nano_zero2.py").read_text().replace("Recipe(\n", 'Recipe(\n    out="kept/here",\n', 1))
+    (tmp_path / "mine.py").write_text(
+        (ROOT / "recipes" / "llama_nano_zero2.py")
+        .read_text()
+        .replace("Recipe(\n", 'Recipe(\n    out="kept/here",\n', 1)
+    )
     show = [sys.executable, "-c", "import mine; print(mine.RECIPE.out)"]
-    said = subprocess.run(show, cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=60, check=True).stdout
+    said = subprocess.run(
+        show,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
     assert out_of((str(tmp_path / "mine.py"),)) == Path(said.strip()) == Path("kept/here")
 
 
@@ -402,41 +559,128 @@ USAGE = [
     ([], 2, "the recipe is missing"),
     (["--gpus", "none", "x.py"], 2, "is not a number"),
     (["--max_restarts", "-1", "x.py"], 2, "must be 0 or more"),
-    (["--tinny", "x.py"], 2, "--tinny: is not a flag of launch. Write the flags of the recipe after its file"),
-    (["--steps", "3", "x.py"], 2, "--steps: is not a flag of launch. Write the flags of the recipe after its file"),
-    (["--lora_r=8", "x.py"], 2, "--lora_r=8: is not a flag of launch. Write the flags of the recipe after its file"),
-    (["--model", "m", "x.py"], 2, "--model: is not a flag of launch. Write the flags of the recipe after its file"),
-    (["--hostfil", "hf", "x.py"], 2, "--hostfil: is not a flag of launch. Did you mean --hostfile?"),
-    (["--dry-rnu", "--max-restart=3", "x.py"], 2, "Did you mean --dry-run?\n--max-restart=3: is not a flag of launch. Did you mean --max-restarts?"),
+    (
+        ["--tinny", "x.py"],
+        2,
+        "--tinny: is not a flag of launch. Write the flags of the recipe after its file",
+    ),
+    (
+        ["--steps", "3", "x.py"],
+        2,
+        "--steps: is not a flag of launch. Write the flags of the recipe after its file",
+    ),
+    (
+        ["--lora_r=8", "x.py"],
+        2,
+        "--lora_r=8: is not a flag of launch. Write the flags of the recipe after its file",
+    ),
+    (
+        ["--model", "m", "x.py"],
+        2,
+        "--model: is not a flag of launch. Write the flags of the recipe after its file",
+    ),
+    (
+        ["--hostfil", "hf", "x.py"],
+        2,
+        "--hostfil: is not a flag of launch. Did you mean --hostfile?",
+    ),
+    (
+        ["--dry-rnu", "--max-restart=3", "x.py"],
+        2,
+        (
+            "Did you mean --dry-run?\n--max-restart=3: is not a flag of launch. Did you mean"
+            " --max-restarts?"
+        ),
+    ),
     (["missing.py"], 1, "missing.py: the file does not exist. Give the path of a recipe"),
-    (["recipes/llama_nano_zero3.py", "--tiny"], 1, "recipes/llama_nano_zero3.py: the file does not exist. Did you mean recipes/llama_nano_zero2.py?"),
+    (
+        ["recipes/llama_nano_zero3.py", "--tiny"],
+        1,
+        (
+            "recipes/llama_nano_zero3.py: the file does not exist. Did you mean"
+            " recipes/llama_nano_zero2.py?"
+        ),
+    ),
     ([""], 1, "Give the path of a recipe"),
     (["."], 1, "Give the path of a recipe"),
-    (["lama_nano_zero2"], 1, "lama_nano_zero2: the file does not exist. Did you mean recipes/llama_nano_zero2.py?"),
+    (
+        ["lama_nano_zero2"],
+        1,
+        "lama_nano_zero2: the file does not exist. Did you mean recipes/llama_nano_zero2.py?",
+    ),
     (["--nodes", "2", "recipes/llama_nano_zero2.py"], 1, "Name them with --hostfile"),
     (["--where", "hostfile", "recipes/llama_nano_zero2.py"], 1, "Name it with --hostfile FILE"),
     (["--where", "k8s", "recipes/llama_nano_zero2.py"], 1, "requires an image"),
     (["--env", "NOT_SET_ANYWHERE", "recipes/llama_nano_zero2.py"], 1, "Export it first"),
-    ([*SLURM, "--env", "NOT_SET_ANYWHERE", NANO], 1, "--env NOT_SET_ANYWHERE: is not set. Export it first"),
-    ([*SLURM, "--env", "MY_TOKEN", NANO], 1, "--env MY_TOKEN: is a secret, and Slurm stores exported variables in files. Leave it out, and log in once"),
+    (
+        [*SLURM, "--env", "NOT_SET_ANYWHERE", NANO],
+        1,
+        "--env NOT_SET_ANYWHERE: is not set. Export it first",
+    ),
+    (
+        [*SLURM, "--env", "MY_TOKEN", NANO],
+        1,
+        (
+            "--env MY_TOKEN: is a secret, and Slurm stores exported variables in files. Leave it"
+            " out, and log in once"
+        ),
+    ),
     ([*K8S, "--env", "NOT_SET_ANYWHERE", NANO], 1, "Export it first"),
-    ([*K8S, "--env", "MY_TOKEN", NANO], 1, "kubectl create secret generic NAME-secrets --from-file=MY_TOKEN=FILE"),
-    ([*K8S, "--python", "/usr/bin/python3", NANO], 1, "--python: is not read with --where k8s, only with local and hostfile and slurm"),
+    (
+        [*K8S, "--env", "MY_TOKEN", NANO],
+        1,
+        "kubectl create secret generic NAME-secrets --from-file=MY_TOKEN=FILE",
+    ),
+    (
+        [*K8S, "--python", "/usr/bin/python3", NANO],
+        1,
+        "--python: is not read with --where k8s, only with local and hostfile and slurm",
+    ),
     ([*K8S, "--master_addr", "10.0.0.1", NANO], 1, "--master_addr: is not read with --where k8s"),
-    (["--image", "x", "--sbatch=--time=1", NANO], 1, "--image: is not read with --where local, only with k8s"),
-    (["--max_restarts", "2", "--once", NANO], 1, "--max_restarts 2: cannot be combined with a program that runs once"),
-    ([*SLURM, "--wait_hosts", "60", NANO], 1, "--wait_hosts 60: only a restart waits for hosts. Add --max_restarts N"),
-    (["--wait_hosts", "60", "--max_restarts", "2", NANO], 1, "--wait_hosts: is not read with --where local, only with hostfile and slurm"),
-    ([*K8S, "--wait_hosts", "60", "--max_restarts", "2", NANO], 1, "--wait_hosts: is not read with --where k8s"),
+    (
+        ["--image", "x", "--sbatch=--time=1", NANO],
+        1,
+        "--image: is not read with --where local, only with k8s",
+    ),
+    (
+        ["--max_restarts", "2", "--once", NANO],
+        1,
+        "--max_restarts 2: cannot be combined with a program that runs once",
+    ),
+    (
+        [*SLURM, "--wait_hosts", "60", NANO],
+        1,
+        "--wait_hosts 60: only a restart waits for hosts. Add --max_restarts N",
+    ),
+    (
+        ["--wait_hosts", "60", "--max_restarts", "2", NANO],
+        1,
+        "--wait_hosts: is not read with --where local, only with hostfile and slurm",
+    ),
+    (
+        [*K8S, "--wait_hosts", "60", "--max_restarts", "2", NANO],
+        1,
+        "--wait_hosts: is not read with --where k8s",
+    ),
     (["--wait_hosts", "0", NANO], 2, "'0' is not a number of at least 1"),
     (["--doctor", "--quick", "--dry-run"], 1, "--dry-run: must come before --doctor"),
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "told"), USAGE, ids=[" ".join(words) for words, *_ in USAGE])
+@pytest.mark.parametrize(
+    ("words", "code", "told"), USAGE, ids=[" ".join(words) for words, *_ in USAGE]
+)
 def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> None:
     variables = os.environ | {"MY_TOKEN": "fake"}
-    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words],
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (code, "")
     assert told in done.stderr and "Traceback" not in done.stderr
 
@@ -445,25 +689,67 @@ def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     """Exit code and everything that was printed."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     argv = [sys.executable, "-m", "launch", *words]
-    done = subprocess.run(argv, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert "Traceback" not in done.stdout, done.stdout
     return done.returncode, done.stdout
 
 
 CANNOT = [
-    (["--python", "/nowhere/python", "x.py"], {}, "/nowhere/python cannot be started: No such file or directory. "),
+    (
+        ["--python", "/nowhere/python", "x.py"],
+        {},
+        "/nowhere/python cannot be started: No such file or directory. ",
+    ),
     (["--python", "/tmp", "x.py"], {}, "/tmp cannot be started: Permission denied. "),
-    (["--hostfile", "hostfile", "--python", sys.executable, "x.py"], {"PATH": "/nowhere"}, "ssh cannot be started: No such file or directory. "),
-    (["x.py", "--out", "/proc/x/y"], {}, "/proc/x/y.logs cannot be created: No such file or directory. Choose another run folder with --out"),
-    (["x.py"], {}, "runs/x.logs cannot be created: Not a directory. Choose another run folder with --out"),
-    (["x.py"], {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun: has started launch 2 times. Start launch without srun"),
-    (["x.py"], {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun: has started launch 4 times. Start launch without mpirun"),
+    (
+        ["--hostfile", "hostfile", "--python", sys.executable, "x.py"],
+        {"PATH": "/nowhere"},
+        "ssh cannot be started: No such file or directory. ",
+    ),
+    (
+        ["x.py", "--out", "/proc/x/y"],
+        {},
+        (
+            "/proc/x/y.logs cannot be created: No such file or directory. Choose another run folder"
+            " with --out"
+        ),
+    ),
+    (
+        ["x.py"],
+        {},
+        "runs/x.logs cannot be created: Not a directory. Choose another run folder with --out",
+    ),
+    (
+        ["x.py"],
+        {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        "srun: has started launch 2 times. Start launch without srun",
+    ),
+    (
+        ["x.py"],
+        {"OMPI_COMM_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2"},
+        "mpirun: has started launch 4 times. Start launch without mpirun",
+    ),
     (["--once", "x.py"], {}, "runs/x.logs cannot be created: Not a directory. "),
 ]
 
 
-@pytest.mark.parametrize(("words", "variables", "told"), CANNOT, ids=[" ".join([*words, *variables]) for words, variables, _ in CANNOT])
-def test_what_cannot_be_started_is_refused(tmp_path: Path, words: list[str], variables: dict[str, str], told: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "variables", "told"),
+    CANNOT,
+    ids=[" ".join([*words, *variables]) for words, variables, _ in CANNOT],
+)
+def test_what_cannot_be_started_is_refused(
+    tmp_path: Path, words: list[str], variables: dict[str, str], told: str
+) -> None:
     (tmp_path / "x.py").write_text("")
     (tmp_path / "hostfile").write_text("worker-1 slots=1\n")
     if "x.logs" in told:
@@ -481,7 +767,11 @@ def test_a_taken_port_is_refused_before_a_rank_starts(tmp_path: Path, spawner: s
         words = ("--spawn", spawner, "--master_port", str(port), "x.py")
         code, said = launch(tmp_path, *words, MASTER_PORT=str(port + 1))
     assert code == 1 and "refused: 1 problem" in said, said
-    found = re.search(rf"localhost: master port {port}: is in use\. Choose another: --master_port (\d+)$", said, re.M)
+    found = re.search(
+        rf"localhost: master port {port}: is in use\. Choose another: --master_port (\d+)$",
+        said,
+        re.M,
+    )
     assert found and found[1] != str(port), said
 
 
@@ -489,22 +779,37 @@ def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:
     """On a machine without GPUs."""
     (tmp_path / "x.py").write_text("")
     usable = cores.usable_cores()
-    hint = f"launch: 1 rank on {usable} cores, and no GPU: python -m launch --gpus {usable} x.py starts {usable} ranks"
-    for words, told in ((["x.py"], usable > 1), (["--gpus", "1", "x.py"], False), (["--once", "x.py"], False)):
+    hint = (
+        f"launch: 1 rank on {usable} cores, and no GPU: python -m launch --gpus {usable} x.py"
+        f" starts {usable} ranks"
+    )
+    for words, told in (
+        (["x.py"], usable > 1),
+        (["--gpus", "1", "x.py"], False),
+        (["--once", "x.py"], False),
+    ):
         code, said = launch(tmp_path, "--dry-run", *words, CUDA_VISIBLE_DEVICES="")
         assert code == 0 and (hint in said) == told, said
 
 
 @pytest.mark.parametrize("name", ["random.py", "tempfile.py", "json/__init__.py"])
-def test_a_file_of_the_current_folder_hides_no_library_from_launch(tmp_path: Path, name: str) -> None:
+def test_a_file_of_the_current_folder_hides_no_library_from_launch(
+    tmp_path: Path, name: str
+) -> None:
     """The recipe's folder is checked by the rank: it names the file."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
     code, said = launch(tmp_path, "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py"))
-    assert code == 0 and "Traceback" not in said and f"{sys.executable} -u -P -m deepspeed.launcher.launch " in said, said
+    assert (
+        code == 0
+        and "Traceback" not in said
+        and f"{sys.executable} -u -P -m deepspeed.launcher.launch " in said
+    ), said
 
 
-def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_that_does_not_answer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -515,9 +820,36 @@ def test_a_slurm_that_does_not_answer_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("worker-1 slots=2\nworker-2 slots=2\n")
-    words = ["--hostfile", str(tmp_path / "hostfile"), "--spawn", "torchrun", "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py"), *NASTY]
-    variables = os.environ | {"HF_TOKEN": "hf_fake", "WANDB_PROJECT": "mine", "PYTHONPATH": python_path()}
-    done = subprocess.run([sys.executable, "-m", "launch", *words], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=True)
-    assert "2 hosts, 4 ranks, forked by torchrun" in done.stdout and "--nnodes=2 --node-rank=1 --nproc-per-node=2" in done.stdout
-    assert "HF_TOKEN (secret)" in done.stdout and "WANDB_PROJECT" in done.stdout and "hf_fake" not in done.stdout
+    words = [
+        "--hostfile",
+        str(tmp_path / "hostfile"),
+        "--spawn",
+        "torchrun",
+        "--dry-run",
+        str(ROOT / "recipes" / "llama_nano_zero2.py"),
+        *NASTY,
+    ]
+    variables = os.environ | {
+        "HF_TOKEN": "hf_fake",
+        "WANDB_PROJECT": "mine",
+        "PYTHONPATH": python_path(),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (
+        "2 hosts, 4 ranks, forked by torchrun" in done.stdout
+        and "--nnodes=2 --node-rank=1 --nproc-per-node=2" in done.stdout
+    )
+    assert (
+        "HF_TOKEN (secret)" in done.stdout
+        and "WANDB_PROJECT" in done.stdout
+        and "hf_fake" not in done.stdout
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]

@@ -1,4 +1,6 @@
-"""Torch's own DDP and FSDP2 behind the seam: the same training, the same files and the same way on as under DeepSpeed."""
+"""Torch's own DDP and FSDP2 behind the seam: the same training, the same files and the same way on
+as under DeepSpeed.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +25,19 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 from reference import TEXT, Trained, adamw, summed_cross_entropy, train_plain
 from safetensors.torch import load_file
-from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, reference, strategy, train_in_layout
+from test_parity import (
+    STEPS,
+    Case,
+    accumulating,
+    compare,
+    compare_bf16,
+    each,
+    pinned,
+    recipe_for,
+    reference,
+    strategy,
+    train_in_layout,
+)
 from test_resume import BASE, GPT2
 
 slow = pytest.mark.slow
@@ -31,17 +45,27 @@ TORCH = ("ddp", "fsdp2")
 FP32 = {"precision": "fp32"}
 
 
-def run_engine(pools: Any, out: Path, engine: str, world: int, model: str = "untied", **changes: Any) -> Path:
-    """Trains with one of torch's engines, or where `engine` is the name of a JSON, with DeepSpeed; returns the run folder."""
+def run_engine(
+    pools: Any, out: Path, engine: str, world: int, model: str = "untied", **changes: Any
+) -> Path:
+    """Trains with one of torch's engines, or where `engine` is the name of a JSON, with DeepSpeed;
+    returns the run folder.
+    """
     own = {"engine": engine, "precision": "fp32"} if engine in TORCH else {}
     recipe = recipe_for(model, **(accumulating(world) | own | changes))
     config = {} if engine in TORCH else strategy(engine)
-    assert pools.run(world, train_in_layout, recipe=recipe, config=config, out=str(out)) == [0] * world
+    assert (
+        pools.run(world, train_in_layout, recipe=recipe, config=config, out=str(out)) == [0] * world
+    )
     return out
 
 
 def exported(run: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in (run / "hf").glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in (run / "hf").glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 CASES = [
@@ -68,34 +92,69 @@ CASES = [
 @each(CASES)
 def test_engine_trains_like_plain_pytorch(pools, tmp_path, case):
     more = {"tokenizer": "bytes"} if case.corpus else {}
-    out = run_engine(pools, tmp_path / "run", case.file, case.world, case.model, **case.layout, **case.both, **more)
+    out = run_engine(
+        pools,
+        tmp_path / "run",
+        case.file,
+        case.world,
+        case.model,
+        **case.layout,
+        **case.both,
+        **more,
+    )
     compare(out, reference(case.model, **case.both))
 
 
 def loss_under_autocast(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        logits = model(
+            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+        ).logits
     return summed_cross_entropy(lambda **_: SimpleNamespace(logits=logits), batch)
 
 
 @functools.cache
-def plain_in_bf16(engine: str, micro_batch: int, optimizer: Callable[..., torch.optim.Optimizer] = adamw, **changes: Any) -> Trained:
-    """Plain PyTorch on one process: for DDP fp32 weights whose forward pass runs under autocast, for FSDP2 a bf16 model with fp32 masters."""
+def plain_in_bf16(
+    engine: str,
+    micro_batch: int,
+    optimizer: Callable[..., torch.optim.Optimizer] = adamw,
+    **changes: Any,
+) -> Trained:
+    """Plain PyTorch on one process: for DDP fp32 weights whose forward pass runs under autocast,
+    for FSDP2 a bf16 model with fp32 masters.
+    """
     os.environ.pop("WORLD_SIZE", None)
-    recipe = dataclasses.replace(recipe_for("untied", micro_batch=micro_batch, eval_every=0, **changes), ds_config=strategy("zero0"), out="/nonexistent")
+    recipe = dataclasses.replace(
+        recipe_for("untied", micro_batch=micro_batch, eval_every=0, **changes),
+        ds_config=strategy("zero0"),
+        out="/nonexistent",
+    )
     plan = make_plan(parse(recipe, Path("engines.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
     plain = dataclasses.replace(TEXT, optimizer=optimizer)
     if engine == "ddp":
-        return train_plain(plan.recipe, plan.model_config, STEPS, plain=dataclasses.replace(plain, loss=loss_under_autocast))
-    return train_plain(plan.recipe, plan.model_config, STEPS, bf16=True, plain=plain, whole_masters=True)
+        return train_plain(
+            plan.recipe,
+            plan.model_config,
+            STEPS,
+            plain=dataclasses.replace(plain, loss=loss_under_autocast),
+        )
+    return train_plain(
+        plan.recipe, plan.model_config, STEPS, bf16=True, plain=plain, whole_masters=True
+    )
 
 
 @slow
 @pytest.mark.parametrize("engine", TORCH)
 def test_engine_trains_like_plain_pytorch_in_bf16(pools, tmp_path, monkeypatch, engine):
-    """Every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
-    monkeypatch.setattr(test_parity, "reference", lambda model, micro_batch, bf16: plain_in_bf16(engine, micro_batch))
+    """Every loss within 3 x the largest difference between single-process runs that only split the
+    batch differently.
+    """
+    monkeypatch.setattr(
+        test_parity,
+        "reference",
+        lambda model, micro_batch, bf16: plain_in_bf16(engine, micro_batch),
+    )
     compare_bf16(run_engine(pools, tmp_path / "run", engine, 2, precision="bf16"), engine)
 
 
@@ -111,13 +170,21 @@ def with_a_scale_that_overflows(recipe: Recipe, config: dict[str, Any], out: str
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=slow)])
 def test_fp16_scales_the_loss_and_resumes_with_the_scale(pools, tmp_path, engine):
-    """Each step whose gradient overflows is skipped on every rank, and halves the scale, which a resumed run goes on with."""
+    """Each step whose gradient overflows is skipped on every rank, and halves the scale, which a
+    resumed run goes on with.
+    """
     for name, stop_at in (("run", 0), ("stopped", 3), ("stopped", 0)):
-        recipe = recipe_for("untied", **accumulating(2), engine=engine, precision="fp16", lr=1e-3, stop_at=stop_at)
-        assert pools.run(2, with_a_scale_that_overflows, recipe=recipe, config={}, out=str(tmp_path / name)) == [0, 0]
+        recipe = recipe_for(
+            "untied", **accumulating(2), engine=engine, precision="fp16", lr=1e-3, stop_at=stop_at
+        )
+        assert pools.run(
+            2, with_a_scale_that_overflows, recipe=recipe, config={}, out=str(tmp_path / name)
+        ) == [0, 0]
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("run", "stopped")]
     assert losses[0] == losses[1]
-    saved = torch.load(tmp_path / "run/checkpoints/step_00000010/mp_rank_00_model_states.pt", weights_only=False)
+    saved = torch.load(
+        tmp_path / "run/checkpoints/step_00000010/mp_rank_00_model_states.pt", weights_only=False
+    )
     assert 0 < saved["skipped_steps"] < 8 and saved["global_steps"] == 10
     assert saved["loss_scale"]["scale"] == 2.0**21 / 2 ** saved["skipped_steps"]
 
@@ -126,24 +193,38 @@ def test_fp16_scales_the_loss_and_resumes_with_the_scale(pools, tmp_path, engine
 @pytest.mark.parametrize("engine", TORCH)
 def test_fp16_trains_like_fp32(pools, tmp_path, engine):
     losses = [
-        [line["loss"] for line in metrics(run_engine(pools, tmp_path / precision, engine, 2, precision=precision, lr=1e-3))] for precision in ("fp16", "fp32")
+        [
+            line["loss"]
+            for line in metrics(
+                run_engine(pools, tmp_path / precision, engine, 2, precision=precision, lr=1e-3)
+            )
+        ]
+        for precision in ("fp16", "fp32")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
 def test_a_precision_is_refused_where_another_fits():
     assert "Use --precision bf16" in str(check_precision("ddp", "fp16", "NVIDIA H100", True)[0])
-    assert "Tesla V100 does not support bf16. Use --precision fp16" in str(check_precision("fsdp2", "bf16", "Tesla V100", False)[0])
-    assert not check_precision("ddp", "bf16", "NVIDIA H100", True) + check_precision("ddp", "fp16", "Tesla V100", False)
+    assert "Tesla V100 does not support bf16. Use --precision fp16" in str(
+        check_precision("fsdp2", "bf16", "Tesla V100", False)[0]
+    )
+    assert not check_precision("ddp", "bf16", "NVIDIA H100", True) + check_precision(
+        "ddp", "fp16", "Tesla V100", False
+    )
     assert not check_precision("deepspeed", "bf16", "Tesla V100", False)
 
 
 @pytest.fixture
 def go(pools: Any) -> Callable[..., str]:
-    """Starts a recipe on two ranks (or `world`), and returns what rank 0 printed; every rank must end well."""
+    """Starts a recipe on two ranks (or `world`), and returns what rank 0 printed; every rank must
+    end well.
+    """
 
     def go(out: Path, *argv: object, recipe: Recipe, world: int = 2) -> str:
-        results = pools.run(world, test_resume.train, recipe=recipe, argv=["--out", str(out), *map(str, argv)])
+        results = pools.run(
+            world, test_resume.train, recipe=recipe, argv=["--out", str(out), *map(str, argv)]
+        )
         assert [result for result, _ in results] == [0] * world, results
         return results[0][1]
 
@@ -156,25 +237,56 @@ RESUMED = [
     pytest.param({"engine": "fsdp2"}, 2, id="fsdp2", marks=slow),
     pytest.param({"engine": "ddp", "precision": "fp32"}, 4, id="ddp fp32 dp4", marks=slow),
     pytest.param({"engine": "ddp"}, 4, id="ddp dp4", marks=slow),
-    pytest.param({"engine": "ddp", "precision": "fp32", "global_batch": 6}, 3, id="ddp fp32 dp3", marks=slow),  # 1 / 3 is no number of fp32
-    pytest.param({"engine": "fsdp2", "model": GPT2, "activation_checkpointing": True}, 4, id="fsdp2 dp4 dropout, recomputed", marks=slow),
+    # 1 / 3 is no number of fp32
+    pytest.param(
+        {"engine": "ddp", "precision": "fp32", "global_batch": 6}, 3, id="ddp fp32 dp3", marks=slow
+    ),
+    pytest.param(
+        {"engine": "fsdp2", "model": GPT2, "activation_checkpointing": True},
+        4,
+        id="fsdp2 dp4 dropout, recomputed",
+        marks=slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "world"), RESUMED)
 def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go, tmp_path, fields, world):
-    """Evaluated after steps 2, 4 and 6, stopped after step 4: FSDP2's root is gathered when an evaluation ends."""
-    recipe = dataclasses.replace(BASE, **{"ds_config": Recipe.ds_config, "global_batch": 8, "export": True} | fields)
+    """Evaluated after steps 2, 4 and 6, stopped after step 4: FSDP2's root is gathered when an
+    evaluation ends.
+    """
+    recipe = dataclasses.replace(
+        BASE, **{"ds_config": Recipe.ds_config, "global_batch": 8, "export": True} | fields
+    )
     go(tmp_path / "unbroken", recipe=recipe, world=world)
     go(tmp_path / "stopped", "--stop_at", 4, recipe=recipe, world=world)
-    assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000004" in go(tmp_path / "stopped", recipe=recipe, world=world)
+    assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000004" in go(
+        tmp_path / "stopped", recipe=recipe, world=world
+    )
     assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
-    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "unbroken")]
+    weights = [
+        (tmp_path / name / "hf" / "model.safetensors").read_bytes()
+        for name in ("stopped", "unbroken")
+    ]
     assert weights[0] == weights[1]
 
 
 def command_of(engine: str, out: Path) -> list[str]:
-    flags = ("--tiny", "--steps", 40, "--save_every", 4, "--eval_every", 0, "--no-wandb", "--no-export", "--engine", engine, "--out", out)
+    flags = (
+        "--tiny",
+        "--steps",
+        40,
+        "--save_every",
+        4,
+        "--eval_every",
+        0,
+        "--no-wandb",
+        "--no-export",
+        "--engine",
+        engine,
+        "--out",
+        out,
+    )
     return deepspeed(NANO, *flags)
 
 
@@ -182,7 +294,11 @@ def kill_rank_1(job: Job, run: Path) -> int:
     """Kills rank 1 with kill -9 once a checkpoint is there; returns the step of the last one."""
     try:
         job.wait_for(lambda: checkpoints(run) or job.process.poll() is not None, 90)
-        ranks = {process.environ()["RANK"]: process for process in job.processes() if str(NANO) in command_line(process) and "RANK" in process.environ()}
+        ranks = {
+            process.environ()["RANK"]: process
+            for process in job.processes()
+            if str(NANO) in command_line(process) and "RANK" in process.environ()
+        }
         ranks["1"].kill()
         assert job.wait(90) != 0
     finally:
@@ -209,17 +325,23 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, engine):
 
 
 WAYS = [
-    pytest.param(("zero3", 4), ("fsdp2", 2), ("ddp", 4), id="zero3 dp4, fsdp2 dp2, ddp dp4", marks=slow),
+    pytest.param(
+        ("zero3", 4), ("fsdp2", 2), ("ddp", 4), id="zero3 dp4, fsdp2 dp2, ddp dp4", marks=slow
+    ),
     pytest.param(("ddp", 2), ("zero3", 2), ("fsdp2", 2), id="ddp, zero3, fsdp2", marks=slow),
     pytest.param(("fsdp2", 2), ("ddp", 2), ("zero3", 4), id="fsdp2, ddp, zero3 dp4", marks=slow),
     pytest.param(("fsdp2", 4), ("zero0", 2), ("ddp", 2), id="fsdp2 dp4, zero0, ddp", marks=slow),
-    pytest.param(("ddp", 4), ("zero1", 2), ("fsdp2", 4), id="ddp dp4, zero1, fsdp2 dp4", marks=slow),
+    pytest.param(
+        ("ddp", 4), ("zero1", 2), ("fsdp2", 4), id="ddp dp4, zero1, fsdp2 dp4", marks=slow
+    ),
 ]
 
 
 @pytest.mark.parametrize(("first", "second", "third"), WAYS)
 def test_a_run_goes_on_under_another_engine(pools, tmp_path, first, second, third):
-    """Three engines of one run, from its own checkpoints, and on another number of ranks: all ten steps are those of plain PyTorch."""
+    """Three engines of one run, from its own checkpoints, and on another number of ranks: all ten
+    steps are those of plain PyTorch.
+    """
     for (engine, world), stop_at in zip((first, second, third), (4, 7, 0), strict=True):
         run_engine(pools, tmp_path / "run", engine, world, stop_at=stop_at)
     compare(tmp_path / "run", reference("untied"))
@@ -235,7 +357,10 @@ def test_every_engine_exports_the_same_bits(pools, tmp_path, model):
         shutil.rmtree(tmp_path / engine / "hf")
         run_engine(pools, tmp_path / engine, engine, 2, model)
         assert all((tmp_path / name / "hf" / CARD).is_file() for name in ("zero3", engine))
-        files = [sorted(file for file in (tmp_path / name / "hf").iterdir() if file.name != CARD) for name in ("zero3", engine)]
+        files = [
+            sorted(file for file in (tmp_path / name / "hf").iterdir() if file.name != CARD)
+            for name in ("zero3", engine)
+        ]
         assert [file.name for file in files[0]] == [file.name for file in files[1]]
         assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
@@ -266,7 +391,9 @@ def test_a_parameter_that_no_rank_uses_decays_as_under_zero(pools, tmp_path):
         own = {"engine": engine, "precision": "fp32"} if engine in TORCH else {}
         recipe = recipe_for("untied", **accumulating(2), **own)
         config = {} if own else strategy(engine)
-        assert pools.run(2, train_with_a_spare, recipe=recipe, config=config, out=str(tmp_path / engine)) == [0, 0]
+        assert pools.run(
+            2, train_with_a_spare, recipe=recipe, config=config, out=str(tmp_path / engine)
+        ) == [0, 0]
         found[engine] = exported(tmp_path / engine)["spare"]
     assert (found["zero0"] < 1).all()
     assert torch.equal(found["ddp"], found["zero0"]) and torch.equal(found["fsdp2"], found["zero0"])
@@ -275,7 +402,9 @@ def test_a_parameter_that_no_rank_uses_decays_as_under_zero(pools, tmp_path):
 def with_lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 @slow
@@ -285,19 +414,38 @@ def test_ddp_trains_an_adapter_as_zero_does_and_resumes(pools, tmp_path):
         run_engine(pools, tmp_path / engine, engine, 2, stop_at=5, **changes)
         run_engine(pools, tmp_path / engine, engine, 2, **changes)
     lines = [metrics(tmp_path / engine) for engine in ("zero0", "ddp")]
-    assert [line["loss"] for line in lines[1]] == pytest.approx([line["loss"] for line in lines[0]], rel=1e-5)
+    assert [line["loss"] for line in lines[1]] == pytest.approx(
+        [line["loss"] for line in lines[0]], rel=1e-5
+    )
     assert lines[0][-1]["loss"] < lines[0][0]["loss"]
     theirs, ours = (exported(tmp_path / engine) for engine in ("zero0", "ddp"))
-    assert theirs.keys() == ours.keys() and all((ours[name] - value).abs().max() <= 1e-5 for name, value in theirs.items())
+    assert theirs.keys() == ours.keys() and all(
+        (ours[name] - value).abs().max() <= 1e-5 for name, value in theirs.items()
+    )
 
 
 REFUSED = [
-    (["--engine", "ddp", "--deepspeed_config", "zero1.json"], "--deepspeed_config zero1.json: applies only to DeepSpeed, and torch's DDP does not read it"),
+    (
+        ["--engine", "ddp", "--deepspeed_config", "zero1.json"],
+        (
+            "--deepspeed_config zero1.json: applies only to DeepSpeed, and torch's DDP does not"
+            " read it"
+        ),
+    ),
     (["--precision", "fp32"], "--precision fp32: applies only to the engines ddp and fsdp2"),
-    (["--engine", "fsdp2", "--tp", "2"], "tp = 2 with engine = fsdp2: torch's FSDP2 supports only data parallelism. Use --tp 1"),
+    (
+        ["--engine", "fsdp2", "--tp", "2"],
+        "tp = 2 with engine = fsdp2: torch's FSDP2 supports only data parallelism. Use --tp 1",
+    ),
     (["--engine", "fsdp2", "--pp", "2"], "pp = 2 with engine = fsdp2"),
     (["--engine", "ddp", "--sp", "2"], "sp = 2 with engine = ddp"),
-    (["--engine", "ddp", "--save_in_background"], "save_in_background with engine = ddp: requires DeepSpeed, because torch's engines gather the states"),
+    (
+        ["--engine", "ddp", "--save_in_background"],
+        (
+            "save_in_background with engine = ddp: requires DeepSpeed, because torch's engines"
+            " gather the states"
+        ),
+    ),
     (["--engine", "fsdp"], "--engine fsdp: is not known. Use --engine deepspeed or ddp or fsdp2"),
 ]
 
@@ -317,7 +465,12 @@ STATED = [
         "fsdp2",
         "The recipe's JSON (zero3.json) is not used",
     ),
-    ({"precision": "fp32"}, "--precision fp32: applies only to the engines ddp and fsdp2", "deepspeed", "The recipe's precision (fp32) is not used"),
+    (
+        {"precision": "fp32"},
+        "--precision fp32: applies only to the engines ddp and fsdp2",
+        "deepspeed",
+        "The recipe's precision (fp32) is not used",
+    ),
 ]
 
 
@@ -327,15 +480,36 @@ def test_what_a_recipe_states_is_not_ignored_in_silence(fields, said, typed, not
     with pytest.raises(Refusal) as refusal:
         make_plan(parse(recipe, Path("engines.py"), ["--tiny"]))
     assert said in str(refusal.value).replace("\n", " ")
-    assert any(note in told for told in make_plan(parse(recipe, Path("engines.py"), ["--tiny", "--engine", typed])).notes)
+    assert any(
+        note in told
+        for told in make_plan(
+            parse(recipe, Path("engines.py"), ["--tiny", "--engine", typed])
+        ).notes
+    )
 
 
 def test_an_adapter_is_refused_under_fsdp2():
     with pytest.raises(Refusal, match="adapt with engine = fsdp2: FSDP2 shards each layer"):
-        make_plan(parse(recipe_for("untied", engine="fsdp2", adapt=with_lora), Path("engines.py"), ["--tiny"]))
+        make_plan(
+            parse(
+                recipe_for("untied", engine="fsdp2", adapt=with_lora),
+                Path("engines.py"),
+                ["--tiny"],
+            )
+        )
 
 
 def test_an_engine_typed_over_a_json_says_that_the_json_is_not_used():
-    plan = make_plan(parse(dataclasses.replace(recipe_for("untied"), ds_config="zero3.json"), Path("engines.py"), ["--tiny", "--engine", "fsdp2"]))
+    plan = make_plan(
+        parse(
+            dataclasses.replace(recipe_for("untied"), ds_config="zero3.json"),
+            Path("engines.py"),
+            ["--tiny", "--engine", "fsdp2"],
+        )
+    )
     assert "engine: torch's FSDP2 in bf16. The recipe's JSON (zero3.json) is not used" in plan.notes
-    assert plan.ds_path is None and plan.ds_config["zero_optimization"] == {"stage": 0} and json.dumps(plan.ds_config)
+    assert (
+        plan.ds_path is None
+        and plan.ds_config["zero_optimization"] == {"stage": 0}
+        and json.dumps(plan.ds_config)
+    )

@@ -1,4 +1,6 @@
-"""A small vision transformer and a small ResNet learn real pictures: Fashion-MNIST as Parquet of PNGs, on two ranks; with shuffled labels nothing."""
+"""A small vision transformer and a small ResNet learn real pictures: Fashion-MNIST as Parquet of
+PNGs, on two ranks; with shuffled labels nothing.
+"""
 
 import json
 
@@ -41,14 +43,23 @@ RESNET = {
     "depths": [2, 2],
     "layer_type": "basic",
 }
-PROCESSOR = {"image_processor_type": "ViTImageProcessor", "size": {"height": 28, "width": 28}, "image_mean": [0.5], "image_std": [0.5]}
+PROCESSOR = {
+    "image_processor_type": "ViTImageProcessor",
+    "size": {"height": 28, "width": 28},
+    "image_mean": [0.5],
+    "image_std": [0.5],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("labels", ["true", "shuffled"])
-@pytest.mark.parametrize(("sizes", "steps", "lr"), [pytest.param(VIT, 1200, 1e-3, id="vit"), pytest.param(RESNET, 300, 2e-3, id="resnet")])
+@pytest.mark.parametrize(
+    ("sizes", "steps", "lr"),
+    [pytest.param(VIT, 1200, 1e-3, id="vit"), pytest.param(RESNET, 300, 2e-3, id="resnet")],
+)
 def test_a_small_model_learns_fashion(tmp_path, sizes, steps, lr, labels):
-    """More than 80 % of the held-out pictures are right after all steps; with shuffled labels about 10 %, so nothing of the answer leaks in.
+    """More than 80 % of the held-out pictures are right after all steps; with shuffled labels about
+    10 %, so nothing of the answer leaks in.
 
     Of the ResNet these are judged by the statistics that its BatchNorm has gathered on both ranks.
     """
@@ -56,14 +67,40 @@ def test_a_small_model_learns_fashion(tmp_path, sizes, steps, lr, labels):
     if labels == "shuffled":
         classes = np.random.default_rng(0).permutation(classes)
     pq.write_table(
-        pa.table({"image": [fashion.png(image) for image in pixels], "label": classes.astype(np.int64)}), tmp_path / "fashion.parquet", row_group_size=1000
+        pa.table(
+            {"image": [fashion.png(image) for image in pixels], "label": classes.astype(np.int64)}
+        ),
+        tmp_path / "fashion.parquet",
+        row_group_size=1000,
     )
     (tmp_path / "model").mkdir()
-    names = {str(number): name for number, name in enumerate(["top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"])}
-    config = {"num_channels": 1, "id2label": names, "label2id": {name: int(n) for n, name in names.items()}}
+    names = {
+        str(number): name
+        for number, name in enumerate(
+            [
+                "top",
+                "trouser",
+                "pullover",
+                "dress",
+                "coat",
+                "sandal",
+                "shirt",
+                "sneaker",
+                "bag",
+                "boot",
+            ]
+        )
+    }
+    config = {
+        "num_channels": 1,
+        "id2label": names,
+        "label2id": {name: int(n) for n, name in names.items()},
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | sizes))
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    recipe = RECIPE.format(model=str(tmp_path / "model"), dataset=str(tmp_path / "fashion.parquet"), steps=steps, lr=lr)
+    recipe = RECIPE.format(
+        model=str(tmp_path / "model"), dataset=str(tmp_path / "fashion.parquet"), steps=steps, lr=lr
+    )
     (tmp_path / "fashion.py").write_text(recipe)
     job = Job(tmp_path, deepspeed(tmp_path / "fashion.py", ranks=2))
     try:
@@ -71,5 +108,12 @@ def test_a_small_model_learns_fashion(tmp_path, sizes, steps, lr, labels):
     finally:
         job.close()
     lines = metrics(tmp_path / "runs" / "fashion")
-    print(f"{labels} labels: accuracy {lines[-1]['eval_accuracy']:.3f} after {sum(line['step_s'] for line in lines):.0f} s of steps")
-    assert lines[-1]["eval_accuracy"] > 0.8 if labels == "true" else abs(lines[-1]["eval_accuracy"] - 0.1) < 0.05
+    print(
+        f"{labels} labels: accuracy {lines[-1]['eval_accuracy']:.3f} after"
+        f" {sum(line['step_s'] for line in lines):.0f} s of steps"
+    )
+    assert (
+        lines[-1]["eval_accuracy"] > 0.8
+        if labels == "true"
+        else abs(lines[-1]["eval_accuracy"] - 0.1) < 0.05
+    )

@@ -1,8 +1,11 @@
-"""What runs on CUDA only, on a GPU: `make test-gpu`. Nothing here was seen by the tests of a machine without one.
+"""What runs on CUDA only, on a GPU: `make test-gpu`.
 
-A case runs in processes of its own, which see the GPUs that this one was started with: the other tests hide them.
-Two ranks share one GPU over gloo, since NCCL before 2.30 refuses that; over NCCL each has its own (`multi_gpu`). Gloo sends
-no GPU's tensors from rank to rank, as a pipeline does, and torch 2.11 crashes over it where a DTensor of a GPU is joined.
+Nothing here was seen by the tests of a machine without one.
+
+A case runs in processes of its own, which see the GPUs that this one was started with: the other
+tests hide them. Two ranks share one GPU over gloo, since NCCL before 2.30 refuses that; over NCCL
+each has its own (`multi_gpu`). Gloo sends no GPU's tensors from rank to rank, as a pipeline does,
+and torch 2.11 crashes over it where a DTensor of a GPU is joined.
 """
 
 import dataclasses
@@ -43,27 +46,47 @@ from test_parity import recipe_for, strategy
 from test_weights import save_tiny
 
 pytestmark = pytest.mark.gpu
-WITHIN = 1e-4  # of the CPU's losses, norms and weights after two steps in fp32: CUDA adds in another order
+# of the CPU's losses, norms and weights after two steps in fp32: CUDA adds in another order
+WITHIN = 1e-4
 
 
 def environment_of_gpus() -> dict[str, str]:
     """The environment of the tests, with the GPUs that pytest was started with."""
-    return {name: value for name, value in environment().items() if name not in OF_A_GPU} | json.loads(os.environ[BEGAN_WITH])
+    return {
+        name: value for name, value in environment().items() if name not in OF_A_GPU
+    } | json.loads(os.environ[BEGAN_WITH])
 
 
 @pytest.fixture(scope="session", autouse=True)
 def gpus() -> int:
     """How many GPUs torch sees; skips the tests if there is none."""
     count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    told = subprocess.run([sys.executable, "-c", count], env=environment_of_gpus(), capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        [sys.executable, "-c", count],
+        env=environment_of_gpus(),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     if int(told) == 0:
         pytest.skip("needs a GPU that torch sees")
     return int(told)
 
 
-def run(case: Callable[..., Any], world: int = 1, gloo: bool = False, timeout: float = 300, **arguments: Any) -> list[Any]:
-    """What `case(**arguments)` returns on each rank; with `gloo` all of them use the first GPU. Fails with the output of all ranks."""
-    folder = Path(arguments.get("out") or arguments.get("folder") or "/tmp") / f"ranks_{time.monotonic_ns()}"
+def run(
+    case: Callable[..., Any],
+    world: int = 1,
+    gloo: bool = False,
+    timeout: float = 300,
+    **arguments: Any,
+) -> list[Any]:
+    """What `case(**arguments)` returns on each rank; with `gloo` all of them use the first GPU.
+    Fails with the output of all ranks.
+    """
+    folder = (
+        Path(arguments.get("out") or arguments.get("folder") or "/tmp")
+        / f"ranks_{time.monotonic_ns()}"
+    )
     folder.mkdir(parents=True)
     (folder / "case").write_bytes(pickle.dumps((case.__module__, case.__name__, arguments, gloo)))
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -71,10 +94,21 @@ def run(case: Callable[..., Any], world: int = 1, gloo: bool = False, timeout: f
     for rank in range(world):
         own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if gloo else str(rank)}
         with (folder / f"log{rank}").open("wb") as log:
-            command = [sys.executable, "-c", "import sys, test_gpu; test_gpu.rank(sys.argv[1])", str(folder)]
-            ranks.append(subprocess.Popen(command, env=environment_of_gpus() | own, stdout=log, stderr=log))
+            command = [
+                sys.executable,
+                "-c",
+                "import sys, test_gpu; test_gpu.rank(sys.argv[1])",
+                str(folder),
+            ]
+            ranks.append(
+                subprocess.Popen(command, env=environment_of_gpus() | own, stdout=log, stderr=log)
+            )
     deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in ranks) and not any(process.poll() for process in ranks) and time.monotonic() < deadline:
+    while (
+        any(process.poll() is None for process in ranks)
+        and not any(process.poll() for process in ranks)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     for process in ranks:
         if process.poll() is None:
@@ -99,7 +133,8 @@ def rank(folder: str) -> None:
         accelerator: Any = get_accelerator()
         accelerator._communication_backend_name = "gloo"
         do_without_shm_op()
-        torch.distributed.init_process_group("gloo")  # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
+        # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
+        torch.distributed.init_process_group("gloo")
         deepspeed.init_distributed("gloo", verbose=False)
     result = getattr(importlib.import_module(module), name)(**arguments)
     (Path(folder) / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
@@ -126,7 +161,10 @@ def test_fp16_which_a_cpu_refuses_trains(tmp_path: Path, file: str) -> None:
     save_tiny(tmp_path / "model", "llama")
     recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), steps=20, eval_every=0)
     config = strategy(file) | {"fp16": {"enabled": True}}
-    assert two_ranks_on_one_gpu(train_twice, recipe=recipe, config=config, out=str(tmp_path / "run")) == [[0, 0]] * 2
+    assert (
+        two_ranks_on_one_gpu(train_twice, recipe=recipe, config=config, out=str(tmp_path / "run"))
+        == [[0, 0]] * 2
+    )
     losses = [line["loss"] for line in metrics(tmp_path / "run")]
     assert losses[-1] < losses[0]
 
@@ -181,7 +219,9 @@ def test_two_gpus_train_like_plain_pytorch(gpus: int, tmp_path: Path, layout: st
     if gpus < 2:
         pytest.skip("needs two GPUs")
     check_training(partial(run, world=2), tmp_path, layout, WITHIN)
-    assert (tmp_path / "run" / "schedule.png").exists() == ("pp2" in layout), "the device is waited for around each part of a pipeline's step"
+    assert (tmp_path / "run" / "schedule.png").exists() == ("pp2" in layout), (
+        "the device is waited for around each part of a pipeline's step"
+    )
 
 
 def started(out: str) -> dict[str, Any]:
@@ -200,16 +240,32 @@ def started(out: str) -> dict[str, Any]:
         torch.manual_seed(arguments[0].recipe.seed)
         again = [torch.rand(4, device=device).tolist(), torch.rand(4).tolist()]
         current, seeded = torch.device("cuda", torch.cuda.current_device()), draws == again
-        found.update(device=str(device), current=str(current), backend=torch.distributed.get_backend(), seeded=seeded)
+        found.update(
+            device=str(device),
+            current=str(current),
+            backend=torch.distributed.get_backend(),
+            seeded=seeded,
+        )
         torch.manual_seed(arguments[0].recipe.seed)
         return device
 
     prepare.start = watching
     sys.argv = ["gpu.py"]
-    recipe = dataclasses.replace(RECIPE, model="meta-llama/Llama-3.2-1B", init="random", ds_config="zero1.json", out=out, steps=2)
+    recipe = dataclasses.replace(
+        RECIPE,
+        model="meta-llama/Llama-3.2-1B",
+        init="random",
+        ds_config="zero1.json",
+        out=out,
+        steps=2,
+    )
     assert train.main(make_plan(parse(recipe, Path("gpu.py"), ["--tiny"]))) == 0
     groups: dict[Any, Any] = dict(c10d._world.pg_map)
-    found["limits"] = [group._get_backend(torch.device("cuda")).options._timeout for group, (kind, _) in groups.items() if "nccl" in kind]
+    found["limits"] = [
+        group._get_backend(torch.device("cuda")).options._timeout
+        for group, (kind, _) in groups.items()
+        if "nccl" in kind
+    ]
     return found
 
 
@@ -217,18 +273,48 @@ def test_a_rank_joins_over_nccl_on_its_own_gpu(tmp_path: Path) -> None:
     (found,) = run(started, out=str(tmp_path / "run"))
     limits = found.pop("limits")
     assert found == {"device": "cuda:0", "current": "cuda:0", "backend": "nccl", "seeded": True}
-    assert limits and min(limits) >= timedelta(minutes=30), "a peer that waits for data or a slow disk is waited for in every group"
+    assert limits and min(limits) >= timedelta(minutes=30), (
+        "a peer that waits for data or a slow disk is waited for in every group"
+    )
 
 
 def test_a_recipe_on_a_gpu_tells_of_it(gpus: int, tmp_path: Path) -> None:
-    """By plain `python`: the device in run.json, peak memory and the part of its speed that was used in the metrics; nothing is compiled."""
-    command = [sys.executable, str(NANO), "--tiny", "--steps", "3", "--out", str(tmp_path / "run"), "--no-wandb"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment_of_gpus(), capture_output=True, text=True, timeout=300, check=False)
+    """By plain `python`: the device in run.json, peak memory and the part of its speed that was
+    used in the metrics; nothing is compiled.
+    """
+    command = [
+        sys.executable,
+        str(NANO),
+        "--tiny",
+        "--steps",
+        "3",
+        "--out",
+        str(tmp_path / "run"),
+        "--no-wandb",
+    ]
+    ran = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment_of_gpus(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "compiling" not in ran.stdout
     host = json.loads((tmp_path / "run" / "run.json").read_text())["host"]
-    ask = "import torch; print(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory, sep='\\n')"
-    told = subprocess.run([sys.executable, "-c", ask], env=environment_of_gpus(), capture_output=True, text=True, check=True).stdout
+    ask = (
+        "import torch; print(torch.cuda.get_device_name(),"
+        " torch.cuda.get_device_properties(0).total_memory, sep='\\n')"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", ask],
+        env=environment_of_gpus(),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     name, total = told.splitlines()
     assert (host["devices"], host["device"]) == (gpus, name)
     lines = metrics(tmp_path / "run")
@@ -255,22 +341,30 @@ def test_peak_memory_is_the_devices() -> None:
 
 
 def pinned_batches(dataset: str) -> dict[str, int]:
-    """Batches that were copied to a busy device: how many, and how many of them were pinned, copied late, or arrived changed."""
+    """Batches that were copied to a busy device: how many, and how many of them were pinned, copied
+    late, or arrived changed.
+    """
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
     from recipekit.train import to_device
 
     device = torch.device("cuda", 0)
-    recipe = dataclasses.replace(RECIPE, model="none", dataset=dataset, seq_len=1024, micro_batch=8, global_batch=32)
-    stream = open_stream(request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0)
+    recipe = dataclasses.replace(
+        RECIPE, model="none", dataset=dataset, seq_len=1024, micro_batch=8, global_batch=32
+    )
+    stream = open_stream(
+        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0
+    )
     work = torch.ones(4096, 4096, device=device)
     found, moved, told = {"batches": 0, "pinned": 0, "changed": 0}, [], []
     try:
         for _ in range(40):
-            for batch in next(stream)[0]:  # whose memory the data thread uses again once they are gone
+            # whose memory the data thread uses again once they are gone
+            for batch in next(stream)[0]:
                 for _ in range(4):
-                    work = work @ work / 4096  # the copy has to wait for it, while this thread goes on
+                    # the copy has to wait for it, while this thread goes on
+                    work = work @ work / 4096
                 told.append({name: tensor.clone() for name, tensor in batch.items()})
                 moved.append(to_device(batch, device))
                 found["batches"] += 1
@@ -278,7 +372,12 @@ def pinned_batches(dataset: str) -> dict[str, int]:
     finally:
         stream.close()
     for before, after in zip(told, moved, strict=True):
-        same = all(torch.equal(before[name], tensor.cpu()) and tensor.device == device and tensor.is_contiguous() for name, tensor in after.items())
+        same = all(
+            torch.equal(before[name], tensor.cpu())
+            and tensor.device == device
+            and tensor.is_contiguous()
+            for name, tensor in after.items()
+        )
         found["changed"] += not same
     return found
 
@@ -289,7 +388,9 @@ def test_pinned_batches_arrive_as_they_were(tmp_path: Path) -> None:
 
 
 def drawn_again(folder: str) -> list[bool]:
-    """Whether the device draws the same after its state was saved, used and restored; and on the CPU."""
+    """Whether the device draws the same after its state was saved, used and restored; and on the
+    CPU.
+    """
     from recipekit.checkpoints.deepspeed_io import read_pickle
     from recipekit.checkpoints.load import restore_generator_states
     from recipekit.checkpoints.save import generator_states
@@ -308,13 +409,27 @@ def test_the_devices_random_state_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """A stopped run draws the masks of the unbroken one: other masks change the loss of a step by much more than rounding."""
-    recipe = Recipe(**vars(recipe_for("untied", steps=4, eval_every=0)) | {"model": "openai-community/gpt2", "init": "random", "export": False})
+    """A stopped run draws the masks of the unbroken one: other masks change the loss of a step by
+    much more than rounding.
+    """
+    recipe = Recipe(
+        **vars(recipe_for("untied", steps=4, eval_every=0))
+        | {
+            "model": "openai-community/gpt2",
+            "init": "random",
+            "export": False,
+        }
+    )
     runs = []
     for name, stops in (("whole", [0]), ("parts", [2, 0])):
         for stop_at in stops:
             out = str(tmp_path / name)
-            assert run(dropped_out, recipe=dataclasses.replace(recipe, stop_at=stop_at), config=strategy("zero1"), out=out) == [0]
+            assert run(
+                dropped_out,
+                recipe=dataclasses.replace(recipe, stop_at=stop_at),
+                config=strategy("zero1"),
+                out=out,
+            ) == [0]
         runs.append([line["loss"] for line in metrics(tmp_path / name)])
     assert runs[0] == pytest.approx(runs[1], rel=WITHIN)
 
@@ -334,27 +449,53 @@ def measured() -> dict[str, Any]:
 
 def test_the_doctor_measures_a_gpu() -> None:
     (found,) = run(measured)
-    assert found["cuda"] and found["complete"] and not found["wrong"] and 0 < found["work"] < 1, found
+    assert found["cuda"] and found["complete"] and not found["wrong"] and 0 < found["work"] < 1, (
+        found
+    )
 
 
 def test_the_doctor_names_cuda_and_the_gpus(gpus: int) -> None:
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "doctor.py")], env=environment_of_gpus(), capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, str(ROOT / "tools" / "doctor.py")],
+        env=environment_of_gpus(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert f"CUDA {torch.version.cuda}, {gpus} device" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_two_ranks_of_which_each_sees_one_gpu(tmp_path: Path) -> None:
-    """As under `srun --gpus-per-task=1`: trained, or refused with its fix, but no "invalid device ordinal"."""
+    """As under `srun --gpus-per-task=1`: trained, or refused with its fix, but no "invalid device
+    ordinal".
+    """
     visible = environment_of_gpus().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "CUDA_VISIBLE_DEVICES": visible}
-    command = [sys.executable, str(NANO), "--tiny", "--steps", "1", "--out", str(tmp_path / "run"), "--no-wandb"]
+    shared = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "CUDA_VISIBLE_DEVICES": visible,
+    }
+    command = [
+        sys.executable,
+        str(NANO),
+        "--tiny",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+        "--no-wandb",
+    ]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     of = [environment_of_gpus() | shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     ranks = [subprocess.Popen(command, cwd=tmp_path, env=own, **pipes) for own in of]
     said = "".join(process.communicate(timeout=300)[0] for process in ranks)
     codes = {process.returncode for process in ranks}
-    assert "Traceback" not in said and "invalid device ordinal" not in said and codes in ({0}, {1}), said
+    assert (
+        "Traceback" not in said and "invalid device ordinal" not in said and codes in ({0}, {1})
+    ), said
     assert codes == {0} or "gpus-per-task" in said, said
 
 

@@ -1,4 +1,6 @@
-"""In which dtype each shipped JSON sums the gradients of micro-batches, and of ranks: ds_configs/README.md, measured."""
+"""In which dtype each shipped JSON sums the gradients of micro-batches, and of ranks:
+ds_configs/README.md, measured.
+"""
 
 import re
 from pathlib import Path
@@ -7,20 +9,27 @@ from typing import Any
 import pytest
 from pool import ROOT, Pools
 
-OURS = ("zero0_onebit", "zero1_lamb", "zero2_adafactor", "zero2_muon")  # a plain file with an optimizer that DeepSpeed does not make
-NAMES = [path.stem for path in sorted((ROOT / "ds_configs").glob("*.json")) if path.stem not in OURS]
+# a plain file with an optimizer that DeepSpeed does not make
+OURS = ("zero0_onebit", "zero1_lamb", "zero2_adafactor", "zero2_muon")
+NAMES = [
+    path.stem for path in sorted((ROOT / "ds_configs").glob("*.json")) if path.stem not in OURS
+]
 ELEMENTS = 2**16  # more than ZeRO-3 leaves whole on every rank
 MICRO_BATCHES = 4
 
-# The gradient that a rank makes in each of four micro-batches, before DeepSpeed divides it by 4 and by the 2 ranks. All
-# are exact in bf16, which has 8 bits: 256 + 1 is 257 in fp32, and 256 in bf16. First, each rank's sum needs fp32, that of
-# the two ranks' micro-batches does not; then the other way round.
+# The gradient that a rank makes in each of four micro-batches, before DeepSpeed divides it by 4 and
+# by the 2 ranks. All are exact in bf16, which has 8 bits: 256 + 1 is 257 in fp32, and 256 in bf16.
+# First, each rank's sum needs fp32, that of the two ranks' micro-batches does not; then the other
+# way round.
 OF_MICRO_BATCHES = [[256.0, 1.0, 1.0, 1.0], [256.0, 1.0, 1.0, 1.0]]
-OF_RANKS = [[256.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]  # the sum of the ranks needs fp32, each rank's own does not
+# the sum of the ranks needs fp32, each rank's own does not
+OF_RANKS = [[256.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
 
 
 def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
-    """Runs on every rank, with keys added to the file: the gradients of one step of the two kinds above, summed."""
+    """Runs on every rank, with keys added to the file: the gradients of one step of the two kinds
+    above, summed.
+    """
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_grad
@@ -39,13 +48,21 @@ def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
             return (self.weight * rows).sum()
 
     rank = torch.distributed.get_rank()
-    recipe = Recipe(ds_config=f"{name}.json", micro_batch=1, global_batch=2 * MICRO_BATCHES, gradient_clipping=0.0)
+    recipe = Recipe(
+        ds_config=f"{name}.json",
+        micro_batch=1,
+        global_batch=2 * MICRO_BATCHES,
+        gradient_clipping=0.0,
+    )
     config, _ = json_file.load(recipe.ds_config, Path(folder))
     resolved, _ = resolve.resolve(config | more, recipe, make_mesh(2), None)
-    resolved["zero_optimization"]["reduce_bucket_size"] = 2 * ELEMENTS  # of the default, 5e8, the files with offload pin gigabytes
+    # of the default, 5e8, the files with offload pin gigabytes
+    resolved["zero_optimization"]["reduce_bucket_size"] = 2 * ELEMENTS
     model = Toy()
     trained: Any = list(model.parameters())
-    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=resolved, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=model, model_parameters=trained, config=resolved, dist_init_required=False
+    )[0]
     for step in range(MICRO_BATCHES):
         rows = torch.zeros(ELEMENTS, dtype=torch.bfloat16)
         rows[::2], rows[1::2] = OF_MICRO_BATCHES[rank][step], OF_RANKS[rank][step]
@@ -60,8 +77,14 @@ def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
 
 
 def told() -> dict[str, tuple[str, str]]:
-    """Name of a file -> the dtypes that the page names, of the sum of micro-batches and that of ranks."""
-    rows = re.findall(r"^\| `(\w+)\.json` \| (bf16|fp32) \| (bf16|fp32) \|$", (ROOT / "ds_configs" / "README.md").read_text(), re.MULTILINE)
+    """Name of a file -> the dtypes that the page names, of the sum of micro-batches and that of
+    ranks.
+    """
+    rows = re.findall(
+        r"^\| `(\w+)\.json` \| (bf16|fp32) \| (bf16|fp32) \|$",
+        (ROOT / "ds_configs" / "README.md").read_text(),
+        re.MULTILINE,
+    )
     return {name: (micro_batches, ranks) for name, micro_batches, ranks in rows}
 
 
@@ -70,16 +93,32 @@ def test_the_page_tells_of_every_file_that_can_be_measured() -> None:
     assert {*told(), "zero3_nvme"} == {*NAMES}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name == "zero2_cpu" else ()) for name in NAMES if name != "zero3_nvme"])
-def test_gradients_are_summed_as_the_page_says(name: str, pools: Pools, tmp_path: Path, ops) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "zero2_cpu" else ())
+        for name in NAMES
+        if name != "zero3_nvme"
+    ],
+)
+def test_gradients_are_summed_as_the_page_says(
+    name: str, pools: Pools, tmp_path: Path, ops
+) -> None:
     if "cpu" in name:
         ops("cpu_adam")
     micro_batches, ranks = told()[name]
-    exact = [{"fp32": 2 * 259.0, "bf16": 2 * 256.0}[micro_batches], {"fp32": 257.0, "bf16": 256.0}[ranks]]
+    exact = [
+        {"fp32": 2 * 259.0, "bf16": 2 * 256.0}[micro_batches],
+        {"fp32": 257.0, "bf16": 256.0}[ranks],
+    ]
     assert pools.run(2, gradients, name=name, folder=str(tmp_path), more={}) == [exact, exact]
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_with_the_key_stages_2_and_3_sum_the_ranks_in_fp32(name: str, pools: Pools, tmp_path: Path) -> None:
-    found = pools.run(2, gradients, name=name, folder=str(tmp_path), more={"communication_data_type": "fp32"})
+def test_with_the_key_stages_2_and_3_sum_the_ranks_in_fp32(
+    name: str, pools: Pools, tmp_path: Path
+) -> None:
+    found = pools.run(
+        2, gradients, name=name, folder=str(tmp_path), more={"communication_data_type": "fp32"}
+    )
     assert found == [[2 * 259.0, 257.0]] * 2

@@ -1,4 +1,6 @@
-"""Image classifiers train like plain PyTorch in every layout of their row of facts, resume bit for bit, and are exported as transformers reads them."""
+"""Image classifiers train like plain PyTorch in every layout of their row of facts, resume bit for
+bit, and are exported as transformers reads them.
+"""
 
 import functools
 import io
@@ -34,13 +36,36 @@ from test_metrics_page import OF_PICTURES, page
 from test_parity import STEPS, Case, compare, each, strategy
 
 TASK = "image_classification"
-NUMBERS = dict(lr=3e-4, eps=1e-6, steps=STEPS, global_batch=8, warmup_steps=2, weight_decay=0.1, eval_every=STEPS, eval_rows=20, wandb=False, seed=3)
-FLAGS = ("dataset", "micro_batch", "global_batch", "eval_rows", "warmup_steps", "tp", "pp", "sp", "ep")
+NUMBERS = dict(
+    lr=3e-4,
+    eps=1e-6,
+    steps=STEPS,
+    global_batch=8,
+    warmup_steps=2,
+    weight_decay=0.1,
+    eval_every=STEPS,
+    eval_rows=20,
+    wandb=False,
+    seed=3,
+)
+FLAGS = (
+    "dataset",
+    "micro_batch",
+    "global_batch",
+    "eval_rows",
+    "warmup_steps",
+    "tp",
+    "pp",
+    "sp",
+    "ep",
+)
 
 
 @functools.cache
 def family(model_type: str) -> str:
-    """A folder with the default config of a family of image classifiers, its dropout switched off."""
+    """A folder with the default config of a family of image classifiers, its dropout switched
+    off.
+    """
     config = default_config(model_type, TASK).to_dict()
     config |= {key: 0.0 for key in config if key.endswith(("dropout_prob", "drop_path_rate"))}
     folder = Path(tempfile.mkdtemp(prefix="images_"))
@@ -49,12 +74,23 @@ def family(model_type: str) -> str:
 
 
 def recipe_for(model: str, **changes: Any) -> Recipe:
-    return Recipe(task=TASK, model=family(model), ds_config={}, **(NUMBERS | {"micro_batch": 2} | changes))
+    return Recipe(
+        task=TASK, model=family(model), ds_config={}, **(NUMBERS | {"micro_batch": 2} | changes)
+    )
 
 
 def plan_of(recipe: Recipe) -> Any:
     """--tiny must not change the numbers of this test, so they are typed."""
-    return make_plan(parse(recipe, Path("images.py"), ["--tiny", *(word for name in FLAGS for word in (f"--{name}", str(getattr(recipe, name))))]))
+    return make_plan(
+        parse(
+            recipe,
+            Path("images.py"),
+            [
+                "--tiny",
+                *(word for name in FLAGS for word in (f"--{name}", str(getattr(recipe, name)))),
+            ],
+        )
+    )
 
 
 def train_images(recipe: Recipe, config: dict[str, Any], out: str) -> int:
@@ -67,12 +103,19 @@ def train_images(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 
 def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Adds up -log p(class) over the pictures that have one, in fp32."""
-    logits, labels = model(pixel_values=batch["pixel_values"].to(model.dtype)).logits.float(), batch["labels"]
-    return -logits.log_softmax(-1)[torch.arange(len(labels)), labels.clamp(min=0)][labels >= 0].sum()
+    logits, labels = (
+        model(pixel_values=batch["pixel_values"].to(model.dtype)).logits.float(),
+        batch["labels"],
+    )
+    return -logits.log_softmax(-1)[torch.arange(len(labels)), labels.clamp(min=0)][
+        labels >= 0
+    ].sum()
 
 
 def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
-    """Counts the pictures whose class has the largest logit, and those whose class is among the five largest."""
+    """Counts the pictures whose class has the largest logit, and those whose class is among the
+    five largest.
+    """
     logits = model(pixel_values=batch["pixel_values"]).logits
     return [num_right(logits, batch["labels"], most) for most in (1, 5)]
 
@@ -87,7 +130,11 @@ PICTURES = Plain(
     stream=functools.partial(rows_of, open_samples),
     held_out=functools.partial(rows_of, eval_samples),
     loss=summed_loss,
-    decays=lambda name, value: value.ndim >= 2 and name.rpartition(".")[2] not in ("cls_token", "distillation_token", "position_embeddings"),
+    decays=lambda name, value: (
+        value.ndim >= 2
+        and name.rpartition(".")[2]
+        not in ("cls_token", "distillation_token", "position_embeddings")
+    ),
     right=right,
 )
 
@@ -95,7 +142,9 @@ PICTURES = Plain(
 @functools.cache
 def reference(model: str, bf16: bool = False, **changes: Any) -> Trained:
     os.environ.pop("WORLD_SIZE", None)
-    plan = plan_of(replace(recipe_for(model, **changes), ds_config=strategy("zero0", bf16), out="/nonexistent"))
+    plan = plan_of(
+        replace(recipe_for(model, **changes), ds_config=strategy("zero0", bf16), out="/nonexistent")
+    )
     return train_plain(plan.recipe, plan.model_config, STEPS, bf16, PICTURES)
 
 
@@ -103,54 +152,113 @@ TP2, PP2 = {"tp": 2}, {"pp": 2}
 CASES = [
     Case("vit zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="vit"),
     Case("vit zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="vit", slow=True),
-    Case("vit zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, model="vit"),
+    Case(
+        "vit zero2 dp2, checkpointing", 2, "zero2", {"activation_checkpointing": True}, model="vit"
+    ),
     Case("vit zero3 dp2", 2, "zero3", model="vit", slow=True),
     Case("vit zero1 tp2", 2, "zero1", TP2, model="vit"),
     Case("vit zero1 pp3", 3, "zero1", {"pp": 3}, model="vit", slow=True),
     Case("vit zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="vit", slow=True),
     Case("deit zero3 tp2", 2, "zero3", TP2, model="deit", slow=True),
-    Case("deit zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1}, model="deit", slow=True),
-    Case("vit zero0 pp2 dp2, checkpointing", 4, "zero0", PP2 | {"activation_checkpointing": True}, model="vit", slow=True),
+    Case(
+        "deit zero0 pp2, dualpipev",
+        2,
+        "zero0",
+        PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1},
+        model="deit",
+        slow=True,
+    ),
+    Case(
+        "vit zero0 pp2 dp2, checkpointing",
+        4,
+        "zero0",
+        PP2 | {"activation_checkpointing": True},
+        model="vit",
+        slow=True,
+    ),
     Case("dinov2 zero2 dp2", 2, "zero2", model="dinov2", slow=True),
     Case("clip zero1 tp2", 2, "zero1", TP2, model="clip", slow=True),
     Case("dinov2 zero1 pp2", 2, "zero1", PP2, model="dinov2", slow=True),
     Case("siglip zero1 pp2", 2, "zero1", PP2, model="siglip", slow=True),
     Case("swin zero1 dp2", 2, "zero1", model="swin", slow=True),
-    Case("convnext zero3 dp2", 2, "zero3", numbers={"attention": "eager"}, model="convnext", slow=True),
+    Case(
+        "convnext zero3 dp2",
+        2,
+        "zero3",
+        numbers={"attention": "eager"},
+        model="convnext",
+        slow=True,
+    ),
 ]
 
 
 @each(CASES)
 def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
-    """Losses, norms, learning rates, every weight, and the share of held-out pictures that are right."""
+    """Losses, norms, learning rates, every weight, and the share of held-out pictures that are
+    right.
+    """
     codes = pools.run(
-        case.world, train_images, recipe=recipe_for(case.model, **case.layout, **case.numbers), config=strategy(case.file), out=str(tmp_path / "run")
+        case.world,
+        train_images,
+        recipe=recipe_for(case.model, **case.layout, **case.numbers),
+        config=strategy(case.file),
+        out=str(tmp_path / "run"),
     )
     assert codes == [0] * case.world
     expected = reference(case.model, **case.numbers)
     compare(tmp_path / "run", expected)
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(expected.right)
-    assert last["samples"] == STEPS * NUMBERS["global_batch"] and not last.keys() & {"tokens", "tokens_per_s"}
-    assert last.keys() <= page().keys() and last.keys() >= OF_PICTURES, "recipes/METRICS.md has a row for each key"
+    assert last["samples"] == STEPS * NUMBERS["global_batch"] and not last.keys() & {
+        "tokens",
+        "tokens_per_s",
+    }
+    assert last.keys() <= page().keys() and last.keys() >= OF_PICTURES, (
+        "recipes/METRICS.md has a row for each key"
+    )
 
 
 @pytest.mark.slow
 def test_a_published_plan_that_does_not_fit_its_layers_is_refused(pools, tmp_path):
     """Swin's bias of positions has as many columns as heads, and is not cut with them."""
-    with pytest.raises(CaseFailed, match=r"tp = 2: the code of .* fails when it is cut so \(RuntimeError: .*, in swin\.modeling_swin\.forward\)"):
-        pools.run(2, train_images, recipe=recipe_for("swin", tp=2), config=strategy("zero1"), out=str(tmp_path / "run"))
+    with pytest.raises(
+        CaseFailed,
+        match=(
+            r"tp = 2: the code of .* fails when it is cut so \(RuntimeError: .*, in"
+            r" swin\.modeling_swin\.forward\)"
+        ),
+    ):
+        pools.run(
+            2,
+            train_images,
+            recipe=recipe_for("swin", tp=2),
+            config=strategy("zero1"),
+            out=str(tmp_path / "run"),
+        )
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.slow
 def test_image_classifiers_train_like_plain_pytorch_in_bf16(pools, tmp_path):
-    """In two stages: every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
+    """In two stages: every loss within 3 x the largest difference between single-process runs that
+    only split the batch differently.
+    """
     recipe = recipe_for("vit", **PP2)
-    assert pools.run(2, train_images, recipe=recipe, config=strategy("zero1", bf16=True), out=str(tmp_path / "run")) == [0, 0]
-    plain = [reference("vit", bf16=True, micro_batch=micro_batch).losses for micro_batch in (8, 4, 2, 1)]
+    assert pools.run(
+        2,
+        train_images,
+        recipe=recipe,
+        config=strategy("zero1", bf16=True),
+        out=str(tmp_path / "run"),
+    ) == [0, 0]
+    plain = [
+        reference("vit", bf16=True, micro_batch=micro_batch).losses for micro_batch in (8, 4, 2, 1)
+    ]
     noise = max(max(step) - min(step) for step in zip(*plain, strict=True))
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     middle = [sum(step) / len(step) for step in zip(*plain, strict=True)]
     worst = max(abs(mine - theirs) for mine, theirs in zip(losses, middle, strict=True))
     print(f"worst difference {worst:.1e}, noise of the reference {noise:.1e}")
@@ -165,38 +273,74 @@ def test_a_mixture_of_pictures_tells_the_loss_of_each(pools, tmp_path):
     for layout in ({}, PP2):
         recipe = recipe_for("vit", dataset=f"file={file}@1; drawn=builtin@3", **layout)
         out = tmp_path / f"run{len(lines)}"
-        assert pools.run(2, train_images, recipe=recipe, config=strategy("zero1"), out=str(out)) == [0, 0]
-        lines.append([json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()])
+        assert pools.run(
+            2, train_images, recipe=recipe, config=strategy("zero1"), out=str(out)
+        ) == [0, 0]
+        lines.append(
+            [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        )
     for one, other in zip(*lines, strict=True):
-        assert [one["loss/file"], one["loss/drawn"]] == pytest.approx([other["loss/file"], other["loss/drawn"]], rel=1e-4)
-        assert one["samples/file"] + one["samples/drawn"] == one["samples"] and "tokens/file" not in one
-        assert one["loss/file"] / 4 + one["loss/drawn"] * 3 / 4 == pytest.approx(one["loss"], rel=1e-5)
+        assert [one["loss/file"], one["loss/drawn"]] == pytest.approx(
+            [other["loss/file"], other["loss/drawn"]], rel=1e-4
+        )
+        assert (
+            one["samples/file"] + one["samples/drawn"] == one["samples"]
+            and "tokens/file" not in one
+        )
+        assert one["loss/file"] / 4 + one["loss/drawn"] * 3 / 4 == pytest.approx(
+            one["loss"], rel=1e-5
+        )
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module")
 def stopped(pools, tmp_path_factory) -> Path:
     """A run of ViT in two stages, cut by tensors, that was stopped after step 5."""
     out = tmp_path_factory.mktemp("stopped") / "run"
-    assert pools.run(4, train_images, recipe=recipe_for("vit", pp=2, tp=2, stop_at=5), config=strategy("zero1"), out=str(out)) == [0] * 4
+    assert (
+        pools.run(
+            4,
+            train_images,
+            recipe=recipe_for("vit", pp=2, tp=2, stop_at=5),
+            config=strategy("zero1"),
+            out=str(out),
+        )
+        == [0] * 4
+    )
     return out
 
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
-    """From two stages of two tensor ranks under ZeRO-1 to two ranks under ZeRO-3: the same pictures, losses and weights."""
+    """From two stages of two tensor ranks under ZeRO-1 to two ranks under ZeRO-3: the same
+    pictures, losses and weights.
+    """
     shutil.copytree(stopped, tmp_path / "run")
-    assert pools.run(2, train_images, recipe=recipe_for("vit", micro_batch=1), config=strategy("zero3"), out=str(tmp_path / "run")) == [0, 0]
+    assert pools.run(
+        2,
+        train_images,
+        recipe=recipe_for("vit", micro_batch=1),
+        config=strategy("zero3"),
+        out=str(tmp_path / "run"),
+    ) == [0, 0]
     compare(tmp_path / "run", reference("vit"))
 
 
 def make_old(out: Path) -> None:
-    """Write a run folder as it was until November 2026: lines with `tokens` as well, and `checkpoint_every` in run.json."""
+    """Write a run folder as it was until November 2026: lines with `tokens` as well, and
+    `checkpoint_every` in run.json.
+    """
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    lines = [line | {"tokens": line["samples"], "tokens_per_s": line["samples_per_s"]} for line in lines]
+    lines = [
+        line | {"tokens": line["samples"], "tokens_per_s": line["samples_per_s"]} for line in lines
+    ]
     (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     facts = json.loads((out / "run.json").read_text())
     facts["recipe"]["checkpoint_every"] = facts["recipe"].pop("recompute_every") or 1
@@ -209,47 +353,91 @@ def test_a_resume_is_bit_for_bit(pools, tmp_path):
     for out, stops in (("whole", (0,)), ("parts", (3, 7, 0))):
         for stop_at in stops:
             recipe = recipe_for("vit", stop_at=stop_at, threads=1 + stop_at % 3)
-            assert pools.run(2, train_images, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / out)) == [0, 0]
+            assert pools.run(
+                2, train_images, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / out)
+            ) == [0, 0]
             if stop_at == 3:
                 make_old(tmp_path / out)
-    lines = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()] for out in ("whole", "parts")]
+    lines = [
+        [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
+        for out in ("whole", "parts")
+    ]
     assert numbers(lines[0]) == numbers(lines[1])
-    assert ["tokens" in line for line in lines[1]] == [number < 3 for number in range(STEPS)] and not any("tokens" in line for line in lines[0])
-    assert f"{STEPS * NUMBERS['global_batch']} samples" in (tmp_path / "parts" / "summary.md").read_text()
+    assert ["tokens" in line for line in lines[1]] == [
+        number < 3 for number in range(STEPS)
+    ] and not any("tokens" in line for line in lines[0])
+    assert (
+        f"{STEPS * NUMBERS['global_batch']} samples"
+        in (tmp_path / "parts" / "summary.md").read_text()
+    )
     whole, parts = exported(tmp_path / "whole" / "hf"), exported(tmp_path / "parts" / "hf")
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert whole.keys() == parts.keys() and all(
+        torch.equal(whole[name], parts[name]) for name in whole
+    )
 
 
 def convert(*words: Any) -> str:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 def test_checkpoints_are_converted_both_ways(tmp_path, stopped):
-    """To Hugging Face files, from them into two stages of two tensor ranks, into other degrees, and back: bit for bit."""
+    """To Hugging Face files, from them into two stages of two tensor ranks, into other degrees, and
+    back: bit for bit.
+    """
     convert("to-hf", stopped, tmp_path / "hf", "--verify")
     first = exported(tmp_path / "hf")
-    assert {tuple(first[name].shape) for name in first if name.endswith("cls_token")} == {(1, 1, 64)}
-    convert("from-hf", tmp_path / "hf", tmp_path / "made", "--zero", 1, "--tp", 2, "--pp", 2, "--dp", 1)
-    convert("reshape", tmp_path / "made", tmp_path / "other", "--tp", 1, "--pp", 1, "--dp", 2, "--zero", 2)
+    assert {tuple(first[name].shape) for name in first if name.endswith("cls_token")} == {
+        (1, 1, 64)
+    }
+    convert(
+        "from-hf", tmp_path / "hf", tmp_path / "made", "--zero", 1, "--tp", 2, "--pp", 2, "--dp", 1
+    )
+    convert(
+        "reshape",
+        tmp_path / "made",
+        tmp_path / "other",
+        "--tp",
+        1,
+        "--pp",
+        1,
+        "--dp",
+        2,
+        "--zero",
+        2,
+    )
     convert("to-hf", tmp_path / "other", tmp_path / "back")
     last = exported(tmp_path / "back")
-    assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+    assert first.keys() == last.keys() and all(
+        torch.equal(first[name], last[name]) for name in first
+    )
 
 
 def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_path):
-    """Its loss and its share of right pictures are those that the run told, its image processor makes the pictures of an evaluation."""
+    """Its loss and its share of right pictures are those that the run told, its image processor
+    makes the pictures of an evaluation.
+    """
     recipe = recipe_for("vit")
     pools.run(1, train_images, recipe=recipe, config=strategy("zero0"), out=str(tmp_path / "run"))
-    model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "hf").eval()
+    model = transformers.AutoModelForImageClassification.from_pretrained(
+        tmp_path / "run" / "hf"
+    ).eval()
     assert "use_cache" not in json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
     plan = plan_of(replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"))
     batches = PICTURES.held_out(plan.recipe, plan.model_config)
     with torch.no_grad():
         loss = sum(summed_loss(model, batch).item() for batch in batches) / num_labels(batches)
-        shares = [sum(counts) / num_labels(batches) for counts in zip(*(right(model, batch) for batch in batches), strict=True)]
+        shares = [
+            sum(counts) / num_labels(batches)
+            for counts in zip(*(right(model, batch) for batch in batches), strict=True)
+        ]
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["eval_loss"] == pytest.approx(loss, rel=1e-6)
     assert [last["eval_accuracy"], last["eval_top5_accuracy"]] == pytest.approx(shares)
@@ -267,30 +455,50 @@ def damaged(folder: Path, broken: tuple[int, ...] = (7, 123)) -> Path:
         encoded.append(buffer.getvalue())
     for number in broken:
         encoded[number] = encoded[number][:200]
-    pq.write_table(pa.table({"image": encoded, "label": [row["label"] for row in rows]}), folder / "pictures.parquet")
+    pq.write_table(
+        pa.table({"image": encoded, "label": [row["label"] for row in rows]}),
+        folder / "pictures.parquet",
+    )
     return folder / "pictures.parquet"
 
 
 @pytest.mark.slow
 def test_a_damaged_picture_is_named_or_counted(pools, tmp_path):
-    """The run stops before it, with a checkpoint (tests/data/test_data_samples.py has the words); or it is left out and counted, the same on every layout."""
+    """The run stops before it, with a checkpoint (tests/data/test_data_samples.py has the words);
+    or it is left out and counted, the same on every layout.
+    """
     file = damaged(tmp_path)
     recipe = recipe_for("vit", dataset=str(file), steps=50, global_batch=8, eval_every=0)
-    assert pools.run(2, train_images, recipe=recipe, config=strategy("zero1"), out=str(tmp_path / "stops")) == [1, 1]
+    assert pools.run(
+        2, train_images, recipe=recipe, config=strategy("zero1"), out=str(tmp_path / "stops")
+    ) == [1, 1]
     steps = len((tmp_path / "stops" / "metrics.jsonl").read_text().splitlines())
-    assert 0 < steps < 50 and (tmp_path / "stops" / "checkpoints" / f"step_{steps:08}" / "manifest.json").exists()
+    assert (
+        0 < steps < 50
+        and (tmp_path / "stops" / "checkpoints" / f"step_{steps:08}" / "manifest.json").exists()
+    )
     last = []
     for world, layout in ((1, {}), (2, {"micro_batch": 1}), (2, {"pp": 2})):
         out = tmp_path / f"run_{len(last)}"
-        pools.run(world, train_images, recipe=replace(recipe, bad_rows="skip", **layout), config=strategy("zero1"), out=str(out))
+        pools.run(
+            world,
+            train_images,
+            recipe=replace(recipe, bad_rows="skip", **layout),
+            config=strategy("zero1"),
+            out=str(out),
+        )
         last.append(json.loads((out / "metrics.jsonl").read_text().splitlines()[-1]))
-    assert [line["bad_rows"] for line in last] == [last[0]["bad_rows"]] * 3 and last[0]["bad_rows"] >= 2
+    assert [line["bad_rows"] for line in last] == [last[0]["bad_rows"]] * 3 and last[0][
+        "bad_rows"
+    ] >= 2
     assert [line["samples"] for line in last] == [50 * 8 - last[0]["bad_rows"]] * 3
     assert [line["loss"] for line in last] == pytest.approx([last[0]["loss"]] * 3, rel=1e-3)
 
 
 def test_a_model_gets_a_head_for_other_classes(pools, tmp_path):
-    """--num_labels: every weight of the body is the files', a new head is drawn, also for files that have no head; without the flag both are refused."""
+    """--num_labels: every weight of the body is the files', a new head is drawn, also for files
+    that have no head; without the flag both are refused.
+    """
     start = recipe_for("vit", lr=1e-12, steps=1, warmup_steps=0, eval_every=0, global_batch=4)
     pools.run(1, train_images, recipe=start, config=strategy("zero0"), out=str(tmp_path / "run"))
     published, bare = tmp_path / "run" / "hf", tmp_path / "bare"
@@ -299,15 +507,40 @@ def test_a_model_gets_a_head_for_other_classes(pools, tmp_path):
     tuned = replace(start, init="pretrained", num_labels=12)
     for folder in (published, bare):
         out = tmp_path / f"tuned_{folder.name}"
-        assert pools.run(2, tune, recipe=replace(tuned, model=str(folder)), config=strategy("zero1"), out=str(out), flags=("--tp", "2")) == [0, 0]
+        assert pools.run(
+            2,
+            tune,
+            recipe=replace(tuned, model=str(folder)),
+            config=strategy("zero1"),
+            out=str(out),
+            flags=("--tp", "2"),
+        ) == [0, 0]
         made = exported(out / "hf")
         assert made["classifier.weight"].shape == (12, 64) and made["classifier.weight"].std() > 0
-        assert all(torch.allclose(made[name], value, atol=1e-9) for name, value in body.items()) and len(made) == len(body) + 2
+        assert (
+            all(torch.allclose(made[name], value, atol=1e-9) for name, value in body.items())
+            and len(made) == len(body) + 2
+        )
         convert("to-hf", out, tmp_path / f"converted_{folder.name}")
         again = exported(tmp_path / f"converted_{folder.name}")
-        assert made.keys() == again.keys() and all(torch.equal(made[name], again[name]) for name in made)
-    with pytest.raises(CaseFailed, match=r"its files lack 2 of \d+ parameters, first classifier.*--num_labels N randomly initialises a new head"):
-        pools.run(1, tune, recipe=replace(tuned, num_labels=0, model=str(bare)), config=strategy("zero0"), out=str(tmp_path / "refused"), flags=())
+        assert made.keys() == again.keys() and all(
+            torch.equal(made[name], again[name]) for name in made
+        )
+    with pytest.raises(
+        CaseFailed,
+        match=(
+            r"its files lack 2 of \d+ parameters, first classifier.*--num_labels N randomly"
+            r" initialises a new head"
+        ),
+    ):
+        pools.run(
+            1,
+            tune,
+            recipe=replace(tuned, num_labels=0, model=str(bare)),
+            config=strategy("zero0"),
+            out=str(tmp_path / "refused"),
+            flags=(),
+        )
 
 
 def tune(recipe: Recipe, config: dict[str, Any], out: str, flags: tuple[str, ...]) -> int:
@@ -315,4 +548,6 @@ def tune(recipe: Recipe, config: dict[str, Any], out: str, flags: tuple[str, ...
     from recipekit.train import main
 
     sys.argv = ["images.py"]
-    return main(make_plan(parse(replace(recipe, ds_config=config, out=out), Path("images.py"), list(flags))))
+    return main(
+        make_plan(parse(replace(recipe, ds_config=config, out=out), Path("images.py"), list(flags)))
+    )

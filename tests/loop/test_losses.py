@@ -1,4 +1,6 @@
-"""In every layout the loss in chunks is that of whole logits: of a step, of each corpus, of an evaluation, and so are the gradients."""
+"""In every layout the loss in chunks is that of whole logits: of a step, of each corpus, of an
+evaluation, and so are the gradients.
+"""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -13,14 +15,26 @@ VOCABULARY = 264
 COLUMNS = 64  # of a block here, so that there are several
 
 
-def train_and_watch(recipe: Recipe, config: dict[str, Any], out: str) -> tuple[int, list[tuple[int, int]]]:
-    """Runs on every rank: the real loop in small blocks. Returns its exit code, and (rows of the head's weight, columns of a block) of its losses."""
+def train_and_watch(
+    recipe: Recipe, config: dict[str, Any], out: str
+) -> tuple[int, list[tuple[int, int]]]:
+    """Runs on every rank: the real loop in small blocks.
+
+    Returns its exit code, and (rows of the head's weight, columns of a block) of its losses.
+    """
     from recipekit.kernels import cross_entropy
     from recipekit.model import head
 
-    token_losses, logits, operations_of, seen = head.token_losses, cross_entropy._logits, head.operations_of, set()
+    token_losses, logits, operations_of, seen = (
+        head.token_losses,
+        cross_entropy._logits,
+        head.operations_of,
+        set(),
+    )
 
-    def in_small_blocks(hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any, part: Any, block: Any) -> Any:
+    def in_small_blocks(
+        hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any, part: Any, block: Any
+    ) -> Any:
         return token_losses(hidden, weight, bias, labels, chain, part, COLUMNS * labels.numel())
 
     def watched(hidden: Any, weight: Any, bias: Any, columns: slice) -> Any:
@@ -33,11 +47,19 @@ def train_and_watch(recipe: Recipe, config: dict[str, Any], out: str) -> tuple[i
         seen.clear()  # those of the small copy
         return found
 
-    head.token_losses, cross_entropy._logits, head.operations_of = in_small_blocks, watched, unwatched
+    head.token_losses, cross_entropy._logits, head.operations_of = (
+        in_small_blocks,
+        watched,
+        unwatched,
+    )
     try:
         return train_in_layout(recipe, config, out), sorted(seen)
     finally:
-        head.token_losses, cross_entropy._logits, head.operations_of = token_losses, logits, operations_of
+        head.token_losses, cross_entropy._logits, head.operations_of = (
+            token_losses,
+            logits,
+            operations_of,
+        )
 
 
 @dataclass(frozen=True)
@@ -66,23 +88,53 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ()) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=pytest.mark.slow if case.slow else ())
+        for case in CASES
+    ],
+)
 def test_a_loss_in_chunks_is_that_of_whole_logits(pools, tmp_path, case):
     mixture = f"short={corpus('borders')}@1; long=builtin@2"
-    numbers = {"steps": 4, "warmup_steps": 1, "eval_every": 2, "dataset": mixture, "tokenizer": "bytes", "export": False}
+    numbers = {
+        "steps": 4,
+        "warmup_steps": 1,
+        "eval_every": 2,
+        "dataset": mixture,
+        "tokenizer": "bytes",
+        "export": False,
+    }
     recipe = recipe_for(case.model, **accumulating(2, **case.layout), **numbers)
     found = {}
     for loss in ("whole", "chunked"):
         config = strategy(case.file) if case.file else {}
-        told = pools.run(2, train_and_watch, recipe=replace(recipe, loss=loss), config=config, out=str(tmp_path / loss))
+        told = pools.run(
+            2,
+            train_and_watch,
+            recipe=replace(recipe, loss=loss),
+            config=config,
+            out=str(tmp_path / loss),
+        )
         assert [code for code, _ in told] == [0, 0]
         blocks = [seen for _, seen in told if seen]
         if loss == "whole":
             assert not blocks
         else:  # a pipeline's last stage alone has them, which under DualPipeV is on the first rank
             wanted = {(case.rows, COLUMNS), (case.rows, case.rows % COLUMNS)}
-            assert len(blocks) == (1 if recipe.pp > 1 else 2) and all(set(seen) == wanted for seen in blocks), told
-        found[loss] = [json.loads(line) for line in (tmp_path / loss / "metrics.jsonl").read_text().splitlines()]
+            assert len(blocks) == (1 if recipe.pp > 1 else 2) and all(
+                set(seen) == wanted for seen in blocks
+            ), told
+        found[loss] = [
+            json.loads(line)
+            for line in (tmp_path / loss / "metrics.jsonl").read_text().splitlines()
+        ]
     for mine, theirs in zip(found["chunked"], found["whole"], strict=True):
-        for name in ("loss", "grad_norm", "loss/short", "loss/long", *(["eval_loss"] if mine["step"] % 2 == 0 else [])):
+        for name in (
+            "loss",
+            "grad_norm",
+            "loss/short",
+            "loss/long",
+            *(["eval_loss"] if mine["step"] % 2 == 0 else []),
+        ):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5), (mine["step"], name)

@@ -1,4 +1,6 @@
-"""Masked language models train like plain PyTorch in every layout of their row of facts, resume bit for bit, and are exported as transformers reads them."""
+"""Masked language models train like plain PyTorch in every layout of their row of facts, resume bit
+for bit, and are exported as transformers reads them.
+"""
 
 import functools
 import json
@@ -43,7 +45,18 @@ from safetensors.torch import load_file
 from test_metrics_page import OF_MASKS, page
 from test_parity import NUMBERS, STEPS, Case, compare, each, strategy
 
-FLAGS = ("dataset", "micro_batch", "global_batch", "seq_len", "eval_rows", "warmup_steps", "tp", "pp", "sp", "ep")
+FLAGS = (
+    "dataset",
+    "micro_batch",
+    "global_batch",
+    "seq_len",
+    "eval_rows",
+    "warmup_steps",
+    "tp",
+    "pp",
+    "sp",
+    "ep",
+)
 
 
 @functools.cache
@@ -63,7 +76,12 @@ def short_documents() -> str:
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(5, 90, (3000,), generator=draw).tolist()
     letters = torch.randint(0, 9, (sum(lengths),), generator=draw).split(lengths)
-    (folder / "short.jsonl").write_text("".join(json.dumps({"text": "".join("abcdefgh "[letter] for letter in own)}) + "\n" for own in letters))
+    (folder / "short.jsonl").write_text(
+        "".join(
+            json.dumps({"text": "".join("abcdefgh "[letter] for letter in own)}) + "\n"
+            for own in letters
+        )
+    )
     return str(folder / "short.jsonl")
 
 
@@ -74,7 +92,16 @@ def recipe_for(model: str, dropout: float = 0.0, **changes: Any) -> Recipe:
 
 def plan_of(recipe: Recipe) -> Any:
     """--tiny must not change the numbers of this test, so they are typed."""
-    return make_plan(parse(recipe, Path("masked.py"), ["--tiny", *(word for name in FLAGS for word in (f"--{name}", str(getattr(recipe, name))))]))
+    return make_plan(
+        parse(
+            recipe,
+            Path("masked.py"),
+            [
+                "--tiny",
+                *(word for name in FLAGS for word in (f"--{name}", str(getattr(recipe, name)))),
+            ],
+        )
+    )
 
 
 def train_masked(recipe: Recipe, config: dict[str, Any], out: str) -> int:
@@ -87,24 +114,41 @@ def train_masked(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 
 def documents(batch: dict[str, torch.Tensor]) -> Any:
     """Yields (ids, labels) of each document, (tokens,), by the positions that begin anew."""
-    for ids, labels, positions in zip(batch["input_ids"], batch["labels"], batch["position_ids"], strict=True):
-        edges = [place for place, position in enumerate(positions.tolist()) if position == 0] + [len(ids)]
+    for ids, labels, positions in zip(
+        batch["input_ids"], batch["labels"], batch["position_ids"], strict=True
+    ):
+        edges = [place for place, position in enumerate(positions.tolist()) if position == 0] + [
+            len(ids)
+        ]
         for start, stop in pairwise(edges):
             yield ids[start:stop], labels[start:stop]
 
 
 def logits_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:
-    """Yields (logits, labels) of each document's hidden tokens; transformers' own model reads it alone, and is told of no mask and no positions."""
+    """Yields (logits, labels) of each document's hidden tokens; transformers' own model reads it
+    alone, and is told of no mask and no positions.
+    """
     for ids, labels in documents(batch):
         if (hidden := labels >= 0).any():
             told = {}
-            if model.config.pad_token_id in ids.tolist():  # a tiny RoBERTa's padding token is a byte, and RoBERTa gives no position of its own to it
+            # a tiny RoBERTa's padding token is a byte, and RoBERTa gives no position of its own to
+            # it
+            if model.config.pad_token_id in ids.tolist():
                 told = {"position_ids": torch.arange(len(ids)).unsqueeze(0)}
-            yield model(input_ids=ids.unsqueeze(0), **told).logits[0, hidden].float(), labels[hidden]
+            yield (
+                model(input_ids=ids.unsqueeze(0), **told).logits[0, hidden].float(),
+                labels[hidden],
+            )
 
 
 def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return sum((-logits.log_softmax(-1).gather(1, labels.unsqueeze(1)).sum() for logits, labels in logits_of(model, batch)), torch.zeros(()))
+    return sum(
+        (
+            -logits.log_softmax(-1).gather(1, labels.unsqueeze(1)).sum()
+            for logits, labels in logits_of(model, batch)
+        ),
+        torch.zeros(()),
+    )
 
 
 def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
@@ -112,8 +156,12 @@ def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
 
 
 MASKED = Plain(
-    stream=lambda recipe, _: open_stream(request_of(recipe), byte_tokenizer(masked=True), dp=1, dp_rank=0),
-    held_out=lambda recipe, _: eval_rows(request_of(recipe), byte_tokenizer(masked=True), dp=1, dp_rank=0),
+    stream=lambda recipe, _: open_stream(
+        request_of(recipe), byte_tokenizer(masked=True), dp=1, dp_rank=0
+    ),
+    held_out=lambda recipe, _: eval_rows(
+        request_of(recipe), byte_tokenizer(masked=True), dp=1, dp_rank=0
+    ),
     loss=summed_loss,
     right=right,
 )
@@ -122,7 +170,9 @@ MASKED = Plain(
 @functools.cache
 def reference(model: str, bf16: bool = False, **changes: Any) -> Trained:
     os.environ.pop("WORLD_SIZE", None)
-    plan = plan_of(replace(recipe_for(model, **changes), ds_config=strategy("zero0", bf16), out="/nonexistent"))
+    plan = plan_of(
+        replace(recipe_for(model, **changes), ds_config=strategy("zero0", bf16), out="/nonexistent")
+    )
     return train_plain(plan.recipe, plan.model_config, STEPS, bf16, MASKED)
 
 
@@ -130,11 +180,40 @@ TP2, PP2 = {"tp": 2}, {"pp": 2}
 CASES = [  # pairs of stage, dp, split, tp, pp
     Case("bert zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="bert", slow=True),
     Case("bert zero1 pp2", 2, "zero1", PP2, model="bert", slow=True),
-    Case("modernbert zero3 dp2, checkpointing", 2, "zero3", {"activation_checkpointing": True}, model="modernbert", slow=True),
-    Case("bert zero2 dp4", 4, "zero2", {"micro_batch": 1}, {"whole_words": True}, model="bert", slow=True),
-    Case("bert zero3 tp2, whole logits", 2, "zero3", TP2 | {"micro_batch": 4, "loss": "whole"}, model="bert", slow=True),
+    Case(
+        "modernbert zero3 dp2, checkpointing",
+        2,
+        "zero3",
+        {"activation_checkpointing": True},
+        model="modernbert",
+        slow=True,
+    ),
+    Case(
+        "bert zero2 dp4",
+        4,
+        "zero2",
+        {"micro_batch": 1},
+        {"whole_words": True},
+        model="bert",
+        slow=True,
+    ),
+    Case(
+        "bert zero3 tp2, whole logits",
+        2,
+        "zero3",
+        TP2 | {"micro_batch": 4, "loss": "whole"},
+        model="bert",
+        slow=True,
+    ),
     Case("modernbert zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="modernbert", slow=True),
-    Case("modernbert zero0 pp2, dualpipev", 2, "zero0", PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1}, model="modernbert", slow=True),
+    Case(
+        "modernbert zero0 pp2, dualpipev",
+        2,
+        "zero0",
+        PP2 | {"pipeline_schedule": "dualpipev", "micro_batch": 1},
+        model="modernbert",
+        slow=True,
+    ),
     Case("eurobert zero2 tp2", 2, "zero2", TP2 | {"micro_batch": 1}, model="eurobert", slow=True),
     Case("roberta zero0 pp2 dp2", 4, "zero0", PP2, model="roberta", slow=True),
 ]
@@ -142,62 +221,128 @@ CASES = [  # pairs of stage, dp, split, tp, pp
 
 @each(CASES)
 def test_masked_language_models_train_like_plain_pytorch(pools, tmp_path, case):
-    """Losses, norms, learning rates, every weight, and the share of hidden tokens of held-out rows that are right."""
+    """Losses, norms, learning rates, every weight, and the share of hidden tokens of held-out rows
+    that are right.
+    """
     codes = pools.run(
-        case.world, train_masked, recipe=recipe_for(case.model, **case.layout, **case.numbers), config=strategy(case.file), out=str(tmp_path / "run")
+        case.world,
+        train_masked,
+        recipe=recipe_for(case.model, **case.layout, **case.numbers),
+        config=strategy(case.file),
+        out=str(tmp_path / "run"),
     )
     assert codes == [0] * case.world
     expected = reference(case.model, **case.numbers)
     compare(tmp_path / "run", expected)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [lines[-1]["eval_accuracy"]] == pytest.approx(expected.right)
     for line in lines:
-        assert line["perplexity"] == pytest.approx(torch.tensor(line["loss"], dtype=torch.float64).exp().item())
+        assert line["perplexity"] == pytest.approx(
+            torch.tensor(line["loss"], dtype=torch.float64).exp().item()
+        )
         assert 0 <= line["accuracy"] <= 1
-    assert lines[-1].keys() <= page().keys() and lines[-1].keys() >= OF_MASKS, "recipes/METRICS.md has a row for each key"
+    assert lines[-1].keys() <= page().keys() and lines[-1].keys() >= OF_MASKS, (
+        "recipes/METRICS.md has a row for each key"
+    )
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def test_a_resume_with_dropout_is_bit_for_bit(pools, tmp_path):
-    """BERT's own dropout, 0.1, in embeddings, attention and layers; stopped after step 4, with tokens hidden anew in each row."""
+    """BERT's own dropout, 0.1, in embeddings, attention and layers; stopped after step 4, with
+    tokens hidden anew in each row.
+    """
     for out, stops in (("whole", (0,)), ("parts", (4, 0))):
         for stop_at in stops:
             recipe = recipe_for("bert", dropout=0.1, stop_at=stop_at, steps=6)
-            assert pools.run(2, train_masked, recipe=recipe, config=strategy("zero1"), out=str(tmp_path / out)) == [0, 0]
-    lines = [[json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()] for out in ("whole", "parts")]
-    assert numbers(lines[0]) == numbers(lines[1]) and [line["accuracy"] for line in lines[0]] == [line["accuracy"] for line in lines[1]]
+            assert pools.run(
+                2, train_masked, recipe=recipe, config=strategy("zero1"), out=str(tmp_path / out)
+            ) == [0, 0]
+    lines = [
+        [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
+        for out in ("whole", "parts")
+    ]
+    assert numbers(lines[0]) == numbers(lines[1]) and [line["accuracy"] for line in lines[0]] == [
+        line["accuracy"] for line in lines[1]
+    ]
     whole, parts = exported(tmp_path / "whole" / "hf"), exported(tmp_path / "parts" / "hf")
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert whole.keys() == parts.keys() and all(
+        torch.equal(whole[name], parts[name]) for name in whole
+    )
 
 
 def convert(*words: Any) -> str:
-    done = subprocess.run([sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)], env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
 def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, tmp_path):
-    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 x pp 2 -> Hugging Face; then the run goes on in another layout, like plain PyTorch."""
+    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 x pp 2 -> Hugging Face; then the run goes
+    on in another layout, like plain PyTorch.
+    """
     run = tmp_path / "run"
-    assert pools.run(2, train_masked, recipe=recipe_for("bert", stop_at=5), config=strategy("zero2"), out=str(run)) == [0, 0]
+    assert pools.run(
+        2,
+        train_masked,
+        recipe=recipe_for("bert", stop_at=5),
+        config=strategy("zero2"),
+        out=str(run),
+    ) == [0, 0]
     convert("to-hf", run, tmp_path / "first", "--verify")
     convert("reshape", run, tmp_path / "four", "--tp", 1, "--pp", 1, "--dp", 4, "--zero", 3)
     convert("to-hf", tmp_path / "four", tmp_path / "second")
-    convert("from-hf", tmp_path / "second", tmp_path / "cut", "--zero", 1, "--tp", 2, "--pp", 2, "--dp", 1)
+    convert(
+        "from-hf",
+        tmp_path / "second",
+        tmp_path / "cut",
+        "--zero",
+        1,
+        "--tp",
+        2,
+        "--pp",
+        2,
+        "--dp",
+        1,
+    )
     convert("to-hf", tmp_path / "cut", tmp_path / "third")
     first, second, third = (exported(tmp_path / name) for name in ("first", "second", "third"))
     assert first.keys() == second.keys() == third.keys()
-    assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], third[name]) for name in first)
-    assert pools.run(4, train_masked, recipe=recipe_for("bert", pp=2, tp=2, micro_batch=1), config=strategy("zero1"), out=str(run)) == [0] * 4
+    assert all(
+        torch.equal(first[name], second[name]) and torch.equal(first[name], third[name])
+        for name in first
+    )
+    assert (
+        pools.run(
+            4,
+            train_masked,
+            recipe=recipe_for("bert", pp=2, tp=2, micro_batch=1),
+            config=strategy("zero1"),
+            out=str(run),
+        )
+        == [0] * 4
+    )
     compare(run, reference("bert"))
 
 
 def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_path):
-    """Its loss and its share of right tokens are those that the run told; its tokenizer puts the same tokens round a text, and knows the mask."""
+    """Its loss and its share of right tokens are those that the run told; its tokenizer puts the
+    same tokens round a text, and knows the mask.
+    """
     recipe = recipe_for("modernbert")
     pools.run(1, train_masked, recipe=recipe, config=strategy("zero0"), out=str(tmp_path / "run"))
     model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "run" / "hf").eval()
@@ -208,49 +353,103 @@ def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_pa
         judged = [pair for batch in batches for pair in logits_of(model, batch)]
     logits, labels = (torch.cat(tensors) for tensors in zip(*judged, strict=True))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["eval_loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-6)
+    assert last["eval_loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-6
+    )
     assert last["eval_accuracy"] == pytest.approx(num_right(logits, labels) / len(labels))
-    assert last["eval_perplexity"] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).exp().item(), rel=1e-5)
+    assert last["eval_perplexity"] == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, labels).exp().item(), rel=1e-5
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
     own = byte_tokenizer(masked=True)
-    assert tokenizer("some text")["input_ids"] == own("some text")["input_ids"] and tokenizer.mask_token_id == own.mask_token_id
+    assert (
+        tokenizer("some text")["input_ids"] == own("some text")["input_ids"]
+        and tokenizer.mask_token_id == own.mask_token_id
+    )
 
 
 @pytest.mark.parametrize("model_type", ["bert", "modernbert"])
 def test_a_head_that_is_the_embedding_is_drawn_once(tmp_path, model_type):
-    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each stage as in the whole: the embedding's own values.
+    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each
+    stage as in the whole: the embedding's own values.
 
     Each stage finds its parameters in the files of the whole.
     """
     plan = plan_of(replace(recipe_for(model_type), ds_config=strategy("zero0"), out="/nonexistent"))
     built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
-    whole, split = dict(built.model.named_parameters()), pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
+    whole, split = (
+        dict(built.model.named_parameters()),
+        pipeline.split(built.model, built.blueprint, 2, built.plans.pp),
+    )
     assert split.tied
     built.model.save_pretrained(tmp_path)
     for stage in (0, 1):
-        model, uncut = (empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM") for _ in range(2))
+        model, uncut = (
+            empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM")
+            for _ in range(2)
+        )
         pipeline.cut(model, split, stage, torch.float32, TASKS["masked_lm"])
-        assert open_weights(str(tmp_path), model).stored.keys() >= dict(model.named_parameters()).keys()
-        fill(model, plan.recipe.seed, None, {}, torch.device("cpu"), torch.float32, {}, None, whole=uncut)
-        embeddings = [name for name, _ in model.named_parameters() if name.endswith(("word_embeddings.weight", "tok_embeddings.weight"))]
-        assert len(embeddings) == 1 and all(torch.equal(value, whole[name]) for name, value in model.named_parameters())
+        assert (
+            open_weights(str(tmp_path), model).stored.keys()
+            >= dict(model.named_parameters()).keys()
+        )
+        fill(
+            model,
+            plan.recipe.seed,
+            None,
+            {},
+            torch.device("cpu"),
+            torch.float32,
+            {},
+            None,
+            whole=uncut,
+        )
+        embeddings = [
+            name
+            for name, _ in model.named_parameters()
+            if name.endswith(("word_embeddings.weight", "tok_embeddings.weight"))
+        ]
+        assert len(embeddings) == 1 and all(
+            torch.equal(value, whole[name]) for name, value in model.named_parameters()
+        )
         if stage == 1:
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-            assert head.weight is embedding.weight and sum(value.numel() for value in model.get_submodule(split.first[0]).parameters()) == head.weight.numel()
+            assert (
+                head.weight is embedding.weight
+                and sum(value.numel() for value in model.get_submodule(split.first[0]).parameters())
+                == head.weight.numel()
+            )
 
 
 def test_stages_that_would_name_one_weight_in_two_ways_are_refused():
-    plan = plan_of(replace(recipe_for("camembert"), ds_config=strategy("zero0"), out="/nonexistent"))
+    plan = plan_of(
+        replace(recipe_for("camembert"), ds_config=strategy("zero0"), out="/nonexistent")
+    )
     built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
-    with pytest.raises(Refusal, match=r"pp > 1 with CamembertForMaskedLM: its head is its embedding and stands before it .lm_head.decoder.weight."):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"pp > 1 with CamembertForMaskedLM: its head is its embedding and stands before it"
+            r" .lm_head.decoder.weight."
+        ),
+    ):
         pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "eurobert", "roberta"])
 def test_a_document_changes_no_logit_and_no_loss_of_another(model_type, attention):
-    """Not one bit: the second of three documents is another one. Its own logits see it, those before a change too."""
-    plan = plan_of(replace(recipe_for(model_type, attention=attention), ds_config=strategy("zero0"), out="/nonexistent"))
+    """Not one bit: the second of three documents is another one.
+
+    Its own logits see it, those before a change too.
+    """
+    plan = plan_of(
+        replace(
+            recipe_for(model_type, attention=attention),
+            ds_config=strategy("zero0"),
+            out="/nonexistent",
+        )
+    )
     model = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
     positions = torch.cat([torch.arange(length) for length in (20, 30, 14)]).unsqueeze(0)
     ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
@@ -258,8 +457,16 @@ def test_a_document_changes_no_logit_and_no_loss_of_another(model_type, attentio
     outputs = []
     for end in (5, 7):
         ids[0, 49] = end
-        batch = to_device(add({"input_ids": ids.clone(), "position_ids": positions, "labels": ids.clone()}), torch.device("cpu"))
-        outputs.append((masked_lm.TASK.forward(model, batch).detach(), masked_lm.of_losses(masked_lm.TASK).forward(model, batch).detach()))
+        batch = to_device(
+            add({"input_ids": ids.clone(), "position_ids": positions, "labels": ids.clone()}),
+            torch.device("cpu"),
+        )
+        outputs.append(
+            (
+                masked_lm.TASK.forward(model, batch).detach(),
+                masked_lm.of_losses(masked_lm.TASK).forward(model, batch).detach(),
+            )
+        )
     for before, after in zip(*outputs, strict=True):
         moved = (before != after).any(-1)[0]
         assert moved[20:50].float().mean() > 0.5 and not moved[:20].any() and not moved[50:].any()
@@ -281,24 +488,42 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("letters", ["true", "shuffled"])
 def test_a_small_bert_learns_text(tmp_path, letters):
-    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each document shuffled it is not, so nothing of the answer leaks in.
+    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each
+    document shuffled it is not, so nothing of the answer leaks in.
 
-    Of the hidden tokens one in ten stays what it is, so whoever copies what is there is right 7 points more often than that share.
+    Of the hidden tokens one in ten stays what it is, so whoever copies what is there is right 7
+    points more often than that share.
     """
-    texts = [path.read_text(errors="replace") for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))]
+    texts = [
+        path.read_text(errors="replace")
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    ]
     texts = [text[start : start + 1000] for text in texts for start in range(0, len(text), 1000)]
     draw = random.Random(0)
     if letters == "shuffled":
         texts = ["".join(draw.sample(text, len(text))) for text in texts]
     counts = Counter(byte for text in texts for byte in text.encode())
     unigram = counts.most_common(1)[0][1] / counts.total()
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     (tmp_path / "model").mkdir()
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 264, "local_attention": 32}
-    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 264,
+        "local_attention": 32,
+    }
+    ids = dict.fromkeys(
+        ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    )
     config = {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]} | sizes | ids
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "small_bert.py").write_text(RECIPE.format(model=str(tmp_path / "model"), dataset=str(tmp_path / "texts.jsonl")))
+    (tmp_path / "small_bert.py").write_text(
+        RECIPE.format(model=str(tmp_path / "model"), dataset=str(tmp_path / "texts.jsonl"))
+    )
     job = Job(tmp_path, deepspeed(tmp_path / "small_bert.py", ranks=2))
     try:
         assert job.wait(360.0) == 0, job.output[-3000:]
@@ -306,5 +531,8 @@ def test_a_small_bert_learns_text(tmp_path, letters):
         job.close()
     lines = metrics(tmp_path / "runs" / "small_bert")
     found = lines[-1]["eval_accuracy"]
-    print(f"{letters} letters: accuracy {found:.3f}, the commonest byte {unigram:.3f}, after {sum(line['step_s'] for line in lines):.0f} s of steps")
+    print(
+        f"{letters} letters: accuracy {found:.3f}, the commonest byte {unigram:.3f}, after"
+        f" {sum(line['step_s'] for line in lines):.0f} s of steps"
+    )
     assert (found > unigram + 0.1) == (letters == "true")

@@ -1,4 +1,6 @@
-"""recipes/METRICS.md against a real run: each key that a run writes is on the page, and means what the page says."""
+"""recipes/METRICS.md against a real run: each key that a run writes is on the page, and means what
+the page says.
+"""
 
 import json
 import random
@@ -16,11 +18,19 @@ from recipekit.spec.recipe import Recipe
 
 PAGE = ROOT / "recipes" / "METRICS.md"
 ON_GPUS_ONLY = {"mfu"}
-OF_MASKS = {"accuracy", "perplexity", "eval_accuracy", "eval_perplexity"}  # test_masked.py has a run that writes them
-OF_PICTURES = {"samples", "samples_per_s", "eval_accuracy", "eval_top5_accuracy"}  # test_images.py has a run that writes them
+# test_masked.py has a run that writes them
+OF_MASKS = {"accuracy", "perplexity", "eval_accuracy", "eval_perplexity"}
+# test_images.py has a run that writes them
+OF_PICTURES = {"samples", "samples_per_s", "eval_accuracy", "eval_top5_accuracy"}
 OF_SAMPLES = {"samples/NAME", "step_samples"}  # test_metrics_of_a_step.py
-OF_PAIRS = {f"{before}{name}" for before in ("", "eval_") for name in ("accuracy", "margin", "rewards/chosen", "rewards/rejected")}  # test_preference.py
-OF_CHATS = {"rows_read", "rows_cut", "rows_without_target", "answers_dropped"}  # test_chat_rows.py has runs that write them
+# test_preference.py
+OF_PAIRS = {
+    f"{before}{name}"
+    for before in ("", "eval_")
+    for name in ("accuracy", "margin", "rewards/chosen", "rewards/rejected")
+}
+# test_chat_rows.py has runs that write them
+OF_CHATS = {"rows_read", "rows_cut", "rows_without_target", "answers_dropped"}
 
 
 def page() -> dict[str, tuple[str, str]]:
@@ -31,7 +41,11 @@ def page() -> dict[str, tuple[str, str]]:
 
 
 def text(words: int, seed: int) -> str:
-    return " ".join(random.Random(seed).choices(["gradient", "rank", "row", "of", "the", "a", "sum", "is", "token"], k=words))
+    return " ".join(
+        random.Random(seed).choices(
+            ["gradient", "rank", "row", "of", "the", "a", "sum", "is", "token"], k=words
+        )
+    )
 
 
 def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen() -> None:
@@ -40,16 +54,40 @@ def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen(
 
 
 def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_path: Path) -> None:
-    """A mixture with a bad row, an empty one, a ramp and evaluations, which has all keys but those of a GPU."""
-    from recipekit.spec.schedules import lr_at  # these import torch, which the test above does without
+    """A mixture with a bad row, an empty one, a ramp and evaluations, which has all keys but those
+    of a GPU.
+    """
+    # these import torch, which the test above does without
+    from recipekit.spec.schedules import lr_at
     from test_resume import BASE, train
 
-    recipe = replace(BASE, ds_config="zero2.json", seq_len=128, micro_batch=2, global_batch=4, batch_ramp="2:8", steps=3, warmup_steps=1, eval_every=2)
+    recipe = replace(
+        BASE,
+        ds_config="zero2.json",
+        seq_len=128,
+        micro_batch=2,
+        global_batch=4,
+        batch_ramp="2:8",
+        steps=3,
+        warmup_steps=1,
+        eval_every=2,
+    )
     for number, name in enumerate(("code", "docs")):
         rows = [json.dumps({"text": text(60, 100 * number + row)}) for row in range(400)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join([*rows[:5], "nonsense", '{"text": null}', *rows[5:]]) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(
+            "\n".join([*rows[:5], "nonsense", '{"text": null}', *rows[5:]]) + "\n"
+        )
     mixture = f"code={tmp_path}/code.jsonl@70; docs={tmp_path}/docs.jsonl@30"
-    argv = ["--dataset", mixture, "--bad_rows", "skip", "--token_cache", "off", "--out", str(tmp_path / "run")]
+    argv = [
+        "--dataset",
+        mixture,
+        "--bad_rows",
+        "skip",
+        "--token_cache",
+        "off",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     results = pools.run(2, train, recipe=recipe, argv=argv)
     assert [code for code, _ in results] == [0, 0], results
     lines = metrics(tmp_path / "run")
@@ -59,16 +97,28 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
 
     before, read = 0, 0
     for number, line in enumerate(lines, 1):
-        new, all_tokens = line["tokens"] - before, sum(line[f"tokens/{name}"] for name in ("code", "docs"))
-        assert line["step"] == number and line["lr"] == pytest.approx(lr_at(recipe, number), rel=1e-12)
+        new, all_tokens = (
+            line["tokens"] - before,
+            sum(line[f"tokens/{name}"] for name in ("code", "docs")),
+        )
+        assert line["step"] == number and line["lr"] == pytest.approx(
+            lr_at(recipe, number), rel=1e-12
+        )
         assert line["global_batch"] == [4, 8, 8][number - 1] and line["step_tokens"] == new
-        assert 0 < new < all_tokens - read <= line["global_batch"] * recipe.seq_len  # with a label, with and without, places
+        # with a label, with and without, places
+        assert 0 < new < all_tokens - read <= line["global_batch"] * recipe.seq_len
         assert line["tokens_per_s"] * line["step_s"] == pytest.approx(new, rel=1e-9)
         assert 0 <= line["data_wait_s"] <= line["step_s"] < 60 and line["bad_rows"] in (0, 1, 2)
         assert 50e6 < line["peak_mem_bytes"] < 100e9 and line["grad_norm"] > 0
-        assert min(line["loss/code"], line["loss/docs"]) <= line["loss"] <= max(line["loss/code"], line["loss/docs"])
+        assert (
+            min(line["loss/code"], line["loss/docs"])
+            <= line["loss"]
+            <= max(line["loss/code"], line["loss/docs"])
+        )
         before, read = line["tokens"], all_tokens
-    assert ["eval_loss" in line for line in lines] == [False, True, True] and lines[-1]["bad_rows"] > 0
+    assert ["eval_loss" in line for line in lines] == [False, True, True] and lines[-1][
+        "bad_rows"
+    ] > 0
     assert lines[-1]["empty_rows"] in (1, 2)
 
 
@@ -90,12 +140,19 @@ def train_slowly(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
         return train(recipe, argv)
 
 
-def test_the_time_of_a_step_excludes_its_evaluation_and_its_save(pools: Any, tmp_path: Path) -> None:
+def test_the_time_of_a_step_excludes_its_evaluation_and_its_save(
+    pools: Any, tmp_path: Path
+) -> None:
     from test_resume import BASE
 
-    recipe = replace(BASE, ds_config="zero2.json", steps=4, warmup_steps=1, eval_every=1, save_every=1)
+    recipe = replace(
+        BASE, ds_config="zero2.json", steps=4, warmup_steps=1, eval_every=1, save_every=1
+    )
     results = pools.run(1, train_slowly, recipe=recipe, argv=["--out", str(tmp_path / "run")])
     assert [code for code, _ in results] == [0], results
     lines = metrics(tmp_path / "run")
-    assert min(line["eval_s"] for line in lines) >= SLOW and min(line["save_stall_s"] for line in lines[:-1]) >= SLOW
+    assert (
+        min(line["eval_s"] for line in lines) >= SLOW
+        and min(line["save_stall_s"] for line in lines[:-1]) >= SLOW
+    )
     assert min(line["step_s"] for line in lines) < SLOW

@@ -1,4 +1,6 @@
-"""A ramp of the global batch: every layout takes the rows of each step that the table says, and trains on them like plain PyTorch."""
+"""A ramp of the global batch: every layout takes the rows of each step that the table says, and
+trains on them like plain PyTorch.
+"""
 
 import json
 import shutil
@@ -13,24 +15,60 @@ from recipekit.spec.command import parse
 from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file
 from test_engines import TORCH, run_engine
-from test_parity import NUMBERS, STEPS, Case, accumulating, compare, each, pinned, recipe_for, reference, strategy, train_in_layout
+from test_parity import (
+    NUMBERS,
+    STEPS,
+    Case,
+    accumulating,
+    compare,
+    each,
+    pinned,
+    recipe_for,
+    reference,
+    strategy,
+    train_in_layout,
+)
 
 slow = pytest.mark.slow
 RAMP = {"batch_ramp": "4:16, 7:24"}
 ROWS = [8, 8, 8, 16, 16, 16, 24, 24, 24, 24]  # by hand
 WSD = {"schedule": "wsd", "decay_steps": 4, "min_lr": 1e-4}
-LR = [1.5e-4, 3e-4, 3e-4, 3e-4, 3e-4, 3e-4, 2e-4, 3e-4 - 2e-4 * 0.5**0.5, 3e-4 - 2e-4 * 0.75**0.5, 1e-4]
+LR = [
+    1.5e-4,
+    3e-4,
+    3e-4,
+    3e-4,
+    3e-4,
+    3e-4,
+    2e-4,
+    3e-4 - 2e-4 * 0.5**0.5,
+    3e-4 - 2e-4 * 0.75**0.5,
+    1e-4,
+]
 CASES = [
-    # after three steps of two micro-batches DeepSpeed alone would end the first one of four after two
+    # after three steps of two micro-batches DeepSpeed alone would end the first one of four after
+    # two
     Case("zero2 dp2", 2, "zero2"),
     Case("zero1 pp2", 2, "zero1", {"pp": 2}, slow=True),
     Case("zero0 dp2, one micro-batch at first", 2, "zero0", {"micro_batch": 4}, slow=True),
     Case("zero1 dp4", 4, "zero1", slow=True),
-    Case("zero2 optimizer on the CPU, one micro-batch at first", 2, "zero2_cpu", {"micro_batch": 4}, slow=True),
+    Case(
+        "zero2 optimizer on the CPU, one micro-batch at first",
+        2,
+        "zero2_cpu",
+        {"micro_batch": 4},
+        slow=True,
+    ),
     Case("zero3 dp2", 2, "zero3", slow=True),
     Case("zero3 sp2", 2, "zero3", {"sp": 2}, slow=True),
     Case("zero1 tp2 pp2", 4, "zero1", {"tp": 2, "pp": 2}, slow=True),
-    Case("zero1 pp2 dp2 dualpipev", 4, "zero1", {"pp": 2, "pipeline_schedule": "dualpipev", "micro_batch": 1}, slow=True),
+    Case(
+        "zero1 pp2 dp2 dualpipev",
+        4,
+        "zero1",
+        {"pp": 2, "pipeline_schedule": "dualpipev", "micro_batch": 1},
+        slow=True,
+    ),
     Case("ddp dp2", 2, "ddp", slow=True),
     Case("fsdp2 dp2", 2, "fsdp2", slow=True),
 ]
@@ -41,12 +79,17 @@ def train(pools: Any, out: Path, world: int, file: str, **changes: Any) -> None:
         run_engine(pools, out, file, world, **changes)
         return
     recipe = recipe_for("untied", **accumulating(world, **changes))
-    assert pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(out)) == [0] * world
+    assert (
+        pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(out))
+        == [0] * world
+    )
 
 
 @each(CASES)
 def test_a_ramp_trains_like_plain_pytorch(pools: Any, ops: Any, tmp_path: Path, case: Case) -> None:
-    """Weights, losses over the tokens of each step's batch, and an evaluation after the last change."""
+    """Weights, losses over the tokens of each step's batch, and an evaluation after the last
+    change.
+    """
     if case.file == "zero2_cpu":
         ops("cpu_adam")
     train(pools, tmp_path / "run", case.world, case.file, **case.layout, **RAMP, **WSD)
@@ -54,9 +97,13 @@ def test_a_ramp_trains_like_plain_pytorch(pools: Any, ops: Any, tmp_path: Path, 
     lines = metrics(tmp_path / "run")
     assert [line["global_batch"] for line in lines] == ROWS
     assert [line["step_tokens"] for line in lines] == [
-        line["tokens"] - before for line, before in zip(lines, [0, *(line["tokens"] for line in lines)], strict=False)
+        line["tokens"] - before
+        for line, before in zip(lines, [0, *(line["tokens"] for line in lines)], strict=False)
     ]
-    assert all(0.9 * NUMBERS["seq_len"] * rows < line["step_tokens"] < NUMBERS["seq_len"] * rows for line, rows in zip(lines, ROWS, strict=True))
+    assert all(
+        0.9 * NUMBERS["seq_len"] * rows < line["step_tokens"] < NUMBERS["seq_len"] * rows
+        for line, rows in zip(lines, ROWS, strict=True)
+    )
     assert [line["lr"] for line in lines] == pytest.approx(LR, rel=1e-12)
 
 
@@ -77,10 +124,19 @@ def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [pytest.param(2, {}, marks=slow), (1, {}), pytest.param(4, {"micro_batch": 1}, marks=slow), pytest.param(4, {"micro_batch": 2}, marks=slow)],
+    [
+        pytest.param(2, {}, marks=slow),
+        (1, {}),
+        pytest.param(4, {"micro_batch": 1}, marks=slow),
+        pytest.param(4, {"micro_batch": 2}, marks=slow),
+    ],
 )
-def test_a_resume_in_the_middle_of_a_ramp_is_exact(pools: Any, half: Path, unbroken: Path, tmp_path: Path, world: int, layout: dict[str, Any]) -> None:
-    """On the same ranks bit for bit; on others the same rows in the same steps, and losses and weights within a layout's tolerance."""
+def test_a_resume_in_the_middle_of_a_ramp_is_exact(
+    pools: Any, half: Path, unbroken: Path, tmp_path: Path, world: int, layout: dict[str, Any]
+) -> None:
+    """On the same ranks bit for bit; on others the same rows in the same steps, and losses and
+    weights within a layout's tolerance.
+    """
     out = shutil.copytree(half, tmp_path / "run")
     train(pools, out, world, "zero2", **layout, **RAMP)
     went_on, whole = metrics(out), metrics(unbroken)
@@ -89,40 +145,86 @@ def test_a_resume_in_the_middle_of_a_ramp_is_exact(pools: Any, half: Path, unbro
         assert numbers(went_on) == numbers(whole)
     assert [line["tokens"] for line in went_on] == [line["tokens"] for line in whole]
     for key in ("loss", "grad_norm", "lr"):
-        assert [line[key] for line in went_on] == pytest.approx([line[key] for line in whole], rel=1e-5)
-    states = [json.loads((run / "checkpoints" / f"step_{STEPS:08d}" / "state.json").read_text())["data"] for run in (out, unbroken)]
+        assert [line[key] for line in went_on] == pytest.approx(
+            [line[key] for line in whole], rel=1e-5
+        )
+    states = [
+        json.loads((run / "checkpoints" / f"step_{STEPS:08d}" / "state.json").read_text())["data"]
+        for run in (out, unbroken)
+    ]
     assert states[0] == states[1] and states[0]["identity"]["batch_ramp"] == [[4, 16], [7, 24]]
     weights = [load_file(run / "hf" / "model.safetensors") for run in (out, unbroken)]
-    assert max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[1]) <= 1e-5
+    assert (
+        max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[1]) <= 1e-5
+    )
 
 
 @slow
-def test_the_rest_of_a_ramp_may_change(pools: Any, half: Path, unbroken: Path, tmp_path: Path) -> None:
-    """With --resume PATH the rows go on where they were. A run without a ramp can be given one, as if it had had it from the beginning."""
+def test_the_rest_of_a_ramp_may_change(
+    pools: Any, half: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    """With --resume PATH the rows go on where they were.
+
+    A run without a ramp can be given one, as if it had had it from the beginning.
+    """
     out = tmp_path / "other"
     train(pools, out, 2, "zero2", resume=str(half), batch_ramp="4:16, 6:32")
     lines = metrics(out)
     assert [line["global_batch"] for line in lines] == [32] * 5
-    assert lines[0]["tokens"] - metrics(half)[4]["tokens"] == lines[0]["step_tokens"] > 0.9 * 32 * NUMBERS["seq_len"]
+    assert (
+        lines[0]["tokens"] - metrics(half)[4]["tokens"]
+        == lines[0]["step_tokens"]
+        > 0.9 * 32 * NUMBERS["seq_len"]
+    )
     plain = recipe_for("untied", **accumulating(2))
-    assert pools.run(2, train_in_layout, recipe=replace(plain, stop_at=3), config=strategy("zero2"), out=str(tmp_path / "plain")) == [0, 0]
+    assert pools.run(
+        2,
+        train_in_layout,
+        recipe=replace(plain, stop_at=3),
+        config=strategy("zero2"),
+        out=str(tmp_path / "plain"),
+    ) == [0, 0]
     train(pools, tmp_path / "run", 2, "zero2", resume=str(tmp_path / "plain"), **RAMP)
     assert numbers(metrics(tmp_path / "run")) == numbers(metrics(unbroken))[3:]
 
 
 @slow
 def test_a_wsd_run_is_prolonged_in_its_stable_phase(pools: Any, tmp_path: Path) -> None:
-    """From the step before its decay it is, bit for bit, the run that had the larger number of steps from the beginning."""
+    """From the step before its decay it is, bit for bit, the run that had the larger number of
+    steps from the beginning.
+    """
     short, long = tmp_path / "short", tmp_path / "long"
     wsd = {"schedule": "wsd", "decay_steps": 2, "min_lr": 1e-4, "eval_every": 0}
     train(pools, long, 1, "zero2", steps=9, **wsd)
     train(pools, short, 1, "zero2", steps=6, save_every=4, keep=0, **wsd)
     peak, root = 3e-4, 3e-4 - 2e-4 * 0.5**0.5
-    assert [line["lr"] for line in metrics(short)] == pytest.approx([peak / 2, peak, peak, peak, root, 1e-4], rel=1e-12)
-    assert [line["lr"] for line in metrics(long)] == pytest.approx([peak / 2, *[peak] * 6, root, 1e-4], rel=1e-12)
+    assert [line["lr"] for line in metrics(short)] == pytest.approx(
+        [peak / 2, peak, peak, peak, root, 1e-4], rel=1e-12
+    )
+    assert [line["lr"] for line in metrics(long)] == pytest.approx(
+        [peak / 2, *[peak] * 6, root, 1e-4], rel=1e-12
+    )
     assert numbers(metrics(short))[:4] == numbers(metrics(long))[:4]
-    longer = replace(recipe_for("untied", **accumulating(1), steps=9, **wsd), ds_config=strategy("zero2"), out=str(short))
-    with pytest.raises(Refusal, match=rf"steps = 9: the run in {short} has 6\. Resume with --steps 6, start a new run .*--resume {short}"):
+    longer = replace(
+        recipe_for("untied", **accumulating(1), steps=9, **wsd),
+        ds_config=strategy("zero2"),
+        out=str(short),
+    )
+    with pytest.raises(
+        Refusal,
+        match=(
+            rf"steps = 9: the run in {short} has 6\. Resume with --steps 6, start a new run"
+            rf" .*--resume {short}"
+        ),
+    ):
         make_plan(parse(longer, Path("parity.py"), ["--tiny", *pinned(longer)]))
-    train(pools, short, 1, "zero2", steps=9, resume=str(short / "checkpoints" / "step_00000004"), **wsd)
+    train(
+        pools,
+        short,
+        1,
+        "zero2",
+        steps=9,
+        resume=str(short / "checkpoints" / "step_00000004"),
+        **wsd,
+    )
     assert numbers(metrics(short)) == numbers(metrics(long))

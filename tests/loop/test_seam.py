@@ -1,4 +1,6 @@
-"""What a task may do around a step: before its first forward pass, after the optimizer, and in between what watches the gradients."""
+"""What a task may do around a step: before its first forward pass, after the optimizer, and in
+between what watches the gradients.
+"""
 
 import contextlib
 import functools
@@ -18,7 +20,16 @@ from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
 from reference import num_labels, summed_cross_entropy
 from safetensors.torch import load_file
-from test_parity import STEPS, Case, accumulating, each, pinned, recipe_for, strategy, train_in_layout
+from test_parity import (
+    STEPS,
+    Case,
+    accumulating,
+    each,
+    pinned,
+    recipe_for,
+    strategy,
+    train_in_layout,
+)
 
 BIAS = "e_score_correction_bias"  # DeepSeek-V3's: no parameter, and moved by hand once a step
 MOVED = 0.25
@@ -27,7 +38,9 @@ HIDDEN = 128  # of the tiny Llama
 
 
 def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[int]:
-    """Runs on every rank: the real loop, with a task that counts micro-batches before a step and moves a buffer after it."""
+    """Runs on every rank: the real loop, with a task that counts micro-batches before a step and
+    moves a buffer after it.
+    """
     from recipekit import train
     from recipekit.tasks.find import task_called
 
@@ -38,7 +51,9 @@ def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[i
             if name.endswith(BIAS):
                 buffer += MOVED * len(counts[-1:])
 
-    train.task_called = lambda name: replace(task_called(name), before=lambda engine, batches: counts.append(len(batches)), after=move)  # type: ignore
+    train.task_called = lambda name: replace(
+        task_called(name), before=lambda engine, batches: counts.append(len(batches)), after=move
+    )  # type: ignore
     try:
         assert train_in_layout(recipe, config, out) == 0
     finally:
@@ -57,17 +72,31 @@ def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[i
 def test_what_a_task_keeps_in_buffers_is_saved_and_exported(pools, tmp_path, file, layout):
     """Stopped after step 4 and gone on with: the buffer has moved ten times in all."""
     recipe = recipe_for("deepseek_v3", **accumulating(2, **layout), stop_at=4)
-    first = pools.run(2, train_with_hooks, recipe=recipe, config=strategy(file), out=str(tmp_path / "run"))
-    second = pools.run(2, train_with_hooks, recipe=replace(recipe, stop_at=0), config=strategy(file), out=str(tmp_path / "run"))
+    first = pools.run(
+        2, train_with_hooks, recipe=recipe, config=strategy(file), out=str(tmp_path / "run")
+    )
+    second = pools.run(
+        2,
+        train_with_hooks,
+        recipe=replace(recipe, stop_at=0),
+        config=strategy(file),
+        out=str(tmp_path / "run"),
+    )
     micro_batches = recipe.global_batch // recipe.micro_batch * recipe.pp // 2
     assert first == [[micro_batches] * 4] * 2 and second == [[micro_batches] * (STEPS - 4)] * 2
-    exported = {name: value for shard in (tmp_path / "run" / "hf").glob("*.safetensors") for name, value in load_file(shard).items()}
+    exported = {
+        name: value
+        for shard in (tmp_path / "run" / "hf").glob("*.safetensors")
+        for name, value in load_file(shard).items()
+    }
     biases = [value for name, value in exported.items() if name.endswith(BIAS)]
     assert biases and all((value == MOVED * STEPS).all() for value in biases)
 
 
 def train_and_look(recipe: Recipe, config: dict[str, Any], out: str) -> list[list[float]]:
-    """Runs on every rank: the real loop; what lies between the last backward pass and the step reads [norm of a gradient, sum of its weights]."""
+    """Runs on every rank: the real loop; what lies between the last backward pass and the step
+    reads [norm of a gradient, sum of its weights].
+    """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
     from recipekit.runtime import engine as module
     from torch.distributed.tensor import DTensor
@@ -82,10 +111,16 @@ def train_and_look(recipe: Recipe, config: dict[str, Any], out: str) -> list[lis
         def look() -> None:
             if watched is not None:
                 gradient, weight = safe_get_full_grad(watched), safe_get_full_fp32_param(watched)
-                plain = watched.grad if gradient is None else gradient  # DeepSpeed knows no gradients of a plain optimizer
+                # DeepSpeed knows no gradients of a plain optimizer
+                plain = watched.grad if gradient is None else gradient
                 plain = plain.full_tensor() if isinstance(plain, DTensor) else plain
                 weight = watched.full_tensor() if isinstance(watched, DTensor) else weight
-                seen.append([plain.double().norm().item(), (watched if weight is None else weight).double().sum().item()])
+                seen.append(
+                    [
+                        plain.double().norm().item(),
+                        (watched if weight is None else weight).double().sum().item(),
+                    ]
+                )
 
         engine.before_step(look)
         return engine
@@ -118,7 +153,9 @@ def plain_gradient() -> float:
     plan = make_plan(parse(recipe, Path("seam.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
     model = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
-    with contextlib.closing(open_stream(request_of(plan.recipe), byte_tokenizer(), dp=1, dp_rank=0)) as stream:
+    with contextlib.closing(
+        open_stream(request_of(plan.recipe), byte_tokenizer(), dp=1, dp_rank=0)
+    ) as stream:
         batches = next(stream)[0]
     for batch in batches:
         (summed_cross_entropy(model, batch) / num_labels(batches)).backward()
@@ -131,10 +168,18 @@ def plain_gradient() -> float:
 def test_what_watches_sees_the_summed_gradient_before_the_weights_change(pools, tmp_path, case):
     """Once a step, and before it is clipped."""
     recipe = recipe_for(case.model, **accumulating(case.world, **case.layout))
-    ranks = pools.run(case.world, train_and_look, recipe=recipe, config=strategy(case.file) if case.file else {}, out=str(tmp_path / "run"))
+    ranks = pools.run(
+        case.world,
+        train_and_look,
+        recipe=recipe,
+        config=strategy(case.file) if case.file else {},
+        out=str(tmp_path / "run"),
+    )
     holders = [rank for rank in ranks if rank]  # of a pipeline one stage
     assert len(holders) == (1 if "pp" in case.layout else 2)
     for seen in holders:
         assert len(seen) == STEPS and seen[0][0] == pytest.approx(plain_gradient(), rel=1e-5)
         weights = [weight for _, weight in seen]
-        assert weights[0] == HIDDEN and len(set(weights)) == STEPS, "a norm's weights begin at 1, and step 1 has not changed them yet"
+        assert weights[0] == HIDDEN and len(set(weights)) == STEPS, (
+            "a norm's weights begin at 1, and step 1 has not changed them yet"
+        )

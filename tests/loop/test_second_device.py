@@ -1,12 +1,17 @@
-"""Training on a device that is not the CPU, on a machine without one (second_device.py): a tensor that was left on the wrong side raises.
+"""Training on a device that is not the CPU, on a machine without one (second_device.py): a tensor
+that was left on the wrong side raises.
 
-The real loop runs there in every layout: weights are read, cut, checked, trained, evaluated, saved, resumed and exported, and the
-losses are those of plain PyTorch on the CPU. What cannot be proved there, with its reason; test_gpu.py proves it on a GPU:
+The real loop runs there in every layout: weights are read, cut, checked, trained, evaluated, saved,
+resumed and exported, and the losses are those of plain PyTorch on the CPU. What cannot be proved
+there, with its reason; test_gpu.py proves it on a GPU:
 - streams, events and `non_blocking`: an operation of this device has ended when it returns;
 - pinned memory: torch pins memory for a real device only;
-- what is asked of CUDA by name (ordinals, peak and free memory, its random state, the name of the device): torch's CPU build has none of it;
-- NCCL, its limits and its groups: the ranks meet over gloo. That no collective is given a tensor of the host, which NCCL refuses, is checked;
-- kernels of CUDA, their rounding and what they leave to chance (FlashAttention, fused Adam, grouped matmul): those of the CPU run;
+- what is asked of CUDA by name (ordinals, peak and free memory, its random state, the name of the
+  device): torch's CPU build has none of it;
+- NCCL, its limits and its groups: the ranks meet over gloo. That no collective is given a tensor of
+  the host, which NCCL refuses, is checked;
+- kernels of CUDA, their rounding and what they leave to chance (FlashAttention, fused Adam, grouped
+  matmul): those of the CPU run;
 - `map_location`: what is saved here reads back as a tensor of the host, wherever it was.
 """
 
@@ -17,7 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_cases import ADAPTED, QUICK, RECIPE, SLOW, check_adapter, check_training, copies_for_a_checkpoint, drawn_otherwise, rule_breakers, wrong_weight
+from device_cases import (
+    ADAPTED,
+    QUICK,
+    RECIPE,
+    SLOW,
+    check_adapter,
+    check_training,
+    copies_for_a_checkpoint,
+    drawn_otherwise,
+    rule_breakers,
+    wrong_weight,
+)
 from pool import Pool
 from recipekit.plan import make_plan
 from recipekit.spec.command import parse
@@ -28,7 +44,9 @@ from test_weights import save_tiny
 
 @pytest.fixture(scope="module")
 def run(ops: Callable[[str], None]) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a case on two ranks that have the device, in a pool of their own: what `install` does cannot be undone."""
+    """Runs a case on two ranks that have the device, in a pool of their own: what `install` does
+    cannot be undone.
+    """
     made: list[Pool] = []
 
     def run(case: Callable[..., Any], **arguments: Any) -> list[Any]:
@@ -53,7 +71,9 @@ def install() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*QUICK, *SLOW])
-def test_a_run_is_that_of_the_cpu(run: Callable[..., list[Any]], ops: Callable[[str], None], tmp_path: Path, layout: str) -> None:
+def test_a_run_is_that_of_the_cpu(
+    run: Callable[..., list[Any]], ops: Callable[[str], None], tmp_path: Path, layout: str
+) -> None:
     if "on the CPU" in layout:
         ops("cpu_adam")
     check_training(run, tmp_path, layout, within=1e-5)
@@ -61,11 +81,15 @@ def test_a_run_is_that_of_the_cpu(run: Callable[..., list[Any]], ops: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ADAPTED)
-def test_an_adapter_in_bf16_is_trained_and_merged(run: Callable[..., list[Any]], tmp_path: Path, file: str) -> None:
+def test_an_adapter_in_bf16_is_trained_and_merged(
+    run: Callable[..., list[Any]], tmp_path: Path, file: str
+) -> None:
     check_adapter(run, tmp_path, file)
 
 
-def test_a_cut_weight_that_is_not_its_files_is_found(run: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_a_cut_weight_that_is_not_its_files_is_found(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     save_tiny(tmp_path, "llama")
     for told in run(wrong_weight, folder=str(tmp_path), device="second"):
         assert "differs from the model's files" in told
@@ -85,28 +109,49 @@ def test_the_device_takes_what_cuda_takes(run: Callable[..., list[Any]]) -> None
 
 
 def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:
-    """(the devices of all that a pipeline's schedule is given, those of the micro-batches after it has asked for one)."""
+    """(the devices of all that a pipeline's schedule is given, those of the micro-batches after it
+    has asked for one).
+    """
     import torch
     from recipekit.tasks.find import task_called
     from recipekit.train import pipeline_batches
 
-    batches = [{"input_ids": torch.ones(1, 4), "position_ids": torch.ones(1, 4), "labels": torch.ones(1, 4), "domain": torch.zeros(1)} for _ in range(3)]
+    batches = [
+        {
+            "input_ids": torch.ones(1, 4),
+            "position_ids": torch.ones(1, 4),
+            "labels": torch.ones(1, 4),
+            "domain": torch.zeros(1),
+        }
+        for _ in range(3)
+    ]
     moved: list[str] = []
     for batch in batches:
-        batch["labels"].__dict__["to"] = lambda *args, own=batch["labels"], **kwargs: (moved.append(device), torch.Tensor.to(own, *args, **kwargs))[1]
-    given = pipeline_batches(task_called("pretrain"), batches, torch.ones((), device=device), torch.device(device, 0))
+        batch["labels"].__dict__["to"] = lambda *args, own=batch["labels"], **kwargs: (
+            moved.append(device),
+            torch.Tensor.to(own, *args, **kwargs),
+        )[1]
+    given = pipeline_batches(
+        task_called("pretrain"), batches, torch.ones((), device=device), torch.device(device, 0)
+    )
     first = next(given)
     asked = list(moved)
-    return {tensor.device.type for inputs, targets in (first, *given) for tensor in (*inputs, *targets)}, asked
+    return {
+        tensor.device.type for inputs, targets in (first, *given) for tensor in (*inputs, *targets)
+    }, asked
 
 
 def test_a_pipeline_is_given_what_lies_on_the_device(run: Callable[..., list[Any]]) -> None:
-    """One micro-batch at a time: DeepSpeed has nothing to copy from the host, and the device holds none that waits."""
+    """One micro-batch at a time: DeepSpeed has nothing to copy from the host, and the device holds
+    none that waits.
+    """
     assert run(pipeline_inputs, device="second") == [({"second"}, ["second"])] * 2
 
 
 def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> list[Any]:
-    """The exit codes of a run whose optimizer takes torch's plain step, then the fused one, and again the plain one, each from the checkpoint before."""
+    """The exit codes of a run whose optimizer takes torch's plain step, then the fused one, and
+    again the plain one, each from the checkpoint before.
+    """
     from recipekit.train import main
 
     sys.argv, codes = ["device.py"], []
@@ -114,13 +159,34 @@ def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> 
         config["optimizer"]["params"]["fused"] = fused
         where = dataclasses.replace(recipe, ds_config=config, out=f"{out}{number}", steps=3)
         before = ["--resume", f"{out}{number - 1}"] if number > 1 else []
-        codes.append(main(make_plan(parse(where, Path("device.py"), ["--stop_at", str(number), *before]))))
+        codes.append(
+            main(make_plan(parse(where, Path("device.py"), ["--stop_at", str(number), *before])))
+        )
     return codes
 
 
 @pytest.mark.slow
-def test_the_count_of_steps_is_where_the_optimizer_looks_for_it(run: Callable[..., list[Any]], tmp_path: Path) -> None:
-    """A checkpoint that was written with the other step of the optimizer, fused or not, has it on the other side."""
+def test_the_count_of_steps_is_where_the_optimizer_looks_for_it(
+    run: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """A checkpoint that was written with the other step of the optimizer, fused or not, has it on
+    the other side.
+    """
     save_tiny(tmp_path / "model", "llama")
-    recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), dataset="builtin", eval_every=0, save_in_background=False, export=False)
-    assert run(train_with_other_steps, recipe=recipe, config=strategy("zero1", bf16=True), out=str(tmp_path / "run")) == [[0, 0, 0]] * 2
+    recipe = dataclasses.replace(
+        RECIPE,
+        model=str(tmp_path / "model"),
+        dataset="builtin",
+        eval_every=0,
+        save_in_background=False,
+        export=False,
+    )
+    assert (
+        run(
+            train_with_other_steps,
+            recipe=recipe,
+            config=strategy("zero1", bf16=True),
+            out=str(tmp_path / "run"),
+        )
+        == [[0, 0, 0]] * 2
+    )

@@ -1,4 +1,6 @@
-"""Adapters of peft: stock peft reads, computes and merges what a run exports, and what a run cannot export is refused."""
+"""Adapters of peft: stock peft reads, computes and merges what a run exports, and what a run cannot
+export is refused.
+"""
 
 import contextlib
 import dataclasses
@@ -47,36 +49,93 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # (model, fields of LoraConfig
     "DoRA": ("llama", {"target_modules": ["v_proj", "up_proj"], "use_dora": True}),
     "DoRA of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
     "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
-    "own ranks and alphas": ("llama", {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"o_proj": 3}}),
-    "some layers": ("llama", {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "own ranks and alphas": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "o_proj"],
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"o_proj": 3},
+        },
+    ),
+    "some layers": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "layers_to_transform": [1],
+            "layers_pattern": "layers",
+        },
+    ),
     "all biases": ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
     "biases of LoRA": ("gpt2", {"target_modules": ["c_attn"], "bias": "lora_only"}),
     "a bias of B": ("gpt2", {"target_modules": ["c_attn"], "lora_bias": True}),
     "head saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "norms saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm"]}),
-    "both ends saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "norms saved": (
+        "llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm"]},
+    ),
+    "both ends saved": (
+        "llama",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
     "both ends": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
     "some tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]}),
-    "tied, embedding saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "tied, embedding saved": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ),
     "tied, head saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "tied, both saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
-    "tied, saved as one": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
-    "tied, some tokens": ("qwen3", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]}),
-    "drawn orthogonal": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"}),
+    "tied, both saved": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+    "tied, saved as one": (
+        "qwen3",
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+    ),
+    "tied, some tokens": (
+        "qwen3",
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]},
+    ),
+    "drawn orthogonal": (
+        "llama",
+        {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    ),
     "drawn at random": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": False}),
-    "experts": ("moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    "experts": (
+        "moe",
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
     "experts by all-linear": ("moe", {"target_modules": "all-linear"}),
 }
 
 
 def wrapped(model: Any, fields: dict[str, Any]) -> Any:
     with warnings.catch_warnings(action="ignore"):
-        return get_peft_model(model, LoraConfig(**({"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"} | fields)))
+        return get_peft_model(
+            model, LoraConfig(**({"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"} | fields))
+        )
 
 
 def recipe_with(fields: dict[str, Any], **more: Any) -> Recipe:
-    return Recipe(**({"model": "none", "init": "random", "attention": "eager", "adapt": partial(wrapped, fields=fields)} | more))
+    return Recipe(
+        **(
+            {
+                "model": "none",
+                "init": "random",
+                "attention": "eager",
+                "adapt": partial(wrapped, fields=fields),
+            }
+            | more
+        )
+    )
 
 
 def trained(model: Any) -> Any:
@@ -89,7 +148,9 @@ def trained(model: Any) -> Any:
 
 
 def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
-    """Run on the rank of a pool: export each case as an adapter and merged, and return its logits and what a step folder states."""
+    """Run on the rank of a pool: export each case as an adapter and merged, and return its logits
+    and what a step folder states.
+    """
     from recipekit.parallel.groups import Groups
     from recipekit.spec.mesh import make_mesh
 
@@ -97,15 +158,36 @@ def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
     for name in names:
         kind, fields = CASES[name]
         base = Path(folder, name, "base")
-        plain = build_model(Recipe(model="none", init="random", seed=5), tiny_config(kind), None, ds_config(0), torch.device("cpu")).model
+        plain = build_model(
+            Recipe(model="none", init="random", seed=5),
+            tiny_config(kind),
+            None,
+            ds_config(0),
+            torch.device("cpu"),
+        ).model
         plain.save_pretrained(base)
         recipe = recipe_with(fields, model=str(base), init="pretrained")
         config = json.loads((base / "config.json").read_text())
         built = build_model(recipe, config, groups, ds_config(0), torch.device("cpu"))
         engine: Any = SimpleNamespace(module=trained(built.model))
-        small = gather(built, config, byte_tokenizer(), torch.float32, origin_of(str(base), "pretrained", "bytes", True), ())
+        small = gather(
+            built,
+            config,
+            byte_tokenizer(),
+            torch.float32,
+            origin_of(str(base), "pretrained", "bytes", True),
+            (),
+        )
         for merge in (False, True):
-            export(engine, built, groups, small, base.with_name("merged" if merge else "adapter"), torch.float32, merge)
+            export(
+                engine,
+                built,
+                groups,
+                small,
+                base.with_name("merged" if merge else "adapter"),
+                torch.float32,
+                merge,
+            )
         found[name] = (logits_of(built.model), built.blueprint.to_json(), config_of(built.model))
     return found
 
@@ -116,7 +198,8 @@ def logits_of(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits.float()
 
 
-OLDER = ("every linear layer", "DoRA", "head saved")  # kinds that are also converted from step folders without Blueprint.adapter
+# kinds that are also converted from step folders without Blueprint.adapter
+OLDER = ("every linear layer", "DoRA", "head saved")
 
 
 def keys_of(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -130,9 +213,14 @@ def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[st
     """Compare an export with stock peft's reading, saving and merging of it."""
     base, own = folder / name / "base", folder / name / "adapter"
     with warnings.catch_warnings(action="ignore"):
-        theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), own)
+        theirs: Any = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"), own
+        )
         assert (logits_of(theirs) - logits).abs().max() <= 1e-6, name
-        assert (logits - logits_of(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"))).abs().max() > 1e-3, "nothing was learned"
+        assert (
+            logits
+            - logits_of(AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager"))
+        ).abs().max() > 1e-3, "nothing was learned"
         theirs.save_pretrained(folder / name / "theirs")
         saved = keys_of(own)
         assert saved == keys_of(folder / name / "theirs"), name
@@ -140,36 +228,60 @@ def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[st
         assert config["base_model_name_or_path"] == str(base)
 
         merged = theirs.merge_and_unload()
-        ours: Any = AutoModelForCausalLM.from_pretrained(folder / name / "merged", attn_implementation="eager")
+        ours: Any = AutoModelForCausalLM.from_pretrained(
+            folder / name / "merged", attn_implementation="eager"
+        )
     assert ours.config.tie_word_embeddings == merged.config.tie_word_embeddings, name
     wanted, got = merged.state_dict(), ours.state_dict()
     assert wanted.keys() == got.keys(), name
     assert max((wanted[key] - got[key]).abs().max().item() for key in wanted) <= 1e-6, name
     assert (logits_of(ours) - logits).abs().max() <= 1e-4 * logits.abs().max(), name
 
-    step: Any = SimpleNamespace(blueprint=Blueprint.from_json(json.loads(json.dumps(blueprint))), state={"export_dtype": "float32"})
+    step: Any = SimpleNamespace(
+        blueprint=Blueprint.from_json(json.loads(json.dumps(blueprint))),
+        state={"export_dtype": "float32"},
+    )
     stated, contents = published_as(step, None)
     assert contents == {"adapter_model.safetensors": dict.fromkeys(saved, "F32")}, name
     if name in OLDER:
         step.blueprint = dataclasses.replace(step.blueprint, adapter={})
         assert published_as(step, None)[1] == contents, name
-    shapes = {key: tensor.shape for tensor in stated.tensors for key in stated.published[tensor.name].parts[0]}
+    shapes = {
+        key: tensor.shape
+        for tensor in stated.tensors
+        for key in stated.published[tensor.name].parts[0]
+    }
     assert {key: shape for key, shape in saved.items() if key in shapes} == shapes, name
 
 
 def export_in_bf16(folder: str) -> None:
-    """Run on the rank of a pool: export an adapter and its merged model in bf16, with files of one tensor each where they are cut."""
+    """Run on the rank of a pool: export an adapter and its merged model in bf16, with files of one
+    tensor each where they are cut.
+    """
     from recipekit.parallel.groups import Groups
     from recipekit.spec.mesh import make_mesh
 
     groups, base = Groups(make_mesh(1), "cpu"), Path(folder, "base")
-    plain = build_model(Recipe(model="none", init="random", seed=5), tiny_config("llama"), None, ds_config(0), torch.device("cpu")).model
+    plain = build_model(
+        Recipe(model="none", init="random", seed=5),
+        tiny_config("llama"),
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    ).model
     plain.save_pretrained(base)
     config = json.loads((base / "config.json").read_text())
     recipe = recipe_with(CASES["every linear layer"][1], model=str(base), init="pretrained")
     built = build_model(recipe, config, groups, ds_config(0), torch.device("cpu"))
     engine: Any = SimpleNamespace(module=trained(built.model))
-    small = gather(built, config, byte_tokenizer(), torch.bfloat16, origin_of(str(base), "pretrained", "bytes", True), ())
+    small = gather(
+        built,
+        config,
+        byte_tokenizer(),
+        torch.bfloat16,
+        origin_of(str(base), "pretrained", "bytes", True),
+        (),
+    )
     export(engine, built, groups, small, base.with_name("merged"), torch.bfloat16, True)
     export(engine, built, groups, small, base.with_name("adapter"), torch.float32, False)
     with patch.object(safetensors_files, "SHARD_BYTES", 1):
@@ -178,13 +290,19 @@ def export_in_bf16(folder: str) -> None:
         assert list(published_as(step, None)[1]) == ["adapter_model.safetensors"]
 
 
-def test_a_merged_model_in_bf16_is_merged_in_fp32_and_rounded_once(pools: Any, tmp_path: Path) -> None:
-    """It has the tensors of the base model, no buffer more; the file of an adapter is never cut, since peft reads one."""
+def test_a_merged_model_in_bf16_is_merged_in_fp32_and_rounded_once(
+    pools: Any, tmp_path: Path
+) -> None:
+    """It has the tensors of the base model, no buffer more; the file of an adapter is never cut,
+    since peft reads one.
+    """
     pools.run(1, export_in_bf16, timeout=120, folder=str(tmp_path))
     base, got = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
     assert base.keys() == got.keys() and keys_of(tmp_path / "adapter") == keys_of(tmp_path / "cut")
     with warnings.catch_warnings(action="ignore"):
-        theirs: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+        theirs: Any = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter"
+        )
     wanted = theirs.merge_and_unload().state_dict()
     differing = sum((got[key] != wanted[key].bfloat16()).sum().item() for key in got)
     assert differing < 1e-3 * sum(value.numel() for value in got.values())
@@ -197,9 +315,17 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("names", [QUICK, pytest.param([name for name in CASES if name not in QUICK], marks=pytest.mark.slow)], ids=["quick", "others"])
-def test_stock_peft_reads_and_merges_an_export_as_the_run_does(pools: Any, tmp_path: Path, names: list[str]) -> None:
-    for name, (logits, blueprint, _) in pools.run(1, export_cases, timeout=300, folder=str(tmp_path), names=names)[0].items():
+@pytest.mark.parametrize(
+    "names",
+    [QUICK, pytest.param([name for name in CASES if name not in QUICK], marks=pytest.mark.slow)],
+    ids=["quick", "others"],
+)
+def test_stock_peft_reads_and_merges_an_export_as_the_run_does(
+    pools: Any, tmp_path: Path, names: list[str]
+) -> None:
+    for name, (logits, blueprint, _) in pools.run(
+        1, export_cases, timeout=300, folder=str(tmp_path), names=names
+    )[0].items():
         check_case(tmp_path, name, logits, blueprint)
 
 
@@ -212,78 +338,161 @@ def run_adapter(recipe: Recipe, fields: dict[str, Any]) -> int:
 
 
 RANKS = [
-    pytest.param({"target_modules": ["q_proj", "down_proj"], "use_dora": True, "modules_to_save": ["lm_head"]}, id="DoRA, head saved"),
-    pytest.param({"target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["norm"]}, id="embedding, norm saved", marks=pytest.mark.slow),
-    pytest.param({"target_modules": "all-linear", "use_rslora": True}, id="rank-stabilised", marks=pytest.mark.slow),
+    pytest.param(
+        {
+            "target_modules": ["q_proj", "down_proj"],
+            "use_dora": True,
+            "modules_to_save": ["lm_head"],
+        },
+        id="DoRA, head saved",
+    ),
+    pytest.param(
+        {"target_modules": ["embed_tokens", "v_proj"], "modules_to_save": ["norm"]},
+        id="embedding, norm saved",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        {"target_modules": "all-linear", "use_rslora": True},
+        id="rank-stabilised",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
 @pytest.mark.parametrize("fields", RANKS)
-def test_ranks_of_zero2_and_zero3_train_and_export_one_adapter(pools: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
-    """ZeRO-2 writes the adapter and ZeRO-3, with no weight kept whole, the merged model: peft makes the second of the first."""
+def test_ranks_of_zero2_and_zero3_train_and_export_one_adapter(
+    pools: Any, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """ZeRO-2 writes the adapter and ZeRO-3, with no weight kept whole, the merged model: peft makes
+    the second of the first.
+    """
     save_tiny(tmp_path / "base")
     for file, merge in (("zero2", False), ("zero3", True)):
         config = strategy(file)
         if file == "zero3":
             config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        recipe = Recipe(model=str(tmp_path / "base"), ds_config=config, merge=merge, out=str(tmp_path / file), **NUMBERS | {"steps": 2, "lr": 1e-2})
+        recipe = Recipe(
+            model=str(tmp_path / "base"),
+            ds_config=config,
+            merge=merge,
+            out=str(tmp_path / file),
+            **NUMBERS | {"steps": 2, "lr": 1e-2},
+        )
         assert pools.run(2, run_adapter, recipe=recipe, fields=fields) == [0, 0]
 
     with warnings.catch_warnings(action="ignore"):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
         before = {name: value.clone() for name, value in base.state_dict().items()}
-        theirs = PeftModel.from_pretrained(base, tmp_path / "zero2" / "hf").merge_and_unload().state_dict()
-        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "zero3" / "hf", dtype=torch.float32).state_dict()
+        theirs = (
+            PeftModel.from_pretrained(base, tmp_path / "zero2" / "hf")
+            .merge_and_unload()
+            .state_dict()
+        )
+        ours = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "zero3" / "hf", dtype=torch.float32
+        ).state_dict()
     assert max((theirs[name] - value).abs().max().item() for name, value in ours.items()) <= 5e-5
     assert max((theirs[name] - value).abs().max().item() for name, value in before.items()) > 1e-3
 
     for run in ("zero2", "zero3"):
         to_hf(tmp_path / run, tmp_path / f"{run}_step")
-    step, end = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "zero2_step", tmp_path / "zero2" / "hf"))
-    assert step.keys() == end.keys() and all(torch.equal(step[key], value) for key, value in end.items())
+    step, end = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "zero2_step", tmp_path / "zero2" / "hf")
+    )
+    assert step.keys() == end.keys() and all(
+        torch.equal(step[key], value) for key, value in end.items()
+    )
     divided = load_file(tmp_path / "zero3_step" / "adapter_model.safetensors")
-    assert {key: value.shape for key, value in divided.items()} == {key: value.shape for key, value in end.items()}
+    assert {key: value.shape for key, value in divided.items()} == {
+        key: value.shape for key, value in end.items()
+    }
     assert max((divided[key] - value).abs().max().item() for key, value in end.items()) <= 5e-5
-    assert json.loads((tmp_path / "zero2_step" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+    assert json.loads((tmp_path / "zero2_step" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(tmp_path / "base")
 
-    assert convert(["to-hf", str(tmp_path / "zero3"), str(tmp_path / "zero3_merged"), "--merge"]) == 0
+    assert (
+        convert(["to-hf", str(tmp_path / "zero3"), str(tmp_path / "zero3_merged"), "--merge"]) == 0
+    )
     check_same_files(tmp_path / "zero3_merged", tmp_path / "zero3" / "hf")
 
 
 def check_same_files(one: Path, other: Path) -> None:
-    names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (one, other)]
-    assert names[0] == names[1] and Path("config.json") in names[0] and Path("adapter_config.json") not in names[0]
-    assert [name for name in sorted(names[0]) if (one / name).read_bytes() != (other / name).read_bytes()] == []
+    names = [
+        {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+        for folder in (one, other)
+    ]
+    assert (
+        names[0] == names[1]
+        and Path("config.json") in names[0]
+        and Path("adapter_config.json") not in names[0]
+    )
+    assert [
+        name
+        for name in sorted(names[0])
+        if (one / name).read_bytes() != (other / name).read_bytes()
+    ] == []
 
 
 def run_again(recipe: Recipe, fields: dict[str, Any]) -> tuple[int, str]:
-    """Run on the rank of a pool: train, or come back to a finished run; return the exit code and what was printed."""
+    """Run on the rank of a pool: train, or come back to a finished run; return the exit code and
+    what was printed.
+    """
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         code = run_adapter(recipe, fields)
     return code, printed.getvalue()
 
 
 @pytest.mark.parametrize(
-    "fields", [{"target_modules": "all-linear"}, pytest.param({"target_modules": ["embed_tokens"], "use_rslora": True}, marks=pytest.mark.slow)]
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        pytest.param(
+            {"target_modules": ["embed_tokens"], "use_rslora": True}, marks=pytest.mark.slow
+        ),
+    ],
 )
-def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
-    """As the converter and as peft merge it. hf/ keeps the adapter, whose config names the base model by its absolute path."""
+def test_the_adapter_of_a_finished_run_is_merged_beside_it(
+    pools: Any, tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """As the converter and as peft merge it. hf/ keeps the adapter, whose config names the base
+    model by its absolute path.
+    """
     save_tiny(tmp_path / "base", tie_word_embeddings="embed_tokens" not in fields["target_modules"])
     out = tmp_path / "run"
-    recipe = Recipe(model=os.path.relpath(tmp_path / "base"), ds_config=strategy("zero2"), out=str(out), **NUMBERS | {"steps": 2, "lr": 1e-2})
+    recipe = Recipe(
+        model=os.path.relpath(tmp_path / "base"),
+        ds_config=strategy("zero2"),
+        out=str(out),
+        **NUMBERS | {"steps": 2, "lr": 1e-2},
+    )
     again = partial(pools.run, 1, run_again, fields=fields)
 
     ((code, said),) = again(recipe=dataclasses.replace(recipe, stop_at=1, merge=True))
     assert code == 0 and not (out / "hf").exists()
     ((code, said),) = again(recipe=dataclasses.replace(recipe, stop_at=1, merge=True))
-    way = f"step 1 of 2 is not the last one. Merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER\n"
-    assert code == 0 and f"--merge: nothing is exported, because {way}" in said and "nothing to do: " in said, said
+    way = (
+        "step 1 of 2 is not the last one. Merge a checkpoint with recipekit convert to-hf --merge"
+        f" {out} NEW_FOLDER\n"
+    )
+    assert (
+        code == 0
+        and f"--merge: nothing is exported, because {way}" in said
+        and "nothing to do: " in said
+    ), said
 
     assert again(recipe=recipe)[0][0] == 0
     adapter = (out / "hf" / "adapter_model.safetensors").read_bytes()
-    assert json.loads((out / "hf" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "base")
+    assert json.loads((out / "hf" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(tmp_path / "base")
     ((code, said),) = again(recipe=dataclasses.replace(recipe, merge=True))
-    assert code == 0 and f"merged: the run in {out} has finished 2 of 2 steps" in said and "nothing to do" not in said, said
+    assert (
+        code == 0
+        and f"merged: the run in {out} has finished 2 of 2 steps" in said
+        and "nothing to do" not in said
+    ), said
     assert f"recipekit sample {out}/hf_merged" in said
     assert (out / "hf" / "adapter_model.safetensors").read_bytes() == adapter
     assert convert(["to-hf", str(out), str(tmp_path / "converted"), "--merge"]) == 0
@@ -295,10 +504,17 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(pools: Any, tmp_path:
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
         theirs = PeftModel.from_pretrained(plain, out / "hf").merge_and_unload().state_dict()
     ours = load_file(out / "hf_merged" / "model.safetensors")
-    assert max((theirs[name] - value.float()).abs().max().item() for name, value in ours.items()) <= 5e-5
+    assert (
+        max((theirs[name] - value.float()).abs().max().item() for name, value in ours.items())
+        <= 5e-5
+    )
 
     ((code, said),) = again(recipe=dataclasses.replace(recipe, steps=3, resume=str(out)))
-    assert code == 0 and f"{out}/hf_merged: holds the model of an earlier end of this run. Repeat this command with --merge" in said, said
+    assert (
+        code == 0
+        and f"{out}/hf_merged: holds the model of an earlier end of this run. Repeat this command with --merge"
+        in said
+    ), said
 
 
 def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:
@@ -311,7 +527,8 @@ def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:
             adapted_model(step)
 
 
-# Refusals ---------------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def refused(adapt: Callable[[Any], Any], kind: str = "llama", stage: int = 0, **more: Any) -> str:
@@ -350,14 +567,19 @@ FIELDS = [
     ({"init_lora_weights": "pissa"}, "init_lora_weights = pissa"),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights = pissa_niter_4"),
     ({"init_lora_weights": "olora"}, "init_lora_weights = olora"),
-    ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "loftq_config: is not supported"),
+    (
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+        "loftq_config: is not supported",
+    ),
     ({"layer_replication": [(0, 2), (1, 2)]}, "layer_replication: is not supported"),
     ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens: is not supported"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "said"), FIELDS, ids=[said for _, said in FIELDS])
-def test_a_field_that_changes_the_base_or_the_layers_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_a_field_that_changes_the_base_or_the_layers_is_refused(
+    fields: dict[str, Any], said: str
+) -> None:
     assert f"adapt: {said}" in refused(partial(wrapped, fields={"target_modules": Q} | fields))
 
 
@@ -403,7 +625,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("adapt", "said"), WAYS, ids=[adapt.__name__ for adapt, _ in WAYS])
-def test_an_adapter_whose_file_would_lack_something_is_refused(adapt: Callable[[Any], Any], said: str) -> None:
+def test_an_adapter_whose_file_would_lack_something_is_refused(
+    adapt: Callable[[Any], Any], said: str
+) -> None:
     assert said in refused(adapt)
 
 
@@ -411,18 +635,30 @@ def test_layouts_and_merges_that_are_not_exact_are_refused() -> None:
     lora = partial(wrapped, fields={"target_modules": ["embed_tokens"]})
     assert "tp > 1: peft's adapters do not support" in refused(lora, tp=2)
     assert "--merge with LoRA on a tied embedding" in refused(lora, kind="qwen3", merge=True)
-    assert "trainable_token_indices with ZeRO-3" in refused(partial(wrapped, fields={"target_modules": Q, "trainable_token_indices": [1]}), stage=3)
+    assert "trainable_token_indices with ZeRO-3" in refused(
+        partial(wrapped, fields={"target_modules": Q, "trainable_token_indices": [1]}), stage=3
+    )
 
 
-# Resuming ---------------------------------------------------------------------------------------------------------
+# Resuming
+# --------------------------------------------------------------------------------------------------
 
 BEFORE = {"target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
 CHANGES = [
     ({"lora_alpha": 64}, "adapt: lora_alpha = 64: the run in RUN has 16"),
     ({"lora_dropout": 0.0}, "adapt: lora_dropout = 0.0: the run in RUN has 0.1"),
-    ({"init_lora_weights": "gaussian"}, "adapt: init_lora_weights = gaussian: the run in RUN has True"),
-    ({"target_modules": ["q_proj", "k_proj"]}, "adapt: target_modules = ['k_proj', 'q_proj']: the run in RUN has ['q_proj', 'v_proj']"),
-    ({"modules_to_save": ["lm_head"]}, "adapt: modules_to_save = ['lm_head']: the run in RUN has None"),
+    (
+        {"init_lora_weights": "gaussian"},
+        "adapt: init_lora_weights = gaussian: the run in RUN has True",
+    ),
+    (
+        {"target_modules": ["q_proj", "k_proj"]},
+        "adapt: target_modules = ['k_proj', 'q_proj']: the run in RUN has ['q_proj', 'v_proj']",
+    ),
+    (
+        {"modules_to_save": ["lm_head"]},
+        "adapt: modules_to_save = ['lm_head']: the run in RUN has None",
+    ),
     ({"bias": "all"}, "adapt: bias = all: the run in RUN has none"),
     ({"use_rslora": True}, "adapt: use_rslora = True: the run in RUN has False"),
     ({"use_dora": True}, "adapt: use_dora = True: the run in RUN has False"),
@@ -430,7 +666,13 @@ CHANGES = [
 
 
 def config_with(fields: dict[str, Any]) -> dict[str, Any] | None:
-    made = config_of(adapted(empty_model(tiny_config("llama"), "eager", "none"), AdapterRequest(partial(wrapped, fields=fields)), ds_config(0)))
+    made = config_of(
+        adapted(
+            empty_model(tiny_config("llama"), "eager", "none"),
+            AdapterRequest(partial(wrapped, fields=fields)),
+            ds_config(0),
+        )
+    )
     return json.loads(json.dumps(made))
 
 
@@ -438,14 +680,19 @@ def write_run(folder: Path, **identity: Any) -> None:
     (folder / FACTS).write_text(json.dumps({"identity": identity}))
 
 
-@pytest.mark.parametrize(("changes", "said"), CHANGES, ids=["_".join(changes) for changes, _ in CHANGES])
-def test_a_resume_with_another_adapter_is_refused_with_the_difference(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "said"), CHANGES, ids=["_".join(changes) for changes, _ in CHANGES]
+)
+def test_a_resume_with_another_adapter_is_refused_with_the_difference(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     write_run(tmp_path, **{ADAPTER: config_with(BEFORE)})
     with pytest.raises(Refusal) as caught:
         check_adapter(config_with(BEFORE | changes), "auto", tmp_path)
     assert len(caught.value.problems) == 1
     assert str(caught.value).replace(str(tmp_path), "RUN").startswith(said)
-    check_adapter(config_with(BEFORE | changes), str(tmp_path), tmp_path)  # the user accepts the difference
+    # the user accepts the difference
+    check_adapter(config_with(BEFORE | changes), str(tmp_path), tmp_path)
 
 
 def test_the_order_of_patterns_is_part_of_an_adapter(tmp_path: Path) -> None:
@@ -455,7 +702,9 @@ def test_the_order_of_patterns_is_part_of_an_adapter(tmp_path: Path) -> None:
         write_run(tmp_path, **{ADAPTER: config_with(BEFORE | {name: patterns})})
         check_adapter(config_with(BEFORE | {name: patterns}), "auto", tmp_path)
         with pytest.raises(Refusal, match=f"adapt: {name} = "):
-            check_adapter(config_with(BEFORE | {name: dict(reversed(patterns.items()))}), "auto", tmp_path)
+            check_adapter(
+                config_with(BEFORE | {name: dict(reversed(patterns.items()))}), "auto", tmp_path
+            )
 
 
 def test_the_same_adapter_is_continued_however_its_names_are_ordered(tmp_path: Path) -> None:

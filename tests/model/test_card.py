@@ -39,7 +39,13 @@ FACTS: dict[str, Any] = {
     "identity": {"adapter": None},
     "mesh": {"world": 2, "name": "dp2"},
     "ds_config": {"zero_optimization": {"stage": 2}},
-    "versions": {"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.22.2", "python": "3.11.7", "wandb": "0.31.0"},
+    "versions": {
+        "torch": "2.13.0",
+        "deepspeed": "0.19.8",
+        "transformers": "5.22.2",
+        "python": "3.11.7",
+        "wandb": "0.31.0",
+    },
     "git_commit": "9389555",
     "commits": {"model": "a" * 40, "datasets": {"org/chats": "b" * 40}},
     BASE_LICENSE: {"license": "other", "license_name": "own|1.0", "license_link": "LICENSE"},
@@ -48,7 +54,14 @@ FACTS: dict[str, Any] = {
 }
 LINES = [
     {"step": 1, "loss": 2.5, "tokens": 9000, "eval_loss": 2.25, "eval_s": 1.5},
-    {"step": 1200, "loss": 1.5, "tokens": 1234567, "eval_loss": 1.4142135, "eval_accuracy": 0.5, "eval_s": 1.5},
+    {
+        "step": 1200,
+        "loss": 1.5,
+        "tokens": 1234567,
+        "eval_loss": 1.4142135,
+        "eval_accuracy": 0.5,
+        "eval_s": 1.5,
+    },
 ]
 WHOLE = f"""\
 ---
@@ -109,7 +122,13 @@ license_link: LICENSE
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
 
 
-def card(facts: dict[str, Any] = FACTS, lines: Any = LINES, files: Any = None, step: int = 1200, merged: bool = False) -> str:
+def card(
+    facts: dict[str, Any] = FACTS,
+    lines: Any = LINES,
+    files: Any = None,
+    step: int = 1200,
+    merged: bool = False,
+) -> str:
     return card_of(facts, lines, files or {}, step, merged)
 
 
@@ -122,7 +141,9 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
 
 
 def rows(text: str) -> dict[str, str]:
-    return dict(line.strip("| ").split(" | ", 1) for line in text.split("\n") if line.startswith("| "))
+    return dict(
+        line.strip("| ").split(" | ", 1) for line in text.split("\n") if line.startswith("| ")
+    )
 
 
 def test_the_whole_card():
@@ -134,23 +155,36 @@ def test_the_whole_card():
 def test_the_card_of_an_adapter():
     facts = changed("identity", adapter=LORA)
     text = card(facts)
-    assert header(text)["base_model_relation"] == "adapter" and header(text)["library_name"] == "peft"
-    assert "\nAn adapter for [Qwen/Qwen3-0.6B-Base]" in text and rows(text)["adapter"] == "LORA, rank 8, alpha 16"
+    assert (
+        header(text)["base_model_relation"] == "adapter" and header(text)["library_name"] == "peft"
+    )
+    assert (
+        "\nAn adapter for [Qwen/Qwen3-0.6B-Base]" in text
+        and rows(text)["adapter"] == "LORA, rank 8, alpha 16"
+    )
     merged = card(facts, merged=True)
-    assert header(merged) == header(card()) and rows(merged)["adapter"] == "LORA, rank 8, alpha 16, merged into the weights"
+    assert (
+        header(merged) == header(card())
+        and rows(merged)["adapter"] == "LORA, rank 8, alpha 16, merged into the weights"
+    )
 
 
 def test_random_weights_have_no_base_model():
     text = card(changed("recipe", init="random", tiny=True))
     assert header(text) == {"library_name": "transformers", "datasets": ["org/chats"]}
-    assert "A model with the architecture of [Qwen/Qwen3-0.6B-Base]" in text and "it is a trial, not a useful model." in text
+    assert (
+        "A model with the architecture of [Qwen/Qwen3-0.6B-Base]" in text
+        and "it is a trial, not a useful model." in text
+    )
     assert "architecture" in rows(text) and "base model" not in rows(text)
 
 
 @pytest.mark.parametrize("hashed", [True, False])
 def test_a_folder_is_named_without_its_path(hashed):
     """Neither the header nor the text shows where somebody keeps a model or data."""
-    facts = changed("recipe", model="/data/people/me/base", dataset="/data/people/me/rows.jsonl") | {"commits": {}}
+    facts = changed(
+        "recipe", model="/data/people/me/base", dataset="/data/people/me/rows.jsonl"
+    ) | {"commits": {}}
     facts |= {"identity": {"model_config": "0" * 16}} if hashed else {}
     text = card(facts, files={"": {"/data/people/me/rows.jsonl": "cd5188c45e25af82"}})
     assert header(text) == {"library_name": "transformers"} and "/data" not in text
@@ -159,13 +193,28 @@ def test_a_folder_is_named_without_its_path(hashed):
 
 
 def test_a_card_lists_ten_data_files():
-    text = card(files={"a": {f"{number}.jsonl": str(number) for number in range(8)}, "b": {f"{number}.csv": str(number) for number in range(5)}})
-    assert text.count("| data file |") == 10 and rows(text)["data files"] == "3 more; data_files.json of the run lists all"
+    text = card(
+        files={
+            "a": {f"{number}.jsonl": str(number) for number in range(8)},
+            "b": {f"{number}.csv": str(number) for number in range(5)},
+        }
+    )
+    assert (
+        text.count("| data file |") == 10
+        and rows(text)["data files"] == "3 more; data_files.json of the run lists all"
+    )
 
 
 def test_samples_are_counted_as_samples():
-    text = card(changed("recipe", task="image_classification"), [{"step": 3, "samples": 48, "tokens": 48}], step=3)
-    assert rows(text)["samples"] == "48" and not {"tokens with a label", "tokens of a row"} & rows(text).keys()
+    text = card(
+        changed("recipe", task="image_classification"),
+        [{"step": 3, "samples": 48, "tokens": 48}],
+        step=3,
+    )
+    assert (
+        rows(text)["samples"] == "48"
+        and not {"tokens with a label", "tokens of a row"} & rows(text).keys()
+    )
     assert "Held-out" not in text
 
 
@@ -177,23 +226,42 @@ def test_torch_engines_have_no_json():
 def test_no_folder_of_the_machine_is_published() -> None:
     """A card is often made public, with the names of users and disks in paths."""
     offload = {"device": "nvme", "nvme_path": "/scratch/ann/swap"}
-    config = {"zero_optimization": {"stage": 3, "offload_param": offload}, "monitor": {"path": "~/ann/logs", "on": True}}
+    config = {
+        "zero_optimization": {"stage": 3, "offload_param": offload},
+        "monitor": {"path": "~/ann/logs", "on": True},
+    }
     text = card(changed("recipe", ds_config="/disks/ann/mine.json") | {"ds_config": config})
-    assert rows(text)["strategy"] == "mine.json" and "ann" not in text and '"nvme_path": "swap"' in text and '"path": "logs"' in text
+    assert (
+        rows(text)["strategy"] == "mine.json"
+        and "ann" not in text
+        and '"nvme_path": "swap"' in text
+        and '"path": "logs"' in text
+    )
 
 
 @pytest.mark.parametrize("missing", FACTS)
 def test_a_missing_fact_is_left_out(missing):
     """So is one that is not an object, as after an edit by hand."""
-    for facts in ({name: value for name, value in FACTS.items() if name != missing}, FACTS | {missing: None}, FACTS | {missing: []}):
+    for facts in (
+        {name: value for name, value in FACTS.items() if name != missing},
+        FACTS | {missing: None},
+        FACTS | {missing: []},
+    ):
         text = card(facts)
-        assert not {"None", "null", "[]", "{}"} & {*text.replace("`", " ").replace("|", " ").split()}
-        assert header(text)["library_name"] == "transformers" and rows(text)["steps"].startswith("1,200")
+        assert not {"None", "null", "[]", "{}"} & {
+            *text.replace("`", " ").replace("|", " ").split()
+        }
+        assert header(text)["library_name"] == "transformers" and rows(text)["steps"].startswith(
+            "1,200"
+        )
 
 
 @pytest.mark.parametrize("missing", FACTS["recipe"])
 def test_a_missing_field_of_the_recipe_is_left_out(missing):
-    text = card(FACTS | {"recipe": {name: value for name, value in FACTS["recipe"].items() if name != missing}})
+    text = card(
+        FACTS
+        | {"recipe": {name: value for name, value in FACTS["recipe"].items() if name != missing}}
+    )
     assert "None" not in text and header(text)["library_name"] == "transformers"
 
 
@@ -208,7 +276,9 @@ def test_a_run_without_anything():
 def run(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps(FACTS))
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in LINES)
+    )
     (tmp_path / "run" / "data_files.json").write_text('{"": {"rows.jsonl": "cd5188c45e25af82"}}')
     return tmp_path / "run"
 
@@ -273,7 +343,11 @@ def test_a_hub_model_that_is_not_here_has_no_licence(tmp_path, monkeypatch):
 
 def test_an_edited_card_is_kept(tmp_path):
     folder, staging = tmp_path / "hf", tmp_path / ".hf.tmp"
-    for page in ("# Mine\n", card().replace("trained further", "my best model"), card() + "More.\n"):
+    for page in (
+        "# Mine\n",
+        card().replace("trained further", "my best model"),
+        card() + "More.\n",
+    ):
         for path in (folder, staging):
             path.mkdir()
         (folder / CARD).write_text(page)
@@ -301,7 +375,12 @@ def test_to_hf_writes_the_card_of_a_checkpoint_in_a_run_folder(run, tmp_path):
     blueprint = published_blueprint(tmp_path / "base")
     step = run / "checkpoints" / "step_00000000"
     step.parent.mkdir()
-    from_hf(tmp_path / "base", step, blueprint, Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32"))
+    from_hf(
+        tmp_path / "base",
+        step,
+        blueprint,
+        Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32"),
+    )
     assert main(["to-hf", str(step), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / CARD).read_text() == card_of_run(run, 0, merged=False)
     step.rename(tmp_path / "alone")

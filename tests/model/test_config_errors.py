@@ -14,34 +14,64 @@ from recipekit.model.empty import construct
 from recipekit.spec.refusal import Refusal, refuse
 from recipekit.tasks import image_classification
 
-ERRORS = [ArithmeticError, ZeroDivisionError, AssertionError, AttributeError, LookupError, KeyError, RuntimeError, TypeError, ValueError, StrictDataclassError]
+ERRORS = [
+    ArithmeticError,
+    ZeroDivisionError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    StrictDataclassError,
+]
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_an_error_of_a_constructor_is_refused_with_its_text(kind: Callable[[str], Exception]) -> None:
+def test_an_error_of_a_constructor_is_refused_with_its_text(
+    kind: Callable[[str], Exception],
+) -> None:
     long = "x " * 300
-    with pytest.raises(Refusal) as caught, wrong_values({"b": {"act": "gelo"}, "act": "gelu"}, "model = M"):
+    with (
+        pytest.raises(Refusal) as caught,
+        wrong_values({"b": {"act": "gelo"}, "act": "gelu"}, "model = M"),
+    ):
         raise kind(f"no `gelo`\n  in {long}")
     (problem,) = caught.value.problems
     text = str(kind(f"no `gelo`\n  in {long}")).replace("\n  ", " ")[:400]
     name = "" if kind is StrictDataclassError else f"{kind.__name__}: "  # type: ignore[attr-defined]
     if kind is not KeyError:  # whose text is a representation
-        assert problem.rule == f"transformers {transformers.__version__} does not take its config.json: {name}{text} (probably b.act = gelo)"
-    assert (problem.where, problem.fix) == ("model = M", "correct the value in config.json") and name in problem.rule
+        assert (
+            problem.rule
+            == f"transformers {transformers.__version__} does not take its config.json:"
+            f" {name}{text} (probably b.act = gelo)"
+        )
+    assert (problem.where, problem.fix) == (
+        "model = M",
+        "correct the value in config.json",
+    ) and name in problem.rule
 
 
 def test_other_errors_and_refusals_are_not_changed() -> None:
     with pytest.raises(Refusal) as bare, wrong_values({"a": "b"}, "model = M"):
         raise TypeError("x")
     assert bare.value.problems[0].rule.endswith("does not take its config.json: TypeError: x")
-    for error in (OSError("a"), ImportError("a"), KeyboardInterrupt(), refuse("A", "is b", "use c")):
+    for error in (
+        OSError("a"),
+        ImportError("a"),
+        KeyboardInterrupt(),
+        refuse("A", "is b", "use c"),
+    ):
         with pytest.raises(type(error)) as caught, wrong_values({"a": 0}, "model = M"):
             raise error
         assert caught.value is error
 
 
 def raised(error: Exception, *statements: str) -> Exception:
-    """Raise `error` in functions that call one another, each with a statement of a file of transformers; the last one raises."""
+    """Raise `error` in functions that call one another, each with a statement of a file of
+    transformers; the last one raises.
+    """
     call: Callable[[], Any] = lambda: _raise(error)  # noqa: E731
     for number, statement in reversed(list(enumerate(statements))):
         file = f"/site/transformers/models/own/modeling_{number}.py"
@@ -62,38 +92,62 @@ def _raise(error: Exception) -> None:
     raise hidden_size
 
 
-NOT_IN_TRANSFORMERS = [ArithmeticError, RuntimeError, NotImplementedError, TypeError, LookupError, AttributeError, AssertionError]
+NOT_IN_TRANSFORMERS = [
+    ArithmeticError,
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+]
 
 
 @pytest.mark.parametrize("kind", NOT_IN_TRANSFORMERS)
-def test_a_small_copy_that_fails_shows_nothing_about_its_head(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+def test_a_small_copy_that_fails_shows_nothing_about_its_head(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     def fail(*_: Any) -> None:
         raise kind("x" * 300)
 
     monkeypatch.setattr(head, "small_copy", fail)
-    with pytest.raises(ValueError, match=rf"^no small copy of it runs, which would show it \({kind.__name__}: x{{200}}\)$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^no small copy of it runs, which would show it \({kind.__name__}: x{{200}}\)$",
+    ):
         head.operations_of({"model_type": "llama", "of": kind.__name__}, "pretrain")
 
 
-def test_the_refusal_of_a_small_copy_is_the_reason_that_its_head_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_of_a_small_copy_is_the_reason_that_its_head_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: Any) -> None:
         raise refuse("A", "is b", "use c")
 
     monkeypatch.setattr(head, "small_copy", fail)
-    with pytest.raises(ValueError, match=r"^no small copy of it runs, which would show it \(is b\)$"):
+    with pytest.raises(
+        ValueError, match=r"^no small copy of it runs, which would show it \(is b\)$"
+    ):
         head.operations_of({"model_type": "llama", "of": "refusal"}, "pretrain")
 
 
 ATTENTIONS = [
     "M does not support an Attention Implementation through x. More",
     "the attn_implementation is wrong. More",
-    *(f"no {word} here. More" for word in ("flash attention", "flash_attention_2", "FlashAttention2", "SDPA")),
+    *(
+        f"no {word} here. More"
+        for word in ("flash attention", "flash_attention_2", "FlashAttention2", "SDPA")
+    ),
 ]
 
 
 @pytest.mark.parametrize("kind", [ValueError, ImportError])
-@pytest.mark.parametrize("said", [*ATTENTIONS, "attention heads must be divisible. More", "flash and attention"])
-def test_only_an_attention_that_a_class_lacks_is_refused_as_one(monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "said", [*ATTENTIONS, "attention heads must be divisible. More", "flash and attention"]
+)
+def test_only_an_attention_that_a_class_lacks_is_refused_as_one(
+    monkeypatch: pytest.MonkeyPatch, said: str, kind: type[Exception]
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise kind(said)
 
@@ -101,22 +155,41 @@ def test_only_an_attention_that_a_class_lacks_is_refused_as_one(monkeypatch: pyt
     for attention, fix in (("sdpa", "Use --attention eager"), ("eager", "Use another model")):
         with pytest.raises((Refusal, kind)) as caught:
             construct(transformers.LlamaConfig(), attention)
-        expected = f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}. {fix}" if said in ATTENTIONS else said
+        expected = (
+            f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}."
+            f" {fix}"
+            if said in ATTENTIONS
+            else said
+        )
         assert str(caught.value) == expected
 
 
-@pytest.mark.parametrize("kind", [*NOT_IN_TRANSFORMERS, ValueError, ImportError, StrictDataclassError])
-def test_an_image_model_whose_small_copy_fails_is_refused(monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    "kind", [*NOT_IN_TRANSFORMERS, ValueError, ImportError, StrictDataclassError]
+)
+def test_an_image_model_whose_small_copy_fails_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     def fail(*_: Any) -> None:
         raise kind("y" * 300)
 
     monkeypatch.setattr(image_classification, "small_copy", fail)
     config = tiny_config("vit", task="image_classification")
-    rule = rf"^model = M: no small copy of a vit runs on pictures alone \({kind.__name__}: y{{200}}\). Use another image classifier"
+    rule = (
+        rf"^model = M: no small copy of a vit runs on pictures alone \({kind.__name__}: y{{200}}\)."
+        r" Use another image classifier"
+    )
     with pytest.raises(Refusal, match=rule):
         image_classification.check(config, "eager", "M")
-    monkeypatch.setattr(image_classification, "small_copy", lambda *_: (_ for _ in ()).throw(refuse("A", "is b", "use c")))
-    assert image_classification.check(config, "eager", "M") == "not known whether a vit takes pictures: is b"
+    monkeypatch.setattr(
+        image_classification,
+        "small_copy",
+        lambda *_: (_ for _ in ()).throw(refuse("A", "is b", "use c")),
+    )
+    assert (
+        image_classification.check(config, "eager", "M")
+        == "not known whether a vit takes pictures: is b"
+    )
 
 
 ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}
@@ -156,7 +229,9 @@ ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}
         (TypeError("a_size b_size"), (), {"b_size": 7, "a_size": None}, ["b_size = 7", "a_size = None"]),
     ],
 )  # fmt: skip
-def test_the_first_kind_of_suspects_that_exists_is_named(error: Exception, statements: tuple[str, ...], values: dict[str, Any], found: list[str]) -> None:
+def test_the_first_kind_of_suspects_that_exists_is_named(
+    error: Exception, statements: tuple[str, ...], values: dict[str, Any], found: list[str]
+) -> None:
     assert suspects_of(raised(error, *statements), values) == found
 
 
@@ -181,10 +256,15 @@ COUNTS = (
 @pytest.mark.parametrize("key", COUNTS)
 def test_a_zero_is_suspected_in_counts_only(key: str) -> None:
     for zero in (0, 0.0):
-        assert suspects_of(ZeroDivisionError("x"), {"attention_dropout": zero, key: zero, f"{key}_drop": zero}) == [f"{key} = {zero}"]
+        assert suspects_of(
+            ZeroDivisionError("x"), {"attention_dropout": zero, key: zero, f"{key}_drop": zero}
+        ) == [f"{key} = {zero}"]
     assert suspects_of(ZeroDivisionError("x"), {key: 1, "drop": -0.5}) == ["drop = -0.5"]
 
 
 def test_values_are_named_by_their_place() -> None:
-    with pytest.raises(Refusal, match=r"\(probably a\.b\.n_head = 0 or n_layer = -1\)"), wrong_values({"a": {"b": {"n_head": 0}, "c": 1}, "n_layer": -1}, "M"):
+    with (
+        pytest.raises(Refusal, match=r"\(probably a\.b\.n_head = 0 or n_layer = -1\)"),
+        wrong_values({"a": {"b": {"n_head": 0}, "c": 1}, "n_layer": -1}, "M"),
+    ):
         raise ZeroDivisionError("x")

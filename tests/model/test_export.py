@@ -22,17 +22,30 @@ from test_parity import strategy
 from test_weights import save_tiny
 from transformers import AutoConfig
 
-NUMBERS: dict[str, Any] = dict(tokenizer="bytes", seq_len=64, global_batch=4, steps=4, lr=1e-3, eval_every=4, eval_rows=4, wandb=False)
+NUMBERS: dict[str, Any] = dict(
+    tokenizer="bytes",
+    seq_len=64,
+    global_batch=4,
+    steps=4,
+    lr=1e-3,
+    eval_every=4,
+    eval_rows=4,
+    wandb=False,
+)
 
 
 def add_lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
-    """Runs on every rank of a pool; returns the exit code and the names of the parameters that were trained."""
+    """Runs on every rank of a pool; returns the exit code and the names of the parameters that were
+    trained.
+    """
     import deepspeed
     from recipekit.train import main
 
@@ -46,33 +59,57 @@ def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
     deepspeed.initialize = recorded
     try:
         adapt = add_lora if lora else None
-        code = main(make_plan(parse(dataclasses.replace(recipe, adapt=adapt), Path("export.py"), [])))
+        code = main(
+            make_plan(parse(dataclasses.replace(recipe, adapt=adapt), Path("export.py"), []))
+        )
     finally:
         deepspeed.initialize = real
-    return code, [name for name, parameter in engines[0][0].module.named_parameters() if parameter.requires_grad]
+    return code, [
+        name
+        for name, parameter in engines[0][0].module.named_parameters()
+        if parameter.requires_grad
+    ]
 
 
 def held_out_loss(model: Any, recipe: Recipe) -> float:
     batches = eval_rows(request_of(recipe), byte_tokenizer(), dp=1, dp_rank=0)
     tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     with torch.no_grad():
-        return sum(pretrain.loss(pretrain.forward(model.eval(), batch), batch, by_row=False).item() for batch in batches) / tokens
+        return (
+            sum(
+                pretrain.loss(pretrain.forward(model.eval(), batch), batch, by_row=False).item()
+                for batch in batches
+            )
+            / tokens
+        )
 
 
-@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["merged", "adapter"])
+@pytest.mark.parametrize(
+    "merge", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["merged", "adapter"]
+)
 def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     save_tiny(tmp_path / "base", "qwen3")
     out = tmp_path / "run"
-    numbers = NUMBERS | {"lr": 1e-2}  # so that four steps teach much, whatever the text is (another Python has another library)
-    recipe = Recipe(model=str(tmp_path / "base"), ds_config=strategy("zero3"), merge=merge, out=str(out), **numbers)
+    # so that four steps teach much, whatever the text is (another Python has another library)
+    numbers = NUMBERS | {"lr": 1e-2}
+    recipe = Recipe(
+        model=str(tmp_path / "base"),
+        ds_config=strategy("zero3"),
+        merge=merge,
+        out=str(out),
+        **numbers,
+    )
     for code, trained in pools.run(2, run_recipe, recipe=recipe, lora=True):
         assert code == 0
         assert trained and all("lora_" in name for name in trained)
     (tmp_path / "plain").touch()
-    assert {file.stat().st_mode for file in out.rglob("*") if file.is_file()} == {(tmp_path / "plain").stat().st_mode}  # by the umask
+    # by the umask
+    assert {file.stat().st_mode for file in out.rglob("*") if file.is_file()} == {
+        (tmp_path / "plain").stat().st_mode
+    }
     engine_loss = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["eval_loss"]
     card = (out / "hf" / "README.md").read_text()
     assert f"library_name: {'transformers' if merge else 'peft'}\n" in card
@@ -82,7 +119,9 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
     if merge:
         model = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
     else:
-        assert {file.name for file in (out / "hf").glob("*.safetensors")} == {"adapter_model.safetensors"}
+        assert {file.name for file in (out / "hf").glob("*.safetensors")} == {
+            "adapter_model.safetensors"
+        }
         model = PeftModel.from_pretrained(base, out / "hf")
     loss = held_out_loss(model, recipe)
     assert abs(loss - engine_loss) < 1e-5 * engine_loss
@@ -97,11 +136,19 @@ def test_the_export_of_every_strategy_is_what_the_engine_evaluated(pools, tmp_pa
 
     for file, tp in (("zero0", 1), ("zero2", 1), ("zero3", 1), ("zero3", 2), ("zero1", 2)):
         out = tmp_path / f"{file}_{tp}"
-        recipe = Recipe(model="Qwen/Qwen3-0.6B", ds_config=strategy(file, bf16=True), tp=tp, out=str(out), **NUMBERS)
+        recipe = Recipe(
+            model="Qwen/Qwen3-0.6B",
+            ds_config=strategy(file, bf16=True),
+            tp=tp,
+            out=str(out),
+            **NUMBERS,
+        )
         assert pools.run(2, run_tiny, recipe=recipe) == [0, 0]
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         facts = json.loads((out / "run.json").read_text())["recipe"]
-        ran = Recipe(**{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__})
+        ran = Recipe(
+            **{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__}
+        )
         loss = held_out_loss(AutoModelForCausalLM.from_pretrained(out / "hf"), ran)
         assert abs(loss - lines[-1]["eval_loss"]) < 2e-3 * loss, f"{file} tp{tp}"
 
@@ -113,7 +160,13 @@ def test_a_model_published_in_fp32_is_exported_from_the_master_weights(pools, tm
     save_tiny(tmp_path / "base")
     for file, tp in (("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero1", 2), ("zero3", 2)):
         out = tmp_path / f"{file}_{tp}"
-        recipe = Recipe(model=str(tmp_path / "base"), ds_config=strategy(file, bf16=True), tp=tp, out=str(out), **NUMBERS)
+        recipe = Recipe(
+            model=str(tmp_path / "base"),
+            ds_config=strategy(file, bf16=True),
+            tp=tp,
+            out=str(out),
+            **NUMBERS,
+        )
         assert [code for code, _ in pools.run(2, run_recipe, recipe=recipe, lora=False)] == [0, 0]
         weights = load_file(out / "hf" / "model.safetensors")
         assert all(value.dtype == torch.float32 for value in weights.values())
@@ -130,10 +183,20 @@ def run_tiny(recipe: Recipe) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_config_beside_the_weights_names_their_dtype(tmp_path, dtype):
-    """Whatever the config that the model was made from says; and generation from the files uses its cache."""
-    built = build_model(Recipe(model="none", init="random"), tiny_config("llama") | {"dtype": "float16"}, None, ds_config(0), torch.device("cpu"))
+    """Whatever the config that the model was made from says; and generation from the files uses its
+    cache.
+    """
+    built = build_model(
+        Recipe(model="none", init="random"),
+        tiny_config("llama") | {"dtype": "float16"},
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    )
     own = tiny_config("llama") | {"dtype": "float16"}
-    save_small_files(built, gather(built, own, byte_tokenizer(), getattr(torch, dtype), Origin(), ()), tmp_path)
+    save_small_files(
+        built, gather(built, own, byte_tokenizer(), getattr(torch, dtype), Origin(), ()), tmp_path
+    )
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["dtype"], config["architectures"]) == (dtype, ["LlamaForCausalLM"])
     assert AutoConfig.from_pretrained(tmp_path).use_cache is True

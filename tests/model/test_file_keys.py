@@ -29,27 +29,49 @@ Tensors = dict[str, torch.Tensor]
 
 @functools.cache
 def published(kind: str, task: str) -> tuple[dict[str, Any], Tensors]:
-    """The config.json and the tensors that transformers saves of a tiny model with random weights."""
+    """The config.json and the tensors that transformers saves of a tiny model with random
+    weights.
+    """
     config = families.tiny_config(kind, 264, task)
-    model = build_model(Recipe(model="none", init="random", seed=5, task=task), config, None, ds_config(0), torch.device("cpu")).model
+    model = build_model(
+        Recipe(model="none", init="random", seed=5, task=task),
+        config,
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    ).model
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tensors = {name: value.clone() for name, value in load_file(Path(folder) / FILE).items()}
         return json.loads((Path(folder) / "config.json").read_text()), tensors
 
 
-def save_model(folder: Path, kind: str, task: str = "pretrain", tensors: Callable[[Tensors], Tensors] = dict, **changes: Any) -> None:
-    """Saves a tiny model as transformers does, but for what `tensors` changes in its file and `changes` in its config.json."""
+def save_model(
+    folder: Path,
+    kind: str,
+    task: str = "pretrain",
+    tensors: Callable[[Tensors], Tensors] = dict,
+    **changes: Any,
+) -> None:
+    """Saves a tiny model as transformers does, but for what `tensors` changes in its file and
+    `changes` in its config.json.
+    """
     config, saved = published(kind, task)
     folder.mkdir(exist_ok=True)
-    save_file(tensors({name: value.clone() for name, value in saved.items()}), folder / FILE, metadata={"format": "pt"})
+    save_file(
+        tensors({name: value.clone() for name, value in saved.items()}),
+        folder / FILE,
+        metadata={"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def read(folder: Path, task: str = "pretrain") -> Weights:
     """Opens the files for the model that config.json describes."""
     config = json.loads((folder / "config.json").read_text())
-    return open_weights(str(folder), empty_model(config, "eager", str(folder), auto_class=TASKS[task].auto_class))
+    return open_weights(
+        str(folder), empty_model(config, "eager", str(folder), auto_class=TASKS[task].auto_class)
+    )
 
 
 def values_of(folder: Path, dtype: str = "") -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -85,13 +107,32 @@ def test_tensors_that_nothing_takes_are_named_in_one_line(tmp_path, kind, task, 
     ("kind", "extra"),
     [
         ("llama", more("model.layers.0.self_attn.rotary_emb.inv_freq")),
-        ("gpt2", lambda tensors: tensors | {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.1.attn.masked_bias": torch.tensor(-1e4)}),
-        ("gpt_neox", lambda tensors: tensors | {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8)}),
-        pytest.param("qwen3_next", more("mtp.layers.0.weight", "mtp.fc.weight"), marks=pytest.mark.slow),
-        ("deepseek_v3", more("model.layers.61.embed_tokens.weight", "model.layers.61.eh_proj.weight")),
+        (
+            "gpt2",
+            lambda tensors: (
+                tensors
+                | {
+                    "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8),
+                    "h.1.attn.masked_bias": torch.tensor(-1e4),
+                }
+            ),
+        ),
+        (
+            "gpt_neox",
+            lambda tensors: tensors | {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8)},
+        ),
+        pytest.param(
+            "qwen3_next", more("mtp.layers.0.weight", "mtp.fc.weight"), marks=pytest.mark.slow
+        ),
+        (
+            "deepseek_v3",
+            more("model.layers.61.embed_tokens.weight", "model.layers.61.eh_proj.weight"),
+        ),
     ],
 )
-def test_tensors_that_every_model_computes_or_transformers_ignores_are_not_named(tmp_path, kind, extra):
+def test_tensors_that_every_model_computes_or_transformers_ignores_are_not_named(
+    tmp_path, kind, extra
+):
     save_model(tmp_path, kind, tensors=extra)
     assert read(tmp_path).note == ""
 
@@ -99,12 +140,18 @@ def test_tensors_that_every_model_computes_or_transformers_ignores_are_not_named
 @pytest.mark.parametrize("shape", [(24,), (1, 8), (8, 1, 1)])
 def test_a_bias_of_attention_of_another_shape_is_no_mask_and_is_named(tmp_path, shape):
     save_model(tmp_path, "llama", tensors=more("model.layers.0.self_attn.bias", shape=shape))
-    assert read(tmp_path).note.endswith("1 tensor of its files is not used: model.layers.0.self_attn.bias")
+    assert read(tmp_path).note.endswith(
+        "1 tensor of its files is not used: model.layers.0.self_attn.bias"
+    )
 
 
 def further_layers(tensors: Tensors, place: str, last: int) -> Tensors:
     """Adds copies of the last layer of a list, as the files of a deeper model have them."""
-    return tensors | {name.replace(f"{place}.{last}.", f"{place}.{last + 1 + add}."): value.clone() for add in range(2) for name, value in tensors.items()}
+    return tensors | {
+        name.replace(f"{place}.{last}.", f"{place}.{last + 1 + add}."): value.clone()
+        for add in range(2)
+        for name, value in tensors.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -118,13 +165,24 @@ def further_layers(tensors: Tensors, place: str, last: int) -> Tensors:
         ("qwen3_moe", "pretrain", "model.layers", "model.layers", "num_hidden_layers"),
     ],
 )
-def test_layers_that_config_json_does_not_have_are_refused(tmp_path, kind, task, place, listed, key):
+def test_layers_that_config_json_does_not_have_are_refused(
+    tmp_path, kind, task, place, listed, key
+):
     """`listed` is the name in the files of the list `place`."""
     save_model(tmp_path, kind, task)
     tensors = load_file(tmp_path / FILE)
-    layers = 1 + max(int(name.removeprefix(f"{listed}.").split(".")[0]) for name in tensors if name.startswith(f"{listed}."))
-    save_file(further_layers(tensors, listed, layers - 1), tmp_path / FILE, metadata={"format": "pt"})
-    expected = rf'its files contain {layers + 2} layers in {place}, but its config.json specifies {layers}. Write "{key}": {layers + 2} in its config.json'
+    layers = 1 + max(
+        int(name.removeprefix(f"{listed}.").split(".")[0])
+        for name in tensors
+        if name.startswith(f"{listed}.")
+    )
+    save_file(
+        further_layers(tensors, listed, layers - 1), tmp_path / FILE, metadata={"format": "pt"}
+    )
+    expected = (
+        rf"its files contain {layers + 2} layers in {place}, but its config.json specifies"
+        rf' {layers}. Write "{key}": {layers + 2} in its config.json'
+    )
     with pytest.raises(Refusal, match=expected):
         read(tmp_path, task)
 
@@ -134,28 +192,52 @@ def test_names_without_the_base_model_have_layers_too(tmp_path):
     save_model(
         tmp_path,
         "gpt2",
-        tensors=lambda tensors: {name.removeprefix("transformer."): value for name, value in further_layers(tensors, "transformer.h", 3).items()},
+        tensors=lambda tensors: {
+            name.removeprefix("transformer."): value
+            for name, value in further_layers(tensors, "transformer.h", 3).items()
+        },
     )
-    with pytest.raises(Refusal, match=r"its files contain 6 layers in transformer\.h, but its config.json specifies 4"):
+    with pytest.raises(
+        Refusal,
+        match=r"its files contain 6 layers in transformer\.h, but its config.json specifies 4",
+    ):
         read(tmp_path)
 
 
 def test_experts_that_config_json_does_not_have_are_refused(tmp_path):
     save_model(tmp_path, "mixtral")
     experts = json.loads((tmp_path / "config.json").read_text())["num_local_experts"]
-    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": experts // 2}))
-    with pytest.raises(Refusal, match=rf"\[{experts}, .* in its files but \[{experts // 2}, .* in its config.json"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            json.loads((tmp_path / "config.json").read_text()) | {"num_local_experts": experts // 2}
+        )
+    )
+    with pytest.raises(
+        Refusal, match=rf"\[{experts}, .* in its files but \[{experts // 2}, .* in its config.json"
+    ):
         read(tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_named(tmp_path):
-    """Of a model with another number of layers than the published one, which transformers knows by its numbers."""
+    """Of a model with another number of layers than the published one, which transformers knows by
+    its numbers.
+    """
     save_model(tmp_path, "glm4_moe", tensors=lambda tensors: tensors, num_nextn_predict_layers=1)
     layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
     tensors = load_file(tmp_path / FILE)
-    save_file(tensors | {f"model.layers.{layers}.eh_proj.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
-    assert read(tmp_path).note.endswith(f"1 tensor of its files is not used: model.layers.{layers}.eh_proj.weight")
-    save_file(tensors | {f"model.layers.{layers + 1}.eh_proj.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
+    save_file(
+        tensors | {f"model.layers.{layers}.eh_proj.weight": torch.ones(4)},
+        tmp_path / FILE,
+        metadata={"format": "pt"},
+    )
+    assert read(tmp_path).note.endswith(
+        f"1 tensor of its files is not used: model.layers.{layers}.eh_proj.weight"
+    )
+    save_file(
+        tensors | {f"model.layers.{layers + 1}.eh_proj.weight": torch.ones(4)},
+        tmp_path / FILE,
+        metadata={"format": "pt"},
+    )
     with pytest.raises(Refusal, match=f"its files contain {layers + 2} layers"):
         read(tmp_path)
 
@@ -164,10 +246,14 @@ WRAPPED: dict[str, Callable[[str], str]] = {
     "_orig_mod.": lambda name: f"_orig_mod.{name}",
     "module.": lambda name: f"module.{name}",
     "base_model.model.": lambda name: f"base_model.model.{name}",
-    "_fsdp_wrapped_module._fsdp_wrapped_module.": lambda name: f"_fsdp_wrapped_module._fsdp_wrapped_module.{name}",
+    "_fsdp_wrapped_module._fsdp_wrapped_module.": lambda name: (
+        f"_fsdp_wrapped_module._fsdp_wrapped_module.{name}"
+    ),
     "student.net.": lambda name: f"student.net.{name}",
-    "_checkpoint_wrapped_module.": lambda name: name.replace("layers.0.", "layers.0._checkpoint_wrapped_module.").replace(
-        "layers.1.", "layers.1._checkpoint_wrapped_module."
+    "_checkpoint_wrapped_module.": (
+        lambda name: name.replace("layers.0.", "layers.0._checkpoint_wrapped_module.").replace(
+            "layers.1.", "layers.1._checkpoint_wrapped_module."
+        )
     ),
     "_orig_mod. and module.": lambda name: f"module.{name}".replace("mlp.", "_orig_mod.mlp."),
 }
@@ -175,7 +261,11 @@ WRAPPED: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("prefix", WRAPPED)
 def test_a_prefix_of_all_names_is_named(tmp_path, prefix):
-    save_model(tmp_path, "llama", tensors=lambda tensors: {WRAPPED[prefix](name): value for name, value in tensors.items()})
+    save_model(
+        tmp_path,
+        "llama",
+        tensors=lambda tensors: {WRAPPED[prefix](name): value for name, value in tensors.items()},
+    )
     with pytest.raises(Refusal) as refused:
         read(tmp_path)
     (problem,) = refused.value.problems
@@ -189,17 +279,33 @@ def test_an_adapter_that_was_not_merged_is_named(tmp_path):
     save_model(
         tmp_path,
         "llama",
-        tensors=lambda tensors: {f"base_model.model.{name}": value for name, value in more("model.layers.0.mlp.up_proj.lora_A.weight")(tensors).items()},
+        tensors=lambda tensors: {
+            f"base_model.model.{name}": value
+            for name, value in more("model.layers.0.mlp.up_proj.lora_A.weight")(tensors).items()
+        },
     )
-    with pytest.raises(Refusal, match=r"have base_model\.model\. in them.*\. Merge the adapter with peft's merge_and_unload"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"have base_model\.model\. in them.*\. Merge the adapter with peft's merge_and_unload"
+        ),
+    ):
         read(tmp_path)
 
 
 def test_a_base_model_twice_is_read_as_transformers_reads_it(tmp_path):
-    save_model(tmp_path, "llama", tensors=lambda tensors: {f"model.{name}": value for name, value in tensors.items()})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    save_model(
+        tmp_path,
+        "llama",
+        tensors=lambda tensors: {f"model.{name}": value for name, value in tensors.items()},
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32
+    ).state_dict()
     ours, _ = values_of(tmp_path)
-    assert read(tmp_path).note == "" and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert read(tmp_path).note == "" and all(
+        torch.equal(value, theirs[name]) for name, value in ours.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +314,12 @@ def test_a_base_model_twice_is_read_as_transformers_reads_it(tmp_path):
         ("llama", "model.embed_tokens.weight", float("nan"), "a NaN"),
         ("llama", "model.norm.weight", float("inf"), "an infinite value"),
         ("gpt2", "transformer.h.1.mlp.c_fc.bias", float("nan"), "a NaN"),
-        ("qwen3_moe", "model.layers.1.mlp.experts.3.down_proj.weight", float("-inf"), "an infinite value"),
+        (
+            "qwen3_moe",
+            "model.layers.1.mlp.experts.3.down_proj.weight",
+            float("-inf"),
+            "an infinite value",
+        ),
     ],
 )
 def test_values_that_are_no_numbers_are_noted(tmp_path, kind, name, value, found):
@@ -237,10 +348,18 @@ def test_values_are_checked_beside_a_new_head_and_in_buffers(tmp_path, monkeypat
     recipe = Recipe(model=str(tmp_path), task=task, num_labels=labels)
     built = build_model(recipe, config, None, ds_config(0), torch.device("cpu"))
     assert built.weights is not None and bool(built.weights.drawn) == bool(labels)
-    assert [problem.rule for problem in built.weights.not_finite] == [f"{name} contains a NaN in its files"]
+    assert [problem.rule for problem in built.weights.not_finite] == [
+        f"{name} contains a NaN in its files"
+    ]
 
 
 def test_values_that_the_training_dtype_does_not_hold_are_noted(tmp_path):
-    save_model(tmp_path, "llama", tensors=lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1e5})
-    assert values_of(tmp_path, "fp16")[1] == ["model.norm.weight holds 1e+05 in its files, which is infinite in float16"]
+    save_model(
+        tmp_path,
+        "llama",
+        tensors=lambda tensors: tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1e5},
+    )
+    assert values_of(tmp_path, "fp16")[1] == [
+        "model.norm.weight holds 1e+05 in its files, which is infinite in float16"
+    ]
     assert values_of(tmp_path, "bf16")[1] == []

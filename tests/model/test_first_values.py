@@ -1,4 +1,6 @@
-"""First values of `init = random` against transformers' own `from_config`, parameter by parameter."""
+"""First values of `init = random` against transformers' own `from_config`, parameter by
+parameter.
+"""
 
 import hashlib
 import json
@@ -21,8 +23,9 @@ from recipekit.spec.task_specs import TASKS
 sys.path.insert(0, str(ROOT / "tools" / "make"))
 import support_matrix
 
-# A difference of means, or of variances, in standard errors of both samples. Of about 40,000 comparisons chance
-# exceeds it once in 10,000 runs; with other seeds it would be another 40,000, but the seeds are fixed.
+# A difference of means, or of variances, in standard errors of both samples. Of about 40,000
+# comparisons chance exceeds it once in 10,000 runs; with other seeds it would be another 40,000,
+# but the seeds are fixed.
 BOUND = 6.0
 SEEDS = 3
 MOST = 120e6  # parameters of a model that is compared
@@ -44,7 +47,12 @@ WHISPER = {
     "eos_token_id": 2,
     "decoder_start_token_id": 3,
 }
-TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 CLIP = {
     "model_type": "clip",
     "projection_dim": 48,
@@ -78,7 +86,10 @@ WITHOUT = {
         "dinat": "natten",
         "imagegpt": "has no initialiser for",
         "shieldgemma2": "M parameters",
-        **dict.fromkeys(("cvt", "efficientnet", "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2"), "cannot shrink"),
+        **dict.fromkeys(
+            ("cvt", "efficientnet", "mobilenet_v1", "mobilenet_v2", "mobilevit", "mobilevitv2"),
+            "cannot shrink",
+        ),
         **dict.fromkeys(("perceiver", "pp_lcnet", "swiftformer", "timm_wrapper"), "cannot shrink"),
     },
 }
@@ -106,13 +117,18 @@ def drawn_by_transformers(config: dict[str, Any], auto_class: str, seed: int) ->
 def differences(config: dict[str, Any], auto_class: str, seeds: int = SEEDS) -> list[str]:
     """List the parameters whose first values do not come from transformers' distribution.
 
-    An element that transformers gives the same value for every seed must have that value. The others are compared in mean
-    and variance, each within BOUND standard errors, which the fourth moments of the samples give.
+    An element that transformers gives the same value for every seed must have that value. The
+    others are compared in mean and variance, each within BOUND standard errors, which the fourth
+    moments of the samples give.
     """
     ours = [drawn_here(config, auto_class, seed) for seed in range(seeds)]
     theirs = [drawn_by_transformers(config, auto_class, seed) for seed in range(seeds)]
     assert ours[0].keys() == theirs[0].keys() and len(ours[0]) > 3
-    return [found for name in ours[0] for found in _differences(name, *(_stacked(name, drawn) for drawn in (ours, theirs)))]
+    return [
+        found
+        for name in ours[0]
+        for found in _differences(name, *(_stacked(name, drawn) for drawn in (ours, theirs)))
+    ]
 
 
 def _stacked(name: str, drawn: list[Values]) -> torch.Tensor:
@@ -129,23 +145,31 @@ def _differences(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> Iterato
     if (count := mine.numel()) < 8:
         return
     variances = mine.var(), theirs.var()
-    spread = sum(((sample - sample.mean()) ** 4).mean() - sample.var() ** 2 for sample in (mine, theirs))
+    spread = sum(
+        ((sample - sample.mean()) ** 4).mean() - sample.var() ** 2 for sample in (mine, theirs)
+    )
     off = (mine.mean() - theirs.mean()).abs() / (sum(variances) / count) ** 0.5
     wide = (variances[0] - variances[1]).abs() / (spread.clamp(min=1e-60) / count) ** 0.5
     if off > BOUND or wide > BOUND:
-        yield f"{name}: mean {mine.mean():.3g} instead of {theirs.mean():.3g}, deviation {variances[0] ** 0.5:.3g} instead of {variances[1] ** 0.5:.3g}"
+        yield (
+            f"{name}: mean {mine.mean():.3g} instead of {theirs.mean():.3g}, deviation"
+            f" {variances[0] ** 0.5:.3g} instead of {variances[1] ** 0.5:.3g}"
+        )
 
 
 CASES: dict[str, tuple[str, Any]] = {
     "gpt2": ("pretrain", None),
-    "xlm-roberta": ("pretrain", None),  # its head comes first, and is its embedding, with a row of padding
+    # its head comes first, and is its embedding, with a row of padding
+    "xlm-roberta": ("pretrain", None),
     "mamba2": ("pretrain", None),
     "camembert": ("masked_lm", None),
     "clip": ("image_classification", None),  # the classifier is set by the model around it
     "regnet": ("image_classification", None),
-    "whisper": ("AutoModelForSpeechSeq2Seq", WHISPER),  # the encoder's positions are set by the encoder
+    # the encoder's positions are set by the encoder
+    "whisper": ("AutoModelForSpeechSeq2Seq", WHISPER),
     "clip with both towers": ("AutoModel", CLIP),
-    "modernvbert": ("AutoModelForMaskedLM", VBERT),  # the head is set by the model, from a truncated normal distribution
+    # the head is set by the model, from a truncated normal distribution
+    "modernvbert": ("AutoModelForMaskedLM", VBERT),
 }
 
 
@@ -165,24 +189,44 @@ def test_a_family_starts_as_transformers_starts_it(case: str) -> None:
 @pytest.mark.parametrize(
     ("case", "found"),
     [
-        ("whisper", ["model.encoder.embed_positions.weight: 2560 values that do not depend on the seed differ"]),
-        ("xlm-roberta", ["lm_head.decoder.weight: 64 values that do not depend on the seed differ"]),
+        (
+            "whisper",
+            [
+                "model.encoder.embed_positions.weight: 2560 values that do not depend on the seed"
+                " differ"
+            ],
+        ),
+        (
+            "xlm-roberta",
+            ["lm_head.decoder.weight: 64 values that do not depend on the seed differ"],
+        ),
         ("clip", ["classifier.weight: mean "]),
         ("modernvbert", ["lm_head.weight: mean "]),
-        ("clip with both towers", ["visual_projection.weight: mean ", "text_projection.weight: mean "]),
+        (
+            "clip with both towers",
+            ["visual_projection.weight: mean ", "text_projection.weight: mean "],
+        ),
     ],
 )
-def test_values_that_another_module_sets_are_missed_without_its_initialiser(monkeypatch: pytest.MonkeyPatch, case: str, found: list[str]) -> None:
+def test_values_that_another_module_sets_are_missed_without_its_initialiser(
+    monkeypatch: pytest.MonkeyPatch, case: str, found: list[str]
+) -> None:
     monkeypatch.setattr(initial, "initialised_from_outside", lambda whole: {})
     said = differences(*config_and_class(case))
-    assert len(said) == len(found) and all(line.startswith(start) for line, start in zip(said, found, strict=True)), said
+    assert len(said) == len(found) and all(
+        line.startswith(start) for line, start in zip(said, found, strict=True)
+    ), said
 
 
 def test_values_from_outside_depend_on_the_name_alone() -> None:
-    """Two projections of one initialiser are not the same numbers, scaled; another seed gives others."""
+    """Two projections of one initialiser are not the same numbers, scaled; another seed gives
+    others.
+    """
     one, again, other = (drawn_here(CLIP, "AutoModel", seed) for seed in (3, 3, 4))
     first, second = (one[f"{name}_projection.weight"] for name in ("text", "visual"))
-    assert torch.equal(first, again["text_projection.weight"]) and not torch.equal(first, other["text_projection.weight"])
+    assert torch.equal(first, again["text_projection.weight"]) and not torch.equal(
+        first, other["text_projection.weight"]
+    )
     assert abs(torch.corrcoef(torch.stack([first.flatten(), second.flatten()]))[0, 1]) < 0.1
 
 
@@ -191,9 +235,15 @@ def test_each_value_comes_from_the_seed_and_the_name() -> None:
     digest = hashlib.blake2b(b"7:lm_head.weight", digest_size=8).digest()
     assert initial.seed_of(7, "lm_head.weight") == int.from_bytes(digest, "little") // 2
     drawn = drawn_here(tiny_config("llama", 264), "AutoModelForCausalLM", 7)
-    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"):
+    for name in (
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.1.mlp.down_proj.weight",
+    ):
         generator = torch.Generator().manual_seed(initial.seed_of(7, name))
-        assert torch.equal(drawn[name], torch.empty_like(drawn[name]).normal_(0, 0.02, generator=generator)), name
+        assert torch.equal(
+            drawn[name], torch.empty_like(drawn[name]).normal_(0, 0.02, generator=generator)
+        ), name
 
 
 @pytest.mark.slow
@@ -203,7 +253,12 @@ def test_every_family_of_the_support_pages_starts_as_transformers_starts_it(task
     for kind in support_matrix.model_types(task):
         try:
             config = support_matrix.tiny_model_config(task, kind)
-            size = sum(parameter.numel() for parameter in empty_model(config, "eager", kind, auto_class=auto_class).parameters())
+            size = sum(
+                parameter.numel()
+                for parameter in empty_model(
+                    config, "eager", kind, auto_class=auto_class
+                ).parameters()
+            )
             if size > MOST:
                 not_made[kind] = f"{size / 1e6:.0f} M parameters"
                 continue
@@ -224,9 +279,18 @@ def test_a_new_head_on_files_is_drawn_as_transformers_draws_it(tmp_path, kind):
     auto.from_config(config_of(config)).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())
     classes = {number: f"class {number}" for number in range(250)}
-    wider = stored | {"id2label": classes, "label2id": {name: number for number, name in classes.items()}}
+    wider = stored | {
+        "id2label": classes,
+        "label2id": {name: number for number, name in classes.items()},
+    }
     recipe = Recipe(model=str(tmp_path), task="image_classification", num_labels=250)
     zero: dict[str, Any] = {"zero_optimization": {"stage": 0}}
-    mine = build_model(recipe, wider, None, zero, torch.device("cpu")).model.get_parameter("classifier.weight")
-    theirs = auto.from_pretrained(tmp_path, num_labels=250, ignore_mismatched_sizes=True).classifier.weight
-    assert mine.shape == theirs.shape and mine.std().item() == pytest.approx(theirs.std().item(), rel=0.1)
+    mine = build_model(recipe, wider, None, zero, torch.device("cpu")).model.get_parameter(
+        "classifier.weight"
+    )
+    theirs = auto.from_pretrained(
+        tmp_path, num_labels=250, ignore_mismatched_sizes=True
+    ).classifier.weight
+    assert mine.shape == theirs.shape and mine.std().item() == pytest.approx(
+        theirs.std().item(), rel=0.1
+    )

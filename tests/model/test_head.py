@@ -1,4 +1,6 @@
-"""A model gives the losses of its tokens where its logits would be, whatever it does to these after its head."""
+"""A model gives the losses of its tokens where its logits would be, whatever it does to these after
+its head.
+"""
 
 import contextlib
 from dataclasses import replace
@@ -35,24 +37,44 @@ CPU = torch.device("cpu")
     ],
 )
 def test_what_a_model_does_after_its_head_is_found(kind, expected):
-    """And its losses in blocks, with their gradients, are those of whole logits: `operations_of` raises if not."""
-    assert [str(operation) for operation in operations_of(tiny_config(kind, 264), "pretrain")] == expected
+    """And its losses in blocks, with their gradients, are those of whole logits: `operations_of`
+    raises if not.
+    """
+    assert [
+        str(operation) for operation in operations_of(tiny_config(kind, 264), "pretrain")
+    ] == expected
 
 
 def built(kind: str, loss: str, **changes: object):
     config = tiny_config(kind, 264) | changes
-    return build_model(Recipe(model="none", init="random", attention="eager", loss=loss, seed=5), config, None, {"zero_optimization": {"stage": 0}}, CPU)
+    return build_model(
+        Recipe(model="none", init="random", attention="eager", loss=loss, seed=5),
+        config,
+        None,
+        {"zero_optimization": {"stage": 0}},
+        CPU,
+    )
 
 
 def batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 260, (2, 48), generator=torch.Generator().manual_seed(1))
     labels = ids.roll(-1, 1)
     labels[0, 20:] = IGNORE
-    return {"input_ids": ids, "position_ids": torch.arange(48).remainder(20).expand(2, -1), "labels": labels}
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(48).remainder(20).expand(2, -1),
+        "labels": labels,
+    }
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes"), [("llama", {"tie_word_embeddings": True}), ("gemma2", {"final_logit_softcapping": 0.5}), ("cohere", {}), ("gpt2", {})]
+    ("kind", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": True}),
+        ("gemma2", {"final_logit_softcapping": 0.5}),
+        ("cohere", {}),
+        ("gpt2", {}),
+    ],
 )
 def test_rows_and_gradients_are_those_of_whole_logits(kind, changes):
     """In training as in evaluation; the weights of a tied head get both of their gradients."""
@@ -63,18 +85,24 @@ def test_rows_and_gradients_are_those_of_whole_logits(kind, changes):
         output = compute(model, batch())
         rows = pretrain.loss(output, batch(), by_row=True)
         assert output.shape == ((2, 48) if loss == "chunked" else (2, 48, 264))
-        assert pretrain.loss(output, batch(), by_row=False).item() == pytest.approx(rows.sum().item(), rel=1e-6)
+        assert pretrain.loss(output, batch(), by_row=False).item() == pytest.approx(
+            rows.sum().item(), rel=1e-6
+        )
         gradients = torch.autograd.grad(rows @ torch.tensor([1.0, 3.0]), list(model.parameters()))
         with torch.no_grad():
             evaluated = pretrain.loss(compute(model.eval(), batch()), batch(), by_row=True)
         found[loss] = [rows.detach(), evaluated, *gradients]
     largest = max(float(gradient.abs().max()) for gradient in found["whole"][2:])
     for number, (mine, theirs) in enumerate(zip(found["chunked"], found["whole"], strict=True)):
-        assert float((mine - theirs).abs().max()) <= 1e-5 * (largest if number > 1 else float(theirs.abs().max()))
+        assert float((mine - theirs).abs().max()) <= 1e-5 * (
+            largest if number > 1 else float(theirs.abs().max())
+        )
 
 
 def test_without_labels_a_model_gives_logits_bit_for_bit():
-    logits = [pretrain.forward(built("gemma2", loss).model.eval(), batch()) for loss in ("auto", "whole")]
+    logits = [
+        pretrain.forward(built("gemma2", loss).model.eval(), batch()) for loss in ("auto", "whole")
+    ]
     assert logits[0].shape == (2, 48, 264) and torch.equal(*logits)
 
 
@@ -84,27 +112,49 @@ def test_what_cannot_be_is_told_or_refused():
     with pytest.raises(ValueError, match="its logits are not the output of its head"):
         operations_of(config, "pretrain")
     with pytest.raises(
-        Refusal, match=r"loss = chunked: is not exact for this prophetnet: its logits are not the output of its head\. Use --loss auto or --loss whole"
+        Refusal,
+        match=(
+            r"loss = chunked: is not exact for this prophetnet: its logits are not the output of"
+            r" its head\. Use --loss auto or --loss whole"
+        ),
     ):
         built("prophetnet", "chunked")
     assert built("prophetnet", "auto").why_logits == "its logits are not the output of its head"
 
 
-@pytest.mark.parametrize(("target", "why"), [("q_proj", None), ("lm_head", "its head is a peft.tuners.lora.layer.Linear")])
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [("q_proj", None), ("lm_head", "its head is a peft.tuners.lora.layer.Linear")],
+)
 def test_a_head_with_an_adapter_gives_logits(target, why):
     """Round the other layers an adapter changes nothing; its frozen head gets no gradient."""
-    adapt = lambda model: get_peft_model(model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM"))  # noqa: E731
+    def adapt(model):
+        return get_peft_model(
+            model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM")
+        )  # noqa: E731
     recipe = Recipe(model="none", init="random", attention="eager", adapt=adapt)
-    made = build_model(recipe, tiny_config("llama", 264), None, {"zero_optimization": {"stage": 0}}, CPU)
+    made = build_model(
+        recipe, tiny_config("llama", 264), None, {"zero_optimization": {"stage": 0}}, CPU
+    )
     assert made.why_logits == why
     task = pretrain.TASK if why else OF_LOSSES
     rows = pretrain.loss(task.forward(made.model, batch()), batch(), by_row=True)
     rows.sum().backward()
     expected = pretrain.loss(pretrain.forward(made.model, batch()), batch(), by_row=True)
     assert rows.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    assert {name.rsplit(".", 3)[-3] for name, parameter in made.model.named_parameters() if parameter.grad is not None} == {"lora_A", "lora_B"}
+    assert {
+        name.rsplit(".", 3)[-3]
+        for name, parameter in made.model.named_parameters()
+        if parameter.grad is not None
+    } == {"lora_A", "lora_B"}
     with pytest.raises(Refusal, match="loss = chunked") if why else contextlib.nullcontext():
-        build_model(replace(recipe, loss="chunked"), tiny_config("llama", 264), None, {"zero_optimization": {"stage": 0}}, CPU)
+        build_model(
+            replace(recipe, loss="chunked"),
+            tiny_config("llama", 264),
+            None,
+            {"zero_optimization": {"stage": 0}},
+            CPU,
+        )
 
 
 def test_an_operation_that_mixes_or_overwrites_logits_is_none_of_each_logit_by_itself():
@@ -119,7 +169,9 @@ def test_an_operation_that_mixes_or_overwrites_logits_is_none_of_each_logit_by_i
         model = small_copy(tiny_config("llama", 264), FACTS)
         run = lambda model=model, spoil=spoil: spoil(logits_of(model, FACTS))  # noqa: E731
         if told is None:
-            assert [str(operation) for operation in recorded(model, run)[0]] == ["softmax(the logits, -1)"]
+            assert [str(operation) for operation in recorded(model, run)[0]] == [
+                "softmax(the logits, -1)"
+            ]
             continue
         with pytest.raises(ValueError, match=told):
             recorded(model, run)
@@ -129,7 +181,14 @@ def test_a_forward_that_does_something_else_than_its_small_copy_is_refused():
     """Too much, too little, and another number; else its loss would be that of other logits."""
     scaled = Operation(torch.Tensor.mul, (HERE, 2.0), ())
     for kind, operations, told in (
-        ("llama", (scaled,), r"a llama does not do mul\(the logits, 2.0\) after its head, and its small copy does not"),
+        (
+            "llama",
+            (scaled,),
+            (
+                r"a llama does not do mul\(the logits, 2.0\) after its head, and its small copy"
+                r" does not"
+            ),
+        ),
         ("cohere", (), r"a cohere does mul\(the logits, 0.0625\) to its logits after its head"),
         ("cohere", (scaled,), r"a cohere does mul\(the logits, 0.0625\) to its logits"),
     ):
@@ -143,8 +202,15 @@ def test_looking_at_a_small_copy_seeds_no_other_device(monkeypatch):
     """Else dropout on a GPU would no longer depend on the seed of a recipe."""
     seeded: list[int] = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    config = tiny_config("llama", 264) | {"rms_norm_eps": 1e-4}  # which nobody has asked about before
-    build_model(Recipe(model="none", init="random", seed=5), config, None, {"zero_optimization": {"stage": 0}}, CPU)
+    # which nobody has asked about before
+    config = tiny_config("llama", 264) | {"rms_norm_eps": 1e-4}
+    build_model(
+        Recipe(model="none", init="random", seed=5),
+        config,
+        None,
+        {"zero_optimization": {"stage": 0}},
+        CPU,
+    )
     given = len(seeded)
     operations_of(config | {"rms_norm_eps": 1e-3}, "pretrain")
     unfit(config | {"rms_norm_eps": 1e-3})
@@ -160,4 +226,6 @@ def test_an_adapt_that_changes_an_attention_which_reads_documents_is_refused():
     config = tiny_config("llama", 264)
     with pytest.raises(Refusal, match=r"sets the attention to sdpa.*Use --attention sdpa"):
         build_model(recipe, config, None, {"zero_optimization": {"stage": 0}}, CPU)
-    build_model(replace(recipe, attention="sdpa"), config, None, {"zero_optimization": {"stage": 0}}, CPU)
+    build_model(
+        replace(recipe, attention="sdpa"), config, None, {"zero_optimization": {"stage": 0}}, CPU
+    )

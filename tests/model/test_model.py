@@ -26,7 +26,9 @@ CONFIGS = {
 def tiny_config(kind: str) -> dict:
     import json
 
-    return shrink(json.loads((SHIPPED / f"{CONFIGS[kind]}.json").read_text()), vocab_size=BYTE_VOCAB)
+    return shrink(
+        json.loads((SHIPPED / f"{CONFIGS[kind]}.json").read_text()), vocab_size=BYTE_VOCAB
+    )
 
 
 def ds_config(stage: int, world: int = 1, tp: int = 1, **zero: object) -> dict:
@@ -48,8 +50,13 @@ def digests(kind: str, stage: int, tp: int, seed: int) -> dict[str, str]:
     world = dist.get_world_size()
     groups = Groups(make_mesh(world, tp=tp), "cpu")
     recipe = Recipe(model="none", init="random", seed=seed)
-    built = model_module.build_model(recipe, tiny_config(kind), groups, ds_config(stage, world, tp), torch.device("cpu"))
-    return {name: _digest(value) for name, value in whole_parameters(built.model, built, groups, torch.float32)}
+    built = model_module.build_model(
+        recipe, tiny_config(kind), groups, ds_config(stage, world, tp), torch.device("cpu")
+    )
+    return {
+        name: _digest(value)
+        for name, value in whole_parameters(built.model, built, groups, torch.float32)
+    }
 
 
 def _digest(value: torch.Tensor) -> str:
@@ -58,9 +65,17 @@ def _digest(value: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_random_init_does_not_depend_on_the_layout(pools, kind):
-    alone = model_module.build_model(Recipe(model="none", init="random", seed=7), tiny_config(kind), None, ds_config(0), torch.device("cpu"))
+    alone = model_module.build_model(
+        Recipe(model="none", init="random", seed=7),
+        tiny_config(kind),
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    )
     expected = {name: _digest(value.detach()) for name, value in alone.model.named_parameters()}
-    matrices = {name: expected[name] for name, value in alone.model.named_parameters() if value.ndim > 1}
+    matrices = {
+        name: expected[name] for name, value in alone.model.named_parameters() if value.ndim > 1
+    }
     assert len(set(matrices.values())) == len(matrices)  # no two alike
     layouts = [(1, 1), (3, 1)] if kind == "gpt2" else [(1, 1), (3, 1), (0, 2), (3, 2)]
     for stage, tp in layouts:
@@ -72,23 +87,37 @@ def test_random_init_does_not_depend_on_the_layout(pools, kind):
 
 def test_another_seed_draws_other_weights():
     models = [
-        model_module.build_model(Recipe(model="none", init="random", seed=seed), tiny_config("llama"), None, ds_config(0), torch.device("cpu")).model
+        model_module.build_model(
+            Recipe(model="none", init="random", seed=seed),
+            tiny_config("llama"),
+            None,
+            ds_config(0),
+            torch.device("cpu"),
+        ).model
         for seed in (7, 8, 7)
     ]
-    for (name, one), (_, other), (_, again) in zip(*(model.named_parameters() for model in models), strict=True):
+    for (name, one), (_, other), (_, again) in zip(
+        *(model.named_parameters() for model in models), strict=True
+    ):
         assert torch.equal(one, again) and (one.ndim < 2 or not torch.equal(one, other)), name
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
 def test_random_init_has_the_models_own_distribution(kind):
-    """Every parameter drawn by us has the mean and spread that transformers' own initialisation gives it."""
+    """Every parameter drawn by us has the mean and spread that transformers' own initialisation
+    gives it.
+    """
     import transformers
 
     config = tiny_config(kind)
-    mine = model_module.build_model(Recipe(model="none", init="random"), config, None, ds_config(0), torch.device("cpu")).model
+    mine = model_module.build_model(
+        Recipe(model="none", init="random"), config, None, ds_config(0), torch.device("cpu")
+    ).model
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(mine.config)
-    for (name, a), (other, b) in zip(mine.named_parameters(), theirs.named_parameters(), strict=True):
+    for (name, a), (other, b) in zip(
+        mine.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert name == other and a.shape == b.shape
         if b.std() == 0:
             assert torch.equal(a, b), name
@@ -99,33 +128,68 @@ def test_random_init_has_the_models_own_distribution(kind):
 
 
 def test_a_parameter_that_only_the_constructor_draws_is_refused():
-    """OpenAI-GPT's Conv1D (transformers 5.22.2): its values would depend on the order in which modules are made."""
+    """OpenAI-GPT's Conv1D (transformers 5.22.2): its values would depend on the order in which
+    modules are made.
+    """
     config = tiny_of("openai-gpt", BYTE_VOCAB)
-    with pytest.raises(Refusal, match=r"--init random: OpenAIGPTLMHeadModel has no initialiser for transformer\.h\.0\.attn\.c_attn\.weight\. Give pretrained"):
-        model_module.build_model(Recipe(model="none", init="random", attention="eager"), config, None, ds_config(0), torch.device("cpu"))
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"--init random: OpenAIGPTLMHeadModel has no initialiser for"
+            r" transformer\.h\.0\.attn\.c_attn\.weight\. Give pretrained"
+        ),
+    ):
+        model_module.build_model(
+            Recipe(model="none", init="random", attention="eager"),
+            config,
+            None,
+            ds_config(0),
+            torch.device("cpu"),
+        )
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_every_nth_layer_is_recomputed(every):
     recipe = Recipe(model="none", init="random", recompute_every=every)
     model = model_module.build_model(
-        recipe, tiny_config("llama") | {"num_hidden_layers": 5, "layer_types": None}, None, ds_config(0), torch.device("cpu")
+        recipe,
+        tiny_config("llama") | {"num_hidden_layers": 5, "layer_types": None},
+        None,
+        ds_config(0),
+        torch.device("cpu"),
     ).model
     calls = [0] * len(model.model.layers)
     for number, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.__setitem__(number, calls[number] + 1))
+        layer.mlp.register_forward_pre_hook(
+            lambda *_, number=number: calls.__setitem__(number, calls[number] + 1)
+        )
     ids = torch.arange(8).unsqueeze(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert calls == [2 if number % every == 0 else 1 for number in range(len(calls))] and len(calls) == 5
+    assert (
+        calls == [2 if number % every == 0 else 1 for number in range(len(calls))]
+        and len(calls) == 5
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "moe"])
 def test_the_blueprint_has_the_groups_of_the_optimizer(kind):
-    model = model_module.build_model(Recipe(model="none", init="random"), tiny_config(kind), None, ds_config(0), torch.device("cpu")).model
+    model = model_module.build_model(
+        Recipe(model="none", init="random"),
+        tiny_config(kind),
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    ).model
     groups = parameter_groups(model)
-    numbers = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
+    numbers = {
+        id(parameter): number
+        for number, group in enumerate(groups)
+        for parameter in group["params"]
+    }
     assert {tensor.name: tensor.group for tensor in draft(model).tensors if not tensor.buffer} == {
         name: numbers[id(parameter)] for name, parameter in model.named_parameters()
     }
     assert [group.get("weight_decay") for group in groups] == [None, 0.0]
-    assert all(parameter.ndim >= 2 for parameter in groups[0]["params"]) and all(parameter.ndim < 2 for parameter in groups[1]["params"])
+    assert all(parameter.ndim >= 2 for parameter in groups[0]["params"]) and all(
+        parameter.ndim < 2 for parameter in groups[1]["params"]
+    )

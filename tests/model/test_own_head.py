@@ -1,4 +1,6 @@
-"""A head that differs from the embedding that config.json ties it to stays a head, as in transformers."""
+"""A head that differs from the embedding that config.json ties it to stays a head, as in
+transformers.
+"""
 
 import json
 from pathlib import Path
@@ -29,7 +31,9 @@ IDS = torch.arange(3, 35).view(2, 16)  # (B, T)
 
 
 def with_head(name: str, embedding: str, own: bool = True, **more: torch.Tensor) -> Any:
-    """Adds to files of a tied model a head, which is the embedding with one value changed if `own`."""
+    """Adds to files of a tied model a head, which is the embedding with one value changed if
+    `own`.
+    """
 
     def add(tensors: Tensors) -> Tensors:
         head = tensors[embedding].clone()
@@ -39,9 +43,19 @@ def with_head(name: str, embedding: str, own: bool = True, **more: torch.Tensor)
     return add
 
 
-def folder_of(path: Path, kind: str = "llama", task: str = "pretrain", own: bool = True, **changes: Any) -> str:
+def folder_of(
+    path: Path, kind: str = "llama", task: str = "pretrain", own: bool = True, **changes: Any
+) -> str:
     name, embedding = HEADS[kind]
-    save_model(path, kind, task, lambda tensors: with_head(name, embedding, own)({key: value for key, value in tensors.items() if key != name}), **changes)
+    save_model(
+        path,
+        kind,
+        task,
+        lambda tensors: with_head(name, embedding, own)(
+            {key: value for key, value in tensors.items() if key != name}
+        ),
+        **changes,
+    )
     return str(path)
 
 
@@ -65,23 +79,40 @@ def logits_of(folder: str, auto_class: str = "AutoModelForCausalLM") -> torch.Te
         return model(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize(("kind", "task"), [("llama", "pretrain"), ("gpt2", "pretrain"), ("bert", "masked_lm"), ("modernbert", "masked_lm")])
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("llama", "pretrain"),
+        ("gpt2", "pretrain"),
+        ("bert", "masked_lm"),
+        ("modernbert", "masked_lm"),
+    ],
+)
 def test_a_head_of_its_own_is_read_as_transformers_reads_it(tmp_path, kind, task):
     """BERT's files hold the head's bias under its second name only."""
     auto_class = TASKS[task].auto_class
     folder = folder_of(tmp_path / "own", kind, task, **TIED)
     config, note = config_of_files(config_json(folder), folder, auto_class)
     head, embedding = HEADS[kind]
-    assert config["tie_word_embeddings"] is False and f"{head} differs from {embedding} in its files" in note
-    model = build_model(Recipe(model=folder, task=task), config, None, ds_config(0), torch.device("cpu")).model.eval()
+    assert (
+        config["tie_word_embeddings"] is False
+        and f"{head} differs from {embedding} in its files" in note
+    )
+    model = build_model(
+        Recipe(model=folder, task=task), config, None, ds_config(0), torch.device("cpu")
+    ).model.eval()
     with torch.no_grad():
-        assert torch.allclose(model(input_ids=IDS).logits, logits_of(folder, auto_class), rtol=0, atol=1e-6)
+        assert torch.allclose(
+            model(input_ids=IDS).logits, logits_of(folder, auto_class), rtol=0, atol=1e-6
+        )
     model.save_pretrained(tmp_path / "again")
     again = logits_of(str(tmp_path / "again"), auto_class)
     assert torch.allclose(again, logits_of(folder, auto_class), rtol=0, atol=1e-6)
     same = folder_of(tmp_path / "same", kind, task, own=False, **TIED)
     assert config_of_files(config_json(same), same, auto_class) == (config_json(same), "")
-    tied = build_model(Recipe(model=same, task=task), config_json(same), None, ds_config(0), torch.device("cpu")).model
+    tied = build_model(
+        Recipe(model=same, task=task), config_json(same), None, ds_config(0), torch.device("cpu")
+    ).model
     assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
 
 
@@ -90,31 +121,69 @@ def test_one_value_in_the_last_part_is_enough(tmp_path, monkeypatch):
 
     monkeypatch.setattr(weights, "COMPARED", 100)  # several rows each
     folder = folder_of(tmp_path, **TIED)
-    assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0]["tie_word_embeddings"] is False
+    assert (
+        config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0][
+            "tie_word_embeddings"
+        ]
+        is False
+    )
 
 
 def test_files_that_change_are_read_again(tmp_path):
     for own in (False, True, False):
         folder = folder_of(tmp_path, own=own, **TIED)
-        assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0]["tie_word_embeddings"] is not own
+        assert (
+            config_of_files(config_json(folder), folder, "AutoModelForCausalLM")[0][
+                "tie_word_embeddings"
+            ]
+            is not own
+        )
 
 
 def test_a_head_alone_is_the_embedding(tmp_path):
     """Files of a tied model that were saved under the head's name."""
-    save_model(tmp_path, "llama", tensors=lambda tensors: {key: value for key, value in tensors.items() if key != "model.embed_tokens.weight"}, **TIED)
-    built = build_model(Recipe(model=str(tmp_path)), config_json(str(tmp_path)), None, ds_config(0), torch.device("cpu"))
+    save_model(
+        tmp_path,
+        "llama",
+        tensors=lambda tensors: {
+            key: value for key, value in tensors.items() if key != "model.embed_tokens.weight"
+        },
+        **TIED,
+    )
+    built = build_model(
+        Recipe(model=str(tmp_path)),
+        config_json(str(tmp_path)),
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    )
     with torch.no_grad():
-        assert torch.allclose(built.model.eval()(input_ids=IDS).logits, logits_of(str(tmp_path)), rtol=0, atol=1e-6)
+        assert torch.allclose(
+            built.model.eval()(input_ids=IDS).logits, logits_of(str(tmp_path)), rtol=0, atol=1e-6
+        )
 
 
 def test_a_head_of_another_shape_is_refused(tmp_path):
-    save_model(tmp_path, "llama", tensors=lambda tensors: tensors | {"lm_head.weight": torch.ones(270, 32)}, **TIED)
+    save_model(
+        tmp_path,
+        "llama",
+        tensors=lambda tensors: tensors | {"lm_head.weight": torch.ones(270, 32)},
+        **TIED,
+    )
     with pytest.raises(Refusal, match=r"lm_head.weight is \[270, 32\] in its files but \[264, "):
-        build_model(Recipe(model=str(tmp_path)), config_json(str(tmp_path)), None, ds_config(0), torch.device("cpu"))
+        build_model(
+            Recipe(model=str(tmp_path)),
+            config_json(str(tmp_path)),
+            None,
+            ds_config(0),
+            torch.device("cpu"),
+        )
 
 
 def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> torch.Tensor | None:
-    """Reads a model in a layout, computes its logits there, and exports it; the logits, None on the first stage of a pipeline."""
+    """Reads a model in a layout, computes its logits there, and exports it; the logits, None on the
+    first stage of a pipeline.
+    """
     import deepspeed
     import torch.distributed as dist
     from recipekit.data.processors import byte_tokenizer
@@ -138,13 +207,23 @@ def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> tor
             sent = [list(model.forward(inputs)) if dist.get_rank() == 0 else None]
             dist.broadcast_object_list(sent)
             logits = model.forward(tuple(sent[0])) if dist.get_rank() else None
-        model = pipeline.assemble(built.models, groups, lambda logits, labels: logits.sum(), "1f1b", built.split.num_stages)
+        model = pipeline.assemble(
+            built.models,
+            groups,
+            lambda logits, labels: logits.sum(),
+            "1f1b",
+            built.split.num_stages,
+        )
         pipeline.share(model, groups)
-    engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu)[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu
+    )[0]
     if pp == 1:
         engine.eval()
         with torch.no_grad():
-            logits = engine(input_ids=inputs[0], position_ids=inputs[1], use_cache=False).logits.clone()
+            logits = engine(
+                input_ids=inputs[0], position_ids=inputs[1], use_cache=False
+            ).logits.clone()
     small = gather(built, config, byte_tokenizer(), torch.float32, Origin(), ())
     export(engine, built, groups, small, Path(out), torch.float32, merge=False)
     engine.destroy()
@@ -157,15 +236,36 @@ FOLDERS = {"own head and extra keys": TIED, "untied": {"tie_word_embeddings": Fa
 
 @pytest.mark.parametrize(
     ("layout", "kind"),
-    [pytest.param(layout, kind, marks=[pytest.mark.slow] * (kind == "untied" or layout == "one rank")) for kind in FOLDERS for layout in LAYOUTS],
+    [
+        pytest.param(
+            layout, kind, marks=[pytest.mark.slow] * (kind == "untied" or layout == "one rank")
+        )
+        for kind in FOLDERS
+        for layout in LAYOUTS
+    ],
 )
 def test_logits_are_those_of_transformers_before_and_after(pools, tmp_path, layout, kind):
     folder = folder_of(tmp_path / "model", **FOLDERS[kind])
-    extra = {"v_head.weight": torch.ones(4), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    save_file(load_file(tmp_path / "model" / FILE) | extra, tmp_path / "model" / FILE, metadata={"format": "pt"})
+    extra = {
+        "v_head.weight": torch.ones(4),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    save_file(
+        load_file(tmp_path / "model" / FILE) | extra,
+        tmp_path / "model" / FILE,
+        metadata={"format": "pt"},
+    )
     stage, tp, pp = LAYOUTS[layout]
     expected = logits_of(folder)
-    ranks = pools.run(1 if layout == "one rank" else 2, read_and_written, folder=folder, out=str(tmp_path / "hf"), stage=stage, tp=tp, pp=pp)
+    ranks = pools.run(
+        1 if layout == "one rank" else 2,
+        read_and_written,
+        folder=folder,
+        out=str(tmp_path / "hf"),
+        stage=stage,
+        tp=tp,
+        pp=pp,
+    )
     for logits in ranks[pp - 1 :]:
         assert torch.allclose(logits, expected, rtol=0, atol=1e-6), layout
     assert torch.allclose(logits_of(str(tmp_path / "hf")), expected, rtol=0, atol=1e-6)
@@ -174,7 +274,9 @@ def test_logits_are_those_of_transformers_before_and_after(pools, tmp_path, layo
 
 @pytest.mark.parametrize(("kind", "task"), [("llama", "pretrain"), ("bert", "masked_lm")])
 def test_a_conversion_keeps_a_head_of_its_own(tmp_path, kind, task):
-    """From files to a step folder of another layout and back: what plain transformers computes stays the same."""
+    """From files to a step folder of another layout and back: what plain transformers computes
+    stays the same.
+    """
     auto_class = TASKS[task].auto_class
     folder = Path(folder_of(tmp_path / "own", kind, task, **TIED))
     model = published_model(folder)
@@ -182,7 +284,14 @@ def test_a_conversion_keeps_a_head_of_its_own(tmp_path, kind, task):
     assert "differs from" in note
     start = Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32")
     layout = target_layout(model.blueprint, start, model.config, dp=2, tp=None, pp=None, zero=1)
-    from_hf(folder, tmp_path / "step", model.blueprint, layout, config=model.config, originals=model.copies)
+    from_hf(
+        folder,
+        tmp_path / "step",
+        model.blueprint,
+        layout,
+        config=model.config,
+        originals=model.copies,
+    )
     to_hf(tmp_path / "step", tmp_path / "hf")
     assert config_json(str(tmp_path / "hf"))["tie_word_embeddings"] is False
     again, expected = (logits_of(str(path), auto_class) for path in (tmp_path / "hf", folder))
@@ -193,13 +302,28 @@ def test_a_dry_run_knows_the_head(tmp_path, monkeypatch):
     """Its memory has the head, and its notes are those of a start."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     folder = folder_of(tmp_path, **TIED)
-    save_file(load_file(tmp_path / FILE) | {"v_head.weight": torch.ones(4)}, tmp_path / FILE, metadata={"format": "pt"})
-    recipe = Recipe(model=folder, tokenizer="bytes", ds_config=strategy("zero1"), out=str(tmp_path.with_name("run")), wandb=False)
+    save_file(
+        load_file(tmp_path / FILE) | {"v_head.weight": torch.ones(4)},
+        tmp_path / FILE,
+        metadata={"format": "pt"},
+    )
+    recipe = Recipe(
+        model=folder,
+        tokenizer="bytes",
+        ds_config=strategy("zero1"),
+        out=str(tmp_path.with_name("run")),
+        wandb=False,
+    )
     plan = make_plan(parse(recipe, Path("head.py"), []))
     blueprint, _, _ = drawn_up(plan)
-    assert not blueprint.aliases and {"lm_head.weight", "model.embed_tokens.weight"} <= blueprint.trained.keys()
+    assert (
+        not blueprint.aliases
+        and {"lm_head.weight", "model.embed_tokens.weight"} <= blueprint.trained.keys()
+    )
     separate, unused = notes_on_files(plan, empty_of(plan)[0])
-    assert "lm_head.weight differs from model.embed_tokens.weight" in separate and unused.endswith("is not used: v_head.weight")
+    assert "lm_head.weight differs from model.embed_tokens.weight" in separate and unused.endswith(
+        "is not used: v_head.weight"
+    )
 
 
 def run_main(recipe: Recipe, argv: list[str]) -> str:
@@ -214,13 +338,26 @@ def run_main(recipe: Recipe, argv: list[str]) -> str:
 
 
 def recipe_of(folder: str, out: Path, **changes: Any) -> Recipe:
-    small = {"seq_len": 32, "global_batch": 2, "micro_batch": 1, "steps": 2, "warmup_steps": 0, "lr": 1e-12, "save_every": 1, "wandb": False}
-    return Recipe(model=folder, dataset="builtin", tokenizer="bytes", out=str(out), **(small | changes))
+    small = {
+        "seq_len": 32,
+        "global_batch": 2,
+        "micro_batch": 1,
+        "steps": 2,
+        "warmup_steps": 0,
+        "lr": 1e-12,
+        "save_every": 1,
+        "wandb": False,
+    }
+    return Recipe(
+        model=folder, dataset="builtin", tokenizer="bytes", out=str(out), **(small | changes)
+    )
 
 
 @pytest.mark.parametrize("layout", ["pp", pytest.param("tp", marks=pytest.mark.slow)])
 def test_a_nan_that_one_rank_reads_ends_all(pools, tmp_path, layout):
-    """The norm behind the layers is on the last stage; the last row of a matrix is on the last tensor rank."""
+    """The norm behind the layers is on the last stage; the last row of a matrix is on the last
+    tensor rank.
+    """
     name = {"pp": "model.norm.weight", "tp": "model.layers.0.mlp.up_proj.weight"}[layout]
 
     def spoiled(tensors: Tensors) -> Tensors:
@@ -228,8 +365,13 @@ def test_a_nan_that_one_rank_reads_ends_all(pools, tmp_path, layout):
         return tensors
 
     save_model(tmp_path / "model", "llama", tensors=spoiled)
-    recipe = recipe_of(str(tmp_path / "model"), tmp_path / "run", ds_config=strategy("zero0"), **{layout: 2})
-    expected = f"model = {tmp_path / 'model'}: {name} contains a NaN in its files. Use files that were saved before the run diverged or the values were cast"
+    recipe = recipe_of(
+        str(tmp_path / "model"), tmp_path / "run", ds_config=strategy("zero0"), **{layout: 2}
+    )
+    expected = (
+        f"model = {tmp_path / 'model'}: {name} contains a NaN in its files. Use files that were"
+        " saved before the run diverged or the values were cast"
+    )
     assert pools.run(2, run_main, recipe=recipe, argv=[]) == [expected] * 2
 
 
@@ -246,7 +388,11 @@ RUNS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "config", "changes"), RUNS, ids=["_".join(map(str, (kind, config, *more.values()))) for kind, config, more in RUNS])
+@pytest.mark.parametrize(
+    ("kind", "config", "changes"),
+    RUNS,
+    ids=["_".join(map(str, (kind, config, *more.values()))) for kind, config, more in RUNS],
+)
 def test_a_run_that_was_stopped_exports_a_head_of_its_own(pools, tmp_path, kind, config, changes):
     """At a learning rate that moves nothing, its export computes what the files do."""
     task = changes.get("task", "pretrain")
@@ -257,5 +403,10 @@ def test_a_run_that_was_stopped_exports_a_head_of_its_own(pools, tmp_path, kind,
     assert pools.run(2, run_main, recipe=recipe, argv=["--stop_at", "1"]) == ["", ""]
     assert pools.run(2, run_main, recipe=recipe, argv=[]) == ["", ""]
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
-    assert torch.allclose(logits_of(str(tmp_path / "run" / "hf"), auto_class), logits_of(folder, auto_class), rtol=0, atol=1e-6)
+    assert torch.allclose(
+        logits_of(str(tmp_path / "run" / "hf"), auto_class),
+        logits_of(folder, auto_class),
+        rtol=0,
+        atol=1e-6,
+    )
     assert config_json(str(tmp_path / "run" / "hf"))["tie_word_embeddings"] is False

@@ -1,4 +1,6 @@
-"""BatchNorm's statistics of a step, on ranks as threads: those of all micro-batches and ranks, with numbers that are not torch's."""
+"""BatchNorm's statistics of a step, on ranks as threads: those of all micro-batches and ranks, with
+numbers that are not torch's.
+"""
 
 from typing import Any
 
@@ -10,11 +12,17 @@ from recipekit.spec.refusal import Refusal
 from torch import nn
 
 EPS, MOMENTUM = 0.1, 0.3
-FORMS: list[tuple[type[nn.Module], tuple[int, ...]]] = [(nn.BatchNorm1d, (4, 3)), (nn.BatchNorm1d, (4, 3, 5)), (nn.BatchNorm2d, (4, 3, 5, 2))]
+FORMS: list[tuple[type[nn.Module], tuple[int, ...]]] = [
+    (nn.BatchNorm1d, (4, 3)),
+    (nn.BatchNorm1d, (4, 3, 5)),
+    (nn.BatchNorm2d, (4, 3, 5, 2)),
+]
 
 
 def data(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + torch.arange(3.0).view(1, 3, *[1] * (len(shape) - 2))
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + torch.arange(
+        3.0
+    ).view(1, 3, *[1] * (len(shape) - 2))
 
 
 def model_of(kind: Any, momentum: float | None = MOMENTUM, **more: Any) -> Any:
@@ -31,7 +39,9 @@ def model_of(kind: Any, momentum: float | None = MOMENTUM, **more: Any) -> Any:
 
 @pytest.mark.parametrize(("kind", "shape"), FORMS)
 @pytest.mark.parametrize("affine", [True, False])
-def test_a_micro_batch_is_normalised_as_torch_does_it(kind: Any, shape: tuple[int, ...], affine: bool) -> None:
+def test_a_micro_batch_is_normalised_as_torch_does_it(
+    kind: Any, shape: tuple[int, ...], affine: bool
+) -> None:
     ours, theirs = model_of(kind, affine=affine), model_of(kind, affine=affine)
     replace_norms(ours)
     assert type(ours[0]) is OURS[kind] and norms_of(ours) == [ours[0]]
@@ -46,11 +56,15 @@ def test_a_micro_batch_is_normalised_as_torch_does_it(kind: Any, shape: tuple[in
             (one * torch.linspace(0, 1, one.numel()).view_as(one)).sum().backward()
         assert torch.equal(x[0].grad, x[1].grad)  # type: ignore[arg-type]
         theirs = model_of(kind, affine=affine)
-    assert torch.equal(ours[0].running_mean, before[0]) and torch.equal(ours[0].running_var, before[1]), "they move after the step"
+    assert torch.equal(ours[0].running_mean, before[0]) and torch.equal(
+        ours[0].running_var, before[1]
+    ), "they move after the step"
 
 
 @pytest.mark.parametrize("momentum", [MOMENTUM, None])
-def test_statistics_move_once_by_the_mean_over_micro_batches_and_ranks(monkeypatch: pytest.MonkeyPatch, momentum: float | None) -> None:
+def test_statistics_move_once_by_the_mean_over_micro_batches_and_ranks(
+    monkeypatch: pytest.MonkeyPatch, momentum: float | None
+) -> None:
     """Two ranks of one and of two micro-batches, for three steps of which one is skipped."""
 
     def batches(rank: int, step: int) -> list[torch.Tensor]:
@@ -78,7 +92,11 @@ def test_statistics_move_once_by_the_mean_over_micro_batches_and_ranks(monkeypat
         share = MOMENTUM if momentum else 1 / count
         mean, var = mean.lerp(means, share), var.lerp(variances, share)
     for own_mean, own_var, tracked in found:
-        assert torch.allclose(own_mean, mean, rtol=1e-5) and torch.allclose(own_var, var, rtol=1e-5) and tracked == 2
+        assert (
+            torch.allclose(own_mean, mean, rtol=1e-5)
+            and torch.allclose(own_var, var, rtol=1e-5)
+            and tracked == 2
+        )
 
 
 def test_on_one_rank_nobody_is_asked_and_a_norm_of_another_stage_stays() -> None:
@@ -87,7 +105,10 @@ def test_on_one_rank_nobody_is_asked_and_a_norm_of_another_stage_stays() -> None
     model[0](data((4, 3, 5, 2), 1))
     move_statistics(norms_of(model), None)
     assert int(model[0].num_batches_tracked) == 1 and int(model[2].num_batches_tracked) == 0
-    assert model[2].running_mean.tolist() == [1.0, 2.0, 3.0] and model[2].running_var.tolist() == [4.0, 5.0, 6.0] != model[0].running_var.tolist()
+    assert (
+        model[2].running_mean.tolist() == [1.0, 2.0, 3.0]
+        and model[2].running_var.tolist() == [4.0, 5.0, 6.0] != model[0].running_var.tolist()
+    )
 
 
 def test_what_is_computed_again_counts_once() -> None:
@@ -96,7 +117,11 @@ def test_what_is_computed_again_counts_once() -> None:
     model = model_of(nn.BatchNorm1d)
     replace_norms(model)
     checkpoint(model, data((4, 3), 1).requires_grad_(), use_reentrant=False).sum().backward()
-    assert float(model[0].sums[-1]) == 1.0 and model[0].sums.shape == (7,) and model[0].sums.dtype == torch.float64
+    assert (
+        float(model[0].sums[-1]) == 1.0
+        and model[0].sums.shape == (7,)
+        and model[0].sums.dtype == torch.float64
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,8 +129,14 @@ def test_weights_of_two_bytes_are_beside_statistics_of_four(dtype: torch.dtype) 
     model = model_of(nn.BatchNorm1d)
     replace_norms(model)
     expected = model.eval()(data((4, 3), 1))
-    model[0].weight.data, model[0].bias.data = model[0].weight.data.to(dtype), model[0].bias.data.to(dtype)
-    assert torch.allclose(model(data((4, 3), 1)), expected, atol=1e-2) and model[0].running_mean.dtype == torch.float32
+    model[0].weight.data, model[0].bias.data = (
+        model[0].weight.data.to(dtype),
+        model[0].bias.data.to(dtype),
+    )
+    assert (
+        torch.allclose(model(data((4, 3), 1)), expected, atol=1e-2)
+        and model[0].running_mean.dtype == torch.float32
+    )
 
 
 def test_one_value_a_channel_and_other_norms_are_refused() -> None:
@@ -113,7 +144,9 @@ def test_one_value_a_channel_and_other_norms_are_refused() -> None:
     replace_norms(model)
     with pytest.raises(Refusal, match=r"micro_batch = 1: BatchNorm receives \(1, 3\)"):
         model(torch.ones(1, 3))
-    assert model(torch.ones(1, 3, 2)).shape == (1, 3, 2) and model.eval()(torch.ones(1, 3)).shape == (1, 3)
+    assert model(torch.ones(1, 3, 2)).shape == (1, 3, 2) and model.eval()(
+        torch.ones(1, 3)
+    ).shape == (1, 3)
     for other, says in (
         (nn.BatchNorm3d(2), "0 is a BatchNorm3d, whose statistics"),
         (nn.BatchNorm1d(2, track_running_stats=False), "without running statistics"),

@@ -1,4 +1,6 @@
-"""The support matrix: cells are run, failures are told and survived, and recipes/SUPPORT.md says what a rerun says."""
+"""The support matrix: cells are run, failures are told and survived, and recipes/SUPPORT.md says
+what a rerun says.
+"""
 
 import re
 import sys
@@ -11,7 +13,8 @@ sys.path.insert(0, str(ROOT / "tools" / "make"))
 import support_matrix
 
 SUPPORT = (ROOT / "recipes" / "SUPPORT.md").read_text().partition("\n## Image classifiers\n")[0]
-SAMPLE = ["gpt_oss", "gemma3n_text"]  # a mixture with sinks that trains everywhere, and one that shares keys between stages
+# a mixture with sinks that trains everywhere, and one that shares keys between stages
+SAMPLE = ["gpt_oss", "gemma3n_text"]
 
 
 def written() -> dict[str, dict[str, str]]:
@@ -20,7 +23,9 @@ def written() -> dict[str, dict[str, str]]:
     for line in SUPPORT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) == len(support_matrix.LAYOUTS) + 3 and cells[1][:1] in ("✓", "✗"):
-            rows[cells[0]] = dict(zip(support_matrix.LAYOUTS, (cell[0] for cell in cells[1:]), strict=False))
+            rows[cells[0]] = dict(
+                zip(support_matrix.LAYOUTS, (cell[0] for cell in cells[1:]), strict=False)
+            )
     return rows
 
 
@@ -28,11 +33,20 @@ def written() -> dict[str, dict[str, str]]:
 def test_a_sample_of_the_written_marks_is_what_a_rerun_gives(ops, tmp_path):
     """A failed cell ends its group of processes, and the cells after it run all the same."""
     done = support_matrix.run_matrix(SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=print)
-    marks = {name: {layout: "✓" if done[name][layout]["ok"] else "✗" for layout in ("tp2", "pp2")} for name in SAMPLE}
-    assert marks == {name: {layout: written()[name][layout] for layout in ("tp2", "pp2")} for name in SAMPLE}
+    marks = {
+        name: {layout: "✓" if done[name][layout]["ok"] else "✗" for layout in ("tp2", "pp2")}
+        for name in SAMPLE
+    }
+    assert marks == {
+        name: {layout: written()[name][layout] for layout in ("tp2", "pp2")} for name in SAMPLE
+    }
     assert marks == {"gpt_oss": {"tp2": "✓", "pp2": "✓"}, "gemma3n_text": {"tp2": "✗", "pp2": "✗"}}
-    assert "modeling_gemma3n" in done["gemma3n_text"]["pp2"]["reason"], "the module that fails is named"
-    again = support_matrix.run_matrix(SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=pytest.fail)
+    assert "modeling_gemma3n" in done["gemma3n_text"]["pp2"]["reason"], (
+        "the module that fails is named"
+    )
+    again = support_matrix.run_matrix(
+        SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=pytest.fail
+    )
     assert again == done, "finished cells are not run again"
 
 
@@ -43,9 +57,15 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
     assert len(planned) == 88 and set(planned) <= rows.keys()
     without_model = set(re.findall(r"^- ([a-z0-9_-]+), reference: ", SUPPORT, re.MULTILINE))
     assert rows.keys() | without_model == set(types) and not rows.keys() & without_model
-    assert not rows.keys() & (READS_AHEAD.keys() - {"reformer"}), "they read ahead; Reformer's default config here is that of a decoder"
+    assert not rows.keys() & (READS_AHEAD.keys() - {"reformer"}), (
+        "they read ahead; Reformer's default config here is that of a decoder"
+    )
     assert sum(row["zero3"] == "✓" for row in rows.values()) >= 152
-    assert {name for name, row in rows.items() if row["ep2"] == "✓"} >= {"mixtral", "qwen3_moe", "deepseek_v3"}
+    assert {name for name, row in rows.items() if row["ep2"] == "✓"} >= {
+        "mixtral",
+        "qwen3_moe",
+        "deepseek_v3",
+    }
     assert sum(rows[name]["pp2"] == "✓" for name in planned) >= 84
     assert sum(rows[name]["pp2 x tp2"] == "✓" for name in planned) >= 78
 
@@ -53,33 +73,58 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
 def test_every_failure_has_its_reason():
     reasons = re.findall(r"^- ([a-z0-9_-]+), ([a-z0-9 ]+): (.+)$", SUPPORT, re.MULTILINE)
     told = {(name, layout) for name, layout, _ in reasons}
-    assert told >= {(name, layout) for name, marks in written().items() for layout, mark in marks.items() if mark == "✗"}
+    assert told >= {
+        (name, layout)
+        for name, marks in written().items()
+        for layout, mark in marks.items()
+        if mark == "✗"
+    }
 
 
 def test_an_unknown_type_is_refused():
     import subprocess
 
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "make" / "support_matrix.py", "--types", "llamma"], env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, ROOT / "tools" / "make" / "support_matrix.py", "--types", "llamma"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2 and "not known to transformers: llamma" in done.stderr
 
 
 def test_the_batches_of_a_task_are_those_that_its_models_take():
-    """Pictures of the model's size; as many as make a batch normalisation of one pixel well conditioned."""
+    """Pictures of the model's size; as many as make a batch normalisation of one pixel well
+    conditioned.
+    """
     import torch
 
-    texts = support_matrix.batches_of("pretrain", support_matrix.tiny_model_config("pretrain", "llama"), 1)
-    assert len(texts) == support_matrix.BATCHES and {batch["input_ids"].shape for batch in texts} == {(1, support_matrix.SEQ_LEN)}
+    texts = support_matrix.batches_of(
+        "pretrain", support_matrix.tiny_model_config("pretrain", "llama"), 1
+    )
+    assert len(texts) == support_matrix.BATCHES and {
+        batch["input_ids"].shape for batch in texts
+    } == {(1, support_matrix.SEQ_LEN)}
     for model_type, rows in (("vit", 2), ("clip", 2), ("resnet", 16)):
         config = support_matrix.tiny_model_config("image_classification", model_type)
         recipe = support_matrix.recipe_of("image_classification", model_type)
         assert (recipe.micro_batch, recipe.global_batch) == (rows, 4 * rows)
         batches = support_matrix.batches_of("image_classification", config, rows)
         again = support_matrix.batches_of("image_classification", config, rows)
-        assert [{name: tensor.shape for name, tensor in batch.items()} for batch in batches] == [{"pixel_values": (rows, 3, 32, 32), "labels": (rows,)}] * 4
-        assert all(torch.equal(batch[name], other[name]) for batch, other in zip(batches, again, strict=True) for name in batch)
-        assert all(0 <= label < config["num_labels"] == 10 for batch in batches for label in batch["labels"])
+        assert [{name: tensor.shape for name, tensor in batch.items()} for batch in batches] == [
+            {"pixel_values": (rows, 3, 32, 32), "labels": (rows,)}
+        ] * 4
+        assert all(
+            torch.equal(batch[name], other[name])
+            for batch, other in zip(batches, again, strict=True)
+            for name in batch
+        )
+        assert all(
+            0 <= label < config["num_labels"] == 10
+            for batch in batches
+            for label in batch["labels"]
+        )
     assert config.get("drop_path_rate", 0.0) == 0.0
 
 
@@ -87,7 +132,11 @@ def test_only_models_with_a_batch_normalisation_are_made_smooth():
     from torch import nn
 
     for normed in (True, False):
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2) if normed else nn.LayerNorm(2), nn.Sequential(nn.ReLU(), nn.GELU()))
+        model = nn.Sequential(
+            nn.Linear(2, 2),
+            nn.BatchNorm1d(2) if normed else nn.LayerNorm(2),
+            nn.Sequential(nn.ReLU(), nn.GELU()),
+        )
         support_matrix.smooth(model)
         assert [type(module) for module in model[2]] == [nn.SiLU if normed else nn.ReLU, nn.GELU]
 
@@ -96,14 +145,37 @@ def test_image_classifiers_have_a_page_of_their_own():
     good = {"ok": True, "loss": 1e-7, "grad_norm": 2e-7, "weight": 3e-8}
     text = {"llama": {"reference": {"ok": True, "leak": 0.0, "experts": False}, "zero3": good}}
     broken = {"reference": {"ok": False, "reason": "refused: --tiny: cannot shrink a cvt"}}
-    no_plan = {"ok": False, "reason": "refused: tp > 1 with SwinForImageClassification: this model publishes no base_model_tp_plan"}
-    images = {"vit": {"reference": {"ok": True}, "zero3": good, "pp2": {"ok": False, "reason": "differs: loss 1.0e-03"}}, "cvt": broken}
+    no_plan = {
+        "ok": False,
+        "reason": (
+            "refused: tp > 1 with SwinForImageClassification: this model publishes no"
+            " base_model_tp_plan"
+        ),
+    }
+    images = {
+        "vit": {
+            "reference": {"ok": True},
+            "zero3": good,
+            "pp2": {"ok": False, "reason": "differs: loss 1.0e-03"},
+        },
+        "cvt": broken,
+    }
     images["swin"] = {"reference": {"ok": True}, "zero3": good, "tp2": no_plan}
-    assert support_matrix.layouts_of("image_classification") == ["zero3", "tp2", "pp2", "pp2 x tp2"] and "ep2" in support_matrix.layouts_of("pretrain")
+    assert support_matrix.layouts_of("image_classification") == [
+        "zero3",
+        "tp2",
+        "pp2",
+        "pp2 x tp2",
+    ] and "ep2" in support_matrix.layouts_of("pretrain")
     first, second = support_matrix.page(text), support_matrix.image_page(images)
     assert "| llama | ✓ 2e-07 |" in first and "vit" not in first
-    assert "| type | zero3 | tp2 | pp2 | pp2 x tp2 |\n" in second and "- zero3: 2 of all 3\n" in second
-    assert "| vit | ✓ 2e-07 | not run | ✗ | not run |\n" in second and "| swin | ✓ 2e-07 | no plan | not run | not run |\n" in second
+    assert (
+        "| type | zero3 | tp2 | pp2 | pp2 x tp2 |\n" in second and "- zero3: 2 of all 3\n" in second
+    )
+    assert (
+        "| vit | ✓ 2e-07 | not run | ✗ | not run |\n" in second
+        and "| swin | ✓ 2e-07 | no plan | not run | not run |\n" in second
+    )
     assert re.findall(r"^- (\w+, \w+): (.+)$", second, re.MULTILINE) == [
         ("cvt, reference", "`refused: --tiny: cannot shrink a cvt`"),
         ("vit, pp2", "`differs: loss 1.0e-03`"),
@@ -111,18 +183,52 @@ def test_image_classifiers_have_a_page_of_their_own():
 
 
 def test_the_page_of_masked_language_models_says_what_was_run():
-    """Which tokens are hidden is drawn, the mask stands for them, and nothing else has a label; a cell's micro-batches say where documents begin."""
-    batches = support_matrix.batches_of("masked_lm", support_matrix.tiny_model_config("masked_lm", "bert"), 1)
+    """Which tokens are hidden is drawn, the mask stands for them, and nothing else has a label; a
+    cell's micro-batches say where documents begin.
+    """
+    batches = support_matrix.batches_of(
+        "masked_lm", support_matrix.tiny_model_config("masked_lm", "bert"), 1
+    )
     for batch in batches:
         hidden = batch["labels"] != -100
-        assert 0.1 < hidden.float().mean() < 0.5 and (batch["input_ids"][hidden] == 1).all() and (batch["labels"][hidden] > 2).all()
-    assert all("document_starts" in batch for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_sdpa"))
-    assert all("documents" in batch for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_varlen"))
+        assert (
+            0.1 < hidden.float().mean() < 0.5
+            and (batch["input_ids"][hidden] == 1).all()
+            and (batch["labels"][hidden] > 2).all()
+        )
+    assert all(
+        "document_starts" in batch
+        for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_sdpa")
+    )
+    assert all(
+        "documents" in batch
+        for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_varlen")
+    )
     good = {"ok": True, "loss": 1e-7, "grad_norm": 2e-7, "weight": 3e-7}
     done = {
-        "bert": {"reference": {"ok": True, "experts": False, "varlen": "it has attention dropout of 0.1"}, "zero3": good, "tp2": good},
-        "fnet": {"reference": {"ok": False, "reason": "refused: attention = auto: does not keep the documents of a row apart"}},
+        "bert": {
+            "reference": {
+                "ok": True,
+                "experts": False,
+                "varlen": "it has attention dropout of 0.1",
+            },
+            "zero3": good,
+            "tp2": good,
+        },
+        "fnet": {
+            "reference": {
+                "ok": False,
+                "reason": "refused: attention = auto: does not keep the documents of a row apart",
+            }
+        },
     }
     text = support_matrix.masked_page(done)
-    assert "| bert | ✓ 3e-07 | ✓ 3e-07 | not run | not run | ✗ |" in text and "- bert: `it has attention dropout of 0.1`" in text
-    assert "- fnet, reference: `refused: attention = auto" in text and "| fnet |" not in text and "- zero3: 1 of all 2" in text
+    assert (
+        "| bert | ✓ 3e-07 | ✓ 3e-07 | not run | not run | ✗ |" in text
+        and "- bert: `it has attention dropout of 0.1`" in text
+    )
+    assert (
+        "- fnet, reference: `refused: attention = auto" in text
+        and "| fnet |" not in text
+        and "- zero3: 1 of all 2" in text
+    )

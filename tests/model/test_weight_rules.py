@@ -26,11 +26,17 @@ def stored(*keys: str) -> Stored:
     return Stored(tuple((key,) for key in keys))
 
 
-# Values that are compared ------------------------------------------------------------------------------------------------
+# Values that are compared
+# ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("compared", "shape"), [(12, (7, 4)), (3, (2, 4)), (5, (11,)), (40, (3, 2, 5)), (1, (1,)), (4, (4, 0))])
-def test_a_difference_in_any_value_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("compared", "shape"),
+    [(12, (7, 4)), (3, (2, 4)), (5, (11,)), (40, (3, 2, 5)), (1, (1,)), (4, (4, 0))],
+)
+def test_a_difference_in_any_value_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: int, shape: tuple[int, ...]
+) -> None:
     """Whatever the size of the pieces, and also between dtypes, in the finer one."""
     monkeypatch.setattr(weights, "COMPARED", compared)
     value = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
@@ -41,11 +47,20 @@ def test_a_difference_in_any_value_is_found(tmp_path: Path, monkeypatch: pytest.
     save_file(tensors, tmp_path / "a.safetensors")
     files = Weights([tmp_path / "a.safetensors"])
     for key in tensors:
-        assert files.same(stored("a"), stored(key)) == files.same(stored(key), stored("a")) == (not key.startswith("b") or key == "bf16"), key
+        assert (
+            files.same(stored("a"), stored(key))
+            == files.same(stored(key), stored("a"))
+            == (not key.startswith("b") or key == "bf16")
+        ), key
 
 
-@pytest.mark.parametrize(("compared", "shape", "rows"), [(12, (7, 4), 3), (3, (2, 4), 1), (59, (7, 2, 5), 5), (4, (9,), 4)])
-def test_no_more_values_are_read_at_a_time_than_are_compared(monkeypatch: pytest.MonkeyPatch, compared: int, shape: tuple[int, ...], rows: int) -> None:
+@pytest.mark.parametrize(
+    ("compared", "shape", "rows"),
+    [(12, (7, 4), 3), (3, (2, 4), 1), (59, (7, 2, 5), 5), (4, (9,), 4)],
+)
+def test_no_more_values_are_read_at_a_time_than_are_compared(
+    monkeypatch: pytest.MonkeyPatch, compared: int, shape: tuple[int, ...], rows: int
+) -> None:
     class Slice:
         def get_shape(self) -> tuple[int, ...]:
             return shape
@@ -62,13 +77,33 @@ def test_no_more_values_are_read_at_a_time_than_are_compared(monkeypatch: pytest
 
 
 def test_a_value_lost_in_bf16_is_a_difference(tmp_path: Path) -> None:
-    save_file({"a": torch.tensor([[1.001]]), "b": torch.tensor([[1.001]]).bfloat16(), "c": torch.tensor([[1.001]]).bfloat16().float()}, tmp_path / FILE)
+    save_file(
+        {
+            "a": torch.tensor([[1.001]]),
+            "b": torch.tensor([[1.001]]).bfloat16(),
+            "c": torch.tensor([[1.001]]).bfloat16().float(),
+        },
+        tmp_path / FILE,
+    )
     files = Weights([tmp_path / FILE])
-    assert not files.same(stored("a"), stored("b")) and not files.same(stored("b"), stored("a")) and files.same(stored("b"), stored("c"))
+    assert (
+        not files.same(stored("a"), stored("b"))
+        and not files.same(stored("b"), stored("a"))
+        and files.same(stored("b"), stored("c"))
+    )
 
 
 def test_shapes_of_stacked_and_joined_keys(tmp_path: Path) -> None:
-    save_file({"a0": torch.ones(2, 3), "a1": torch.ones(2, 3), "b0": torch.ones(5, 3), "b1": torch.ones(5, 3), "c0": torch.ones(2, 4)}, tmp_path / FILE)
+    save_file(
+        {
+            "a0": torch.ones(2, 3),
+            "a1": torch.ones(2, 3),
+            "b0": torch.ones(5, 3),
+            "b1": torch.ones(5, 3),
+            "c0": torch.ones(2, 4),
+        },
+        tmp_path / FILE,
+    )
     files = Weights([tmp_path / FILE])
     assert files.shape_of(stored("b0")) == [5, 3]
     assert files.shape_of(Stored((("a0", "a1"),), stacked=True)) == [2, 2, 3]
@@ -81,10 +116,19 @@ def test_a_copy_is_read_from_the_file_of_its_original(tmp_path: Path) -> None:
     save_file({"c": torch.tensor([4.0, 5.0]).half()}, tmp_path / "2.safetensors")
     files = Weights([tmp_path / "1.safetensors", tmp_path / "2.safetensors"])
     files.copies["d"] = "c"
-    assert files.contents() == {"1.safetensors": {"a": "F32", "b": "F32"}, "2.safetensors": {"c": "F16", "d": "F16"}}
+    assert files.contents() == {
+        "1.safetensors": {"a": "F32", "b": "F32"},
+        "2.safetensors": {"c": "F16", "d": "F16"},
+    }
     files.stored = {"x": stored("d"), "y": stored("a")}
-    assert files.whole("x").tolist() == [4, 5] and files.shape("x") == [2] and files.same(stored("c"), stored("d"))
-    assert files._read("d", 0, [(1, 2)]).tolist() == [5] and files._read("a", 0, [(1, 2), (0, 1)]).tolist() == [2, 1]
+    assert (
+        files.whole("x").tolist() == [4, 5]
+        and files.shape("x") == [2]
+        and files.same(stored("c"), stored("d"))
+    )
+    assert files._read("d", 0, [(1, 2)]).tolist() == [5] and files._read(
+        "a", 0, [(1, 2), (0, 1)]
+    ).tolist() == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -95,9 +139,17 @@ def test_a_copy_is_read_from_the_file_of_its_original(tmp_path: Path) -> None:
         ([1.0, INF], "bfloat16", "p contains an infinite value in its files"),
         ([-INF, 1.0], "float32", "p contains an infinite value in its files"),
         ([1.0, 70000.0], "float16", "p holds 7e+04 in its files, which is infinite in float16"),
-        ([-81234.0, 70000.0], "float16", "p holds 8.12e+04 in its files, which is infinite in float16"),
+        (
+            [-81234.0, 70000.0],
+            "float16",
+            "p holds 8.12e+04 in its files, which is infinite in float16",
+        ),
         ([-70000.0, 3.0], "float16", "p holds 7e+04 in its files, which is infinite in float16"),
-        ([3e38, -3.4e38], "bfloat16", "p holds 3.4e+38 in its files, which is infinite in bfloat16"),
+        (
+            [3e38, -3.4e38],
+            "bfloat16",
+            "p holds 3.4e+38 in its files, which is infinite in bfloat16",
+        ),
         ([70000.0], "bfloat16", ""),
         ([65504.0, -65504.0], "float16", ""),
         ([], "float16", ""),
@@ -109,11 +161,18 @@ def test_values_that_are_not_finite_are_noted(values: list[float], dtype: str, f
     if dtype == "bfloat16" and 3e38 in values:
         value = value.double() * 1.001
     files.check_finite("p", value, value.to(getattr(torch, dtype)))
-    fix = "use a strategy in bf16 or fp32" if "which is" in found else "use files that were saved before the run diverged or the values were cast"
-    assert [(one.where, one.rule, one.fix) for one in files.not_finite] == ([("model = X", found, fix)] if found else [])
+    fix = (
+        "use a strategy in bf16 or fp32"
+        if "which is" in found
+        else "use files that were saved before the run diverged or the values were cast"
+    )
+    assert [(one.where, one.rule, one.fix) for one in files.not_finite] == (
+        [("model = X", found, fix)] if found else []
+    )
 
 
-# Parameters that are missing -------------------------------------------------------------------------------------------------
+# Parameters that are missing
+# -------------------------------------------------------------------------------------------------
 
 
 def opened(folder: Path, **more: Any) -> Weights:
@@ -129,19 +188,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def change(folder: Path, remove: tuple[str, ...] = (), **more: Any) -> None:
     tensors = load_file(folder / FILE)
-    save_file({key: value.clone() for key, value in tensors.items() if key not in remove} | more, folder / FILE, metadata={"format": "pt"})
+    save_file(
+        {key: value.clone() for key, value in tensors.items() if key not in remove} | more,
+        folder / FILE,
+        metadata={"format": "pt"},
+    )
 
 
-def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import LlamaForCausalLM
 
     change(folder, remove=("model.norm.weight", "model.layers.1.mlp.up_proj.weight"))
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["^never", r"norm\.w", r"self_attn"])
+    monkeypatch.setattr(
+        LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["^never", r"norm\.w", r"self_attn"]
+    )
     with pytest.raises(Refusal, match=r"^model = X: its files lack 1 of 39 parameters, first model\.layers\.1\.mlp\.up_proj\.weight\. Give the files that match this "
                        r"config\.json and transformers version$"):  # fmt: skip
         opened(folder)
     change(folder, (), **{"model.layers.1.mlp.up_proj.weight": torch.ones(128, 64)})
-    assert opened(folder).drawn == {"model.norm.weight"} and "model.norm.weight" not in opened(folder).stored
+    assert (
+        opened(folder).drawn == {"model.norm.weight"}
+        and "model.norm.weight" not in opened(folder).stored
+    )
 
 
 def test_a_head_that_the_files_tie_is_read_from_the_embedding(folder: Path) -> None:
@@ -159,10 +229,17 @@ def test_a_head_that_the_files_tie_is_read_from_the_embedding(folder: Path) -> N
         change(folder, remove=removed)
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": file_ties}))
         read = open_weights("X", empty_model(config | {"tie_word_embeddings": ties}, "eager", "X"))
-        assert read.copies == copies and (ties or torch.equal(read.whole(head), load_file(folder / FILE)[embedding] if removed else own))
+        assert read.copies == copies and (
+            ties
+            or torch.equal(
+                read.whole(head), load_file(folder / FILE)[embedding] if removed else own
+            )
+        )
     change(folder, remove=(embedding, head))
     (folder / "config.json").write_text(json.dumps(config | TIED))
-    with pytest.raises(Refusal, match=r"its files lack 2 of 39 parameters, first model\.embed_tokens\.weight"):
+    with pytest.raises(
+        Refusal, match=r"its files lack 2 of 39 parameters, first model\.embed_tokens\.weight"
+    ):
         open_weights("X", empty_model(config | {"tie_word_embeddings": False}, "eager", "X"))
 
 
@@ -185,25 +262,41 @@ def test_files_beside_the_index_are_not_read(folder: Path) -> None:
     """As in transformers."""
     (folder / FILE).rename(folder / "model-00001-of-00001.safetensors")
     keys = list(load_file(folder / "model-00001-of-00001.safetensors"))
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(keys, "model-00001-of-00001.safetensors")}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(keys, "model-00001-of-00001.safetensors")})
+    )
     save_file({"other": torch.ones(1)}, folder / "consolidated.safetensors")
-    assert opened(folder).note == "" and list(opened(folder).files) == ["model-00001-of-00001.safetensors"]
+    assert opened(folder).note == "" and list(opened(folder).files) == [
+        "model-00001-of-00001.safetensors"
+    ]
 
 
-# A head that differs from its embedding ----------------------------------------------------------------------------------------
+# A head that differs from its embedding
+# ----------------------------------------------------------------------------------------
 
 
-def test_heads_of_one_model_are_compared_again_for_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered within a process depends on the config, the name, the class, and on every file and its time."""
+def test_heads_of_one_model_are_compared_again_for_other_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is remembered within a process depends on the config, the name, the class, and on every
+    file and its time.
+    """
     folder, asked = tmp_path / "model", []
     folder_of(folder, "llama", **TIED)
     tensors = load_file(folder / FILE)
     (folder / FILE).unlink()
-    shards = {"model-00001-of-00002.safetensors": ["lm_head.weight"], "model-00002-of-00002.safetensors": [key for key in tensors if key != "lm_head.weight"]}
+    shards = {
+        "model-00001-of-00002.safetensors": ["lm_head.weight"],
+        "model-00002-of-00002.safetensors": [key for key in tensors if key != "lm_head.weight"],
+    }
     for file, keys in shards.items():
         save_file({key: tensors[key] for key in keys}, folder / file, metadata={"format": "pt"})
-    (folder / INDEX).write_text(json.dumps({"weight_map": {key: file for file, keys in shards.items() for key in keys}}))
-    monkeypatch.setattr(own_head, "_compared", lambda *words: (asked.append(words), (words[0], ""))[1])
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {key: file for file, keys in shards.items() for key in keys}})
+    )
+    monkeypatch.setattr(
+        own_head, "_compared", lambda *words: (asked.append(words), (words[0], ""))[1]
+    )
     monkeypatch.setattr(own_head, "weights_folder", lambda name, revision: folder)
     config = config_json(str(folder))
     config_of_files(config, "org/name", "AutoModelForCausalLM")
@@ -211,7 +304,9 @@ def test_heads_of_one_model_are_compared_again_for_other_files(tmp_path: Path, m
     assert asked == [(config, "org/name", "AutoModelForCausalLM", str(folder), *stamps)]
 
 
-def test_what_needs_no_comparison_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_comparison_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An untied config, and files with one tensor of the vocabulary."""
     monkeypatch.setattr(own_head, "_compared", lambda *words: ({}, "compared"))
     folder = folder_of(tmp_path, "llama", **TIED)
@@ -230,20 +325,46 @@ def test_a_head_of_another_shape_is_not_compared(tmp_path: Path, shape: tuple[in
     """It is refused where the model is built."""
     folder = folder_of(tmp_path, "llama", **TIED)
     change(tmp_path, remove=("lm_head.weight",), **{"lm_head.weight": torch.ones(shape)})
-    assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM") == (config_json(folder), "")
+    assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM") == (
+        config_json(folder),
+        "",
+    )
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], always: bool = False) -> tuple[dict[str, Any], str]:
+def compared(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], always: bool = False
+) -> tuple[dict[str, Any], str]:
     """Compare three tied tensors of a model whose config has parts. Two of them differ."""
     tied = {"head_a": "embed", "head_b": "embed", "head_c": "embed"}
-    files = SimpleNamespace(where=["x"], shape_of=lambda one: [1], same=lambda one, other: one == stored("a"))
-    monkeypatch.setattr(own_head, "empty_model", lambda config, attention, name, auto_class: (config, attention, name, auto_class))
-    monkeypatch.setattr(own_head, "open_files", lambda name, folder: files if folder == Path("F") else None)
-    monkeypatch.setattr(
-        own_head, "find_stored", lambda model, keys: {"embed": stored("e"), "head_a": stored("a"), "head_b": stored("b"), "head_c": stored("c")}
+    files = SimpleNamespace(
+        where=["x"], shape_of=lambda one: [1], same=lambda one, other: one == stored("a")
     )
     monkeypatch.setattr(
-        own_head, "tied_names", lambda model: tied if model == (config, "eager", "N", "A") else dict(itertools.islice(tied.items(), 2 * always))
+        own_head,
+        "empty_model",
+        lambda config, attention, name, auto_class: (config, attention, name, auto_class),
+    )
+    monkeypatch.setattr(
+        own_head, "open_files", lambda name, folder: files if folder == Path("F") else None
+    )
+    monkeypatch.setattr(
+        own_head,
+        "find_stored",
+        lambda model, keys: {
+            "embed": stored("e"),
+            "head_a": stored("a"),
+            "head_b": stored("b"),
+            "head_c": stored("c"),
+        },
+    )
+    monkeypatch.setattr(
+        own_head,
+        "tied_names",
+        lambda model: (
+            tied
+            if model == (config, "eager", "N", "A")
+            else dict(itertools.islice(tied.items(), 2 * always))
+        ),
     )
     return own_head._compared(config, "N", "A", "F", str(always))
 
@@ -258,11 +379,27 @@ def test_every_part_that_states_the_tie_is_untied(monkeypatch: pytest.MonkeyPatc
         "d": {"tie_word_embeddings": False},
     }
     changed, note = compared(monkeypatch, config)
-    assert changed == config | {"tie_word_embeddings": False, "a": {"tie_word_embeddings": False, "x": 1}}
-    assert note == 'model = N: head_b differs from embed in its files, so the two are not tied, as in transformers. The run has "tie_word_embeddings": false'
-    assert compared(monkeypatch, {"model_type": "t", "a": {}})[0] == {"model_type": "t", "a": {}, "tie_word_embeddings": False}
+    assert changed == config | {
+        "tie_word_embeddings": False,
+        "a": {"tie_word_embeddings": False, "x": 1},
+    }
+    assert (
+        note == "model = N: head_b differs from embed in its files, so the two are not tied, as in"
+        ' transformers. The run has "tie_word_embeddings": false'
+    )
+    assert compared(monkeypatch, {"model_type": "t", "a": {}})[0] == {
+        "model_type": "t",
+        "a": {},
+        "tie_word_embeddings": False,
+    }
 
 
 def test_a_head_that_a_model_always_ties_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Refusal, match=r"^model = N: head_b and embed differ in its files, and a t always ties them\. Delete head_b from its files$"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"^model = N: head_b and embed differ in its files, and a t always ties them\. Delete"
+            r" head_b from its files$"
+        ),
+    ):
         compared(monkeypatch, {"model_type": "t", "tie_word_embeddings": True}, always=True)

@@ -1,4 +1,6 @@
-"""Published weights: what sits in the engine is what lies in the files, no rank holds the whole model, and real ones learn."""
+"""Published weights: what sits in the engine is what lies in the files, no rank holds the whole
+model, and real ones learn.
+"""
 
 import hashlib
 import json
@@ -28,17 +30,32 @@ def save_tiny(folder: Path, kind: str = "llama", seed: int = 5, **changes: Any) 
     """A tiny model with random weights, as transformers saves it; returns the model."""
     from recipekit.architectures import families
 
-    config = families.tiny_config(kind, 264) if kind in ("mixtral", "qwen3_moe") else tiny_config(kind)
+    config = (
+        families.tiny_config(kind, 264) if kind in ("mixtral", "qwen3_moe") else tiny_config(kind)
+    )
     config |= changes
-    model = build_model(Recipe(model="none", init="random", seed=seed), config, None, ds_config(0), torch.device("cpu")).model
+    model = build_model(
+        Recipe(model="none", init="random", seed=seed),
+        config,
+        None,
+        ds_config(0),
+        torch.device("cpu"),
+    ).model
     model.save_pretrained(folder, max_shard_size="500KB")
     return model
 
 
 def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
-    """Exports carry the small files, such as the tokenizer's model, and read the licence from README.md. Weights in other formats stay on the hub."""
+    """Exports carry the small files, such as the tokenizer's model, and read the licence from
+    README.md.
+
+    Weights in other formats stay on the hub.
+    """
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.append({"name": name} | options) or str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, **options: asked.append({"name": name} | options) or str(tmp_path),
+    )
     assert weights_folder("someone/model") == tmp_path and asked[0]["name"] == "someone/model"
     files = [
         "config.json",
@@ -52,11 +69,16 @@ def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
         "README.md",
     ]
     others = ["pytorch_model.bin", "model.onnx", "model.gguf", "code.py"]
-    assert list(filter_repo_objects([*files, *others], allow_patterns=asked[0]["allow_patterns"])) == files
+    assert (
+        list(filter_repo_objects([*files, *others], allow_patterns=asked[0]["allow_patterns"]))
+        == files
+    )
 
 
 def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]:
-    """Builds the saved model in a layout, initialises the engine, checks it, and returns the whole weights of this rank's stage."""
+    """Builds the saved model in a layout, initialises the engine, checks it, and returns the whole
+    weights of this rank's stage.
+    """
     import deepspeed
     import torch.distributed as dist
     from recipekit.model.build import check_weights
@@ -76,14 +98,29 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
     if pp > 1:
         assert built.split is not None and built.weights is not None
         kept = sum(parameter.nbytes for parameter in model.parameters())
-        assert built.weights.bytes_read == kept, "a rank reads the bytes that it keeps, and no others"
-        model = pipeline.assemble(built.models, groups, lambda logits, labels: logits.sum(), "1f1b", built.split.num_stages)
+        assert built.weights.bytes_read == kept, (
+            "a rank reads the bytes that it keeps, and no others"
+        )
+        model = pipeline.assemble(
+            built.models,
+            groups,
+            lambda logits, labels: logits.sum(),
+            "1f1b",
+            built.split.num_stages,
+        )
         pipeline.share(model, groups)
-    engine = deepspeed.initialize(model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu)[0]
+    engine = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu
+    )[0]
     assert check_weights(engine, built, groups) >= 8
-    weights = {name: value.clone() for name, value in whole_parameters(model, built, groups, torch.float32)}
+    weights = {
+        name: value.clone() for name, value in whole_parameters(model, built, groups, torch.float32)
+    }
     first = next(built.model.parameters())
-    with deepspeed.zero.GatheredParameters([first], modifier_rank=0, enabled=stage == 3), torch.no_grad():
+    with (
+        deepspeed.zero.GatheredParameters([first], modifier_rank=0, enabled=stage == 3),
+        torch.no_grad(),
+    ):
         first.view(-1)[0] += 1
     with pytest.raises(Refusal, match="differs from the model's files"):
         check_weights(engine, built, groups)
@@ -91,20 +128,47 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
     return weights
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_moe", "llama_tied", "mixtral"))])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        "gpt2",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("qwen3_moe", "llama_tied", "mixtral")
+        ),
+    ],
+)
 def test_the_engine_holds_the_files(pools, tmp_path, kind):
-    """transformers saves the experts of a mixture one by one, and the model holds them in one tensor."""
+    """transformers saves the experts of a mixture one by one, and the model holds them in one
+    tensor.
+    """
     expected = dict(save_tiny(tmp_path, kind).named_parameters())
-    before = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()}
-    layouts = [(1, 1, 1), (3, 1, 1)] if kind == "gpt2" else [(0, 1, 1), (3, 1, 1), (1, 2, 1), (3, 2, 1), (1, 1, 2), (1, 2, 2)]
+    before = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()
+    }
+    layouts = (
+        [(1, 1, 1), (3, 1, 1)]
+        if kind == "gpt2"
+        else [(0, 1, 1), (3, 1, 1), (1, 2, 1), (3, 2, 1), (1, 1, 2), (1, 2, 2)]
+    )
     for stage, tp, pp in layouts:
-        ranks = pools.run(tp * pp if pp > 1 else 2, loaded, folder=str(tmp_path), stage=stage, tp=tp, pp=pp)
+        ranks = pools.run(
+            tp * pp if pp > 1 else 2, loaded, folder=str(tmp_path), stage=stage, tp=tp, pp=pp
+        )
         if pp > 1:
-            ranks = [{name: value for rank in ranks[tp_rank::tp] for name, value in rank.items()} for tp_rank in range(tp)]
+            ranks = [
+                {name: value for rank in ranks[tp_rank::tp] for name, value in rank.items()}
+                for tp_rank in range(tp)
+            ]
         for weights in ranks:
             assert weights.keys() == expected.keys()
-            assert all(torch.equal(weights[name], value) for name, value in expected.items()), f"ZeRO-{stage}, tp {tp}, pp {pp}"
-    assert before == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()}
+            assert all(torch.equal(weights[name], value) for name, value in expected.items()), (
+                f"ZeRO-{stage}, tp {tp}, pp {pp}"
+            )
+    assert before == {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()
+    }
 
 
 def test_experts_are_stacked_by_number(tmp_path):
@@ -112,12 +176,18 @@ def test_experts_are_stacked_by_number(tmp_path):
     from recipekit.architectures import families
 
     config = families.tiny_config("qwen3_moe", 264) | {"num_local_experts": 12}
-    saved = build_model(Recipe(model="none", init="random", seed=5), config, None, ds_config(0), torch.device("cpu")).model
+    saved = build_model(
+        Recipe(model="none", init="random", seed=5), config, None, ds_config(0), torch.device("cpu")
+    ).model
     saved.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     read = build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
-    assert read.weights is not None and any(len(stored.parts[0]) == 12 for stored in read.weights.stored.values())
-    for (name, value), (_, expected) in zip(read.model.named_parameters(), saved.named_parameters(), strict=True):
+    assert read.weights is not None and any(
+        len(stored.parts[0]) == 12 for stored in read.weights.stored.values()
+    )
+    for (name, value), (_, expected) in zip(
+        read.model.named_parameters(), saved.named_parameters(), strict=True
+    ):
         assert torch.equal(value, expected), name
 
 
@@ -149,13 +219,20 @@ def test_a_transposed_tensor_is_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = save_tiny(tmp_path)
-    file, name = next((file, name) for file in tmp_path.glob("*.safetensors") for name in load_file(file) if name.endswith("gate_proj.weight"))
+    file, name = next(
+        (file, name)
+        for file in tmp_path.glob("*.safetensors")
+        for name in load_file(file)
+        if name.endswith("gate_proj.weight")
+    )
     rows, columns = model.get_parameter(name).shape
     assert rows != columns
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].T.contiguous()}, file, metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(Refusal, match=rf"{name} is \[{columns}, {rows}\] in its files but \[{rows}, {columns}\]"):
+    with pytest.raises(
+        Refusal, match=rf"{name} is \[{columns}, {rows}\] in its files but \[{rows}, {columns}\]"
+    ):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 
@@ -181,7 +258,9 @@ class AnonymousMemory(threading.Thread):
 
 
 def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
-    """(growth of RssAnon, bytes this rank keeps) of building the model in a layout, ZeRO-3 where it is data parallel only."""
+    """(growth of RssAnon, bytes this rank keeps) of building the model in a layout, ZeRO-3 where it
+    is data parallel only.
+    """
     import ctypes
     import gc
 
@@ -192,7 +271,8 @@ def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
     config = json.loads((Path(folder) / "config.json").read_text())
     groups = Groups(make_mesh(dist.get_world_size(), tp=tp, pp=pp), "cpu")
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier cases of this worker have left free would be taken without growth
+    # what earlier cases of this worker have left free would be taken without growth
+    ctypes.CDLL(None).malloc_trim(0)
     memory = AnonymousMemory()
     memory.start()
     stage = 3 if tp * pp == 1 else 1
@@ -200,7 +280,9 @@ def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
     built = build_model(Recipe(model=folder), config, groups, ds, torch.device("cpu"))
     memory.stopped.set()
     memory.join()
-    return memory.growth, sum(getattr(parameter, "ds_tensor", parameter).nbytes for parameter in built.model.parameters())
+    return memory.growth, sum(
+        getattr(parameter, "ds_tensor", parameter).nbytes for parameter in built.model.parameters()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +291,12 @@ def gigabyte(tmp_path_factory) -> str:
     tmp_path = tmp_path_factory.mktemp("gigabyte")
     from safetensors.torch import save_file
 
-    config = tiny_config("llama") | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 9, "num_attention_heads": 16}
+    config = tiny_config("llama") | {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 16,
+    }
     config |= {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 24576, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     from recipekit.model.empty import empty_model
@@ -218,7 +305,9 @@ def gigabyte(tmp_path_factory) -> str:
     for number, (name, parameter) in enumerate(empty_model(config).named_parameters()):
         value = torch.full(parameter.shape, 0.01, dtype=torch.bfloat16)
         total += value.nbytes
-        save_file({name: value}, tmp_path / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+        save_file(
+            {name: value}, tmp_path / f"model-{number:05d}.safetensors", metadata={"format": "pt"}
+        )
     assert 1.0e9 < total < 1.1e9
     return str(tmp_path)
 
@@ -232,26 +321,40 @@ def test_zero3_never_holds_the_whole_model(pools, gigabyte):
 
 
 def test_a_stage_holds_little_more_than_it_keeps(pools, gigabyte):
-    """Loading 1 GB at pp2 x tp2: each rank's anonymous memory grows by less than 1.3 times what it keeps."""
+    """Loading 1 GB at pp2 x tp2: each rank's anonymous memory grows by less than 1.3 times what it
+    keeps.
+    """
     ranks = pools.run(4, load_growth, timeout=180, folder=gigabyte, tp=2, pp=2)
-    print("1 GB at pp2 x tp2; growth of RssAnon / kept: " + ", ".join(f"{growth / 1e9:.3f} / {kept / 1e9:.3f} GB" for growth, kept in ranks))
+    print(
+        "1 GB at pp2 x tp2; growth of RssAnon / kept: "
+        + ", ".join(f"{growth / 1e9:.3f} / {kept / 1e9:.3f} GB" for growth, kept in ranks)
+    )
     assert all(0.9 * kept < growth < 1.3 * kept for growth, kept in ranks)
 
 
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2: Path) -> str:
-    """SmolLM2-135M as transformers saves it: fp32 safetensors, config and tokenizer, made once from the GGUF file."""
+    """SmolLM2-135M as transformers saves it: fp32 safetensors, config and tokenizer, made once from
+    the GGUF file.
+    """
     import transformers
 
     folder = Path(__file__).resolve().parents[2] / ".cache" / "assets" / "smollm2"
     if not (folder / "tokenizer.json").exists():
-        given = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+        given = transformers.AutoModelForCausalLM.from_pretrained(
+            smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
+        )
         settings = given.config.to_dict()
-        settings.pop("quantization_config", None)  # a model loaded from GGUF cannot be saved with it (transformers 5.22)
-        plain = transformers.AutoModelForCausalLM.from_config(type(given.config).from_dict(settings), dtype=torch.float32)
+        # a model loaded from GGUF cannot be saved with it (transformers 5.22)
+        settings.pop("quantization_config", None)
+        plain = transformers.AutoModelForCausalLM.from_config(
+            type(given.config).from_dict(settings), dtype=torch.float32
+        )
         plain.load_state_dict(given.state_dict())
         plain.save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(
+            smollm2.parent, gguf_file=smollm2.name
+        ).save_pretrained(folder)
     return str(folder)
 
 
@@ -263,8 +366,12 @@ def run_recipe(recipe: Recipe) -> int:
 
 
 @pytest.mark.slow
-def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2_folder, monkeypatch):
-    """ZeRO-3 on 2 ranks starts at the single-process loss on Python's documentation, about 2.7 and not 10.9, and 5 steps lower it."""
+def test_smollm2_with_its_real_weights_learns_real_text(
+    pools, tmp_path, smollm2_folder, monkeypatch
+):
+    """ZeRO-3 on 2 ranks starts at the single-process loss on Python's documentation, about 2.7 and
+    not 10.9, and 5 steps lower it.
+    """
     if not DOCUMENTATION.is_dir():
         pytest.skip("needs Debian's python3.11-doc (tests/system_packages.sh)")
     recipe = Recipe(
@@ -289,8 +396,13 @@ def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2
 
     first = train_plain(dataclasses.replace(recipe, eval_every=0), plan.model_config, steps=1)
     assert pools.run(2, run_recipe, timeout=400, recipe=recipe) == [0, 0]
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    print(f"step 1: {lines[0]['loss']:.6f}, plain PyTorch {first.losses[0]:.6f}; held out {lines[0]['eval_loss']:.4f} -> {lines[-1]['eval_loss']:.4f}")
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    print(
+        f"step 1: {lines[0]['loss']:.6f}, plain PyTorch {first.losses[0]:.6f}; held out"
+        f" {lines[0]['eval_loss']:.4f} -> {lines[-1]['eval_loss']:.4f}"
+    )
     assert lines[0]["loss"] == pytest.approx(first.losses[0], abs=1e-4)
     assert 2.0 < lines[0]["loss"] < 3.5
     assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
@@ -298,8 +410,12 @@ def test_smollm2_with_its_real_weights_learns_real_text(pools, tmp_path, smollm2
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (3, 3)])
-def test_smollm2_in_stages_learns_as_in_one_process(pools, tmp_path, smollm2_folder, monkeypatch, pp, tp):
-    """Five steps on real text have the losses of plain PyTorch, to 1e-4, and every rank reads what it keeps."""
+def test_smollm2_in_stages_learns_as_in_one_process(
+    pools, tmp_path, smollm2_folder, monkeypatch, pp, tp
+):
+    """Five steps on real text have the losses of plain PyTorch, to 1e-4, and every rank reads what
+    it keeps.
+    """
     if not DOCUMENTATION.is_dir():
         pytest.skip("needs Debian's python3.11-doc (tests/system_packages.sh)")
     recipe = Recipe(
@@ -320,12 +436,17 @@ def test_smollm2_in_stages_learns_as_in_one_process(pools, tmp_path, smollm2_fol
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     import dataclasses
 
-    plan = make_plan(parse(dataclasses.replace(recipe, pp=1, tp=1, out="/nonexistent"), Path("weights.py"), []))
+    plan = make_plan(
+        parse(dataclasses.replace(recipe, pp=1, tp=1, out="/nonexistent"), Path("weights.py"), [])
+    )
     assert plan.model_config is not None
     plain = train_plain(dataclasses.replace(recipe, pp=1, tp=1), plan.model_config, steps=5)
     world = pp * tp
     assert pools.run(world, run_recipe, timeout=600, recipe=recipe) == [0] * world
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     print(f"pp{pp} tp{tp}: losses {losses}, plain PyTorch {plain.losses}")
     assert losses == pytest.approx(plain.losses, abs=1e-4)
     assert 2.0 < losses[0] < 3.5

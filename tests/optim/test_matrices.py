@@ -1,4 +1,6 @@
-"""Which weights Muon takes: those that multiply in the layers, of every model that a recipe trains; never an embedding, a head or a convolution."""
+"""Which weights Muon takes: those that multiply in the layers, of every model that a recipe trains;
+never an embedding, a head or a convolution.
+"""
 
 import json
 import re
@@ -18,7 +20,22 @@ from recipekit.spec.task_specs import LAYERS, TASKS, Plans
 from torch import nn
 
 MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
-NOT = ("embed", "wte", "wpe", "head", "score", "classifier", "cls", "conv", "shared", "bias", "norm", "position", "decoder.weight", "table")
+NOT = (
+    "embed",
+    "wte",
+    "wpe",
+    "head",
+    "score",
+    "classifier",
+    "cls",
+    "conv",
+    "shared",
+    "bias",
+    "norm",
+    "position",
+    "decoder.weight",
+    "table",
+)
 OF_LAYERS = re.compile(r"(layers|layer|h)\.\d+\.")
 
 
@@ -30,14 +47,26 @@ def taken(model: Any, own: Plans, task: str) -> set[str]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_matrices_of_a_recipes_model_are_those_of_its_layers(name: str) -> None:
-    """All of them: what else has two dimensions is an embedding or a head, and experts, which have three, are none."""
-    config = MODELS[name] | {"num_hidden_layers": 2} if "num_hidden_layers" in MODELS[name] else MODELS[name]
+    """All of them: what else has two dimensions is an embedding or a head, and experts, which have
+    three, are none.
+    """
+    config = (
+        MODELS[name] | {"num_hidden_layers": 2}
+        if "num_hidden_layers" in MODELS[name]
+        else MODELS[name]
+    )
     task = fitting_task(config)
     model = empty_model(config, "eager", auto_class=TASKS[task].auto_class)
     found = taken(model, Plans(), task)
     flat = {name for name, parameter in model.named_parameters() if parameter.dim() == 2}
-    assert found == {name for name in flat if OF_LAYERS.search(name)}, "these are the layers' weights of two dimensions"
-    assert all(word in name for name in flat - found for word in [next((word for word in NOT if word in name), "?")]), flat - found
+    assert found == {name for name in flat if OF_LAYERS.search(name)}, (
+        "these are the layers' weights of two dimensions"
+    )
+    assert all(
+        word in name
+        for name in flat - found
+        for word in [next((word for word in NOT if word in name), "?")]
+    ), flat - found
     assert not any(word in name for name in found for word in NOT), found
     assert bool(found) == ("resnet" not in name)
 
@@ -45,13 +74,19 @@ def test_the_matrices_of_a_recipes_model_are_those_of_its_layers(name: str) -> N
 def test_a_head_and_what_is_tied_to_an_embedding_are_none() -> None:
     """Even if the recipe names all there is."""
     everything = Plans(matrices=("*",))
-    reward = empty_model(tiny_config("llama", 264, "reward") | {"num_labels": 1}, auto_class=TASKS["reward"].auto_class)
+    reward = empty_model(
+        tiny_config("llama", 264, "reward") | {"num_labels": 1},
+        auto_class=TASKS["reward"].auto_class,
+    )
     assert "score.weight" not in taken(reward, Plans(), "reward")
     for kind in ("llama", "gpt2"):
         for tied in (False, True):
             model = empty_model(tiny_config(kind, 264) | {"tie_word_embeddings": tied})
             found = taken(model, everything, "pretrain")
-            assert found and not any("embed_tokens" in name or "lm_head" in name or "wte" in name or "wpe" in name for name in found)
+            assert found and not any(
+                "embed_tokens" in name or "lm_head" in name or "wte" in name or "wpe" in name
+                for name in found
+            )
 
 
 @pytest.mark.parametrize(
@@ -66,13 +101,24 @@ def test_a_head_and_what_is_tied_to_an_embedding_are_none() -> None:
 )
 def test_tables_and_convolutions_within_layers_are_none(kind: str, never: list[str]) -> None:
     """T5's shared embedding, and the biases of relative positions, lie under names of layers."""
-    config = getattr(transformers, f"{kind}Config")(**({"position_embedding_type": "relative_key"} if kind == "Bert" else {}))
+    config = getattr(transformers, f"{kind}Config")(
+        **({"position_embedding_type": "relative_key"} if kind == "Bert" else {})
+    )
     with torch.device("meta"):
-        model = transformers.AutoModelForSeq2SeqLM.from_config(config) if kind == "T5" else transformers.AutoModel.from_config(config)
+        model = (
+            transformers.AutoModelForSeq2SeqLM.from_config(config)
+            if kind == "T5"
+            else transformers.AutoModel.from_config(config)
+        )
     found = hidden_matrices(model, (*LAYERS, "*"))
-    assert found and all(isinstance(model.get_parameter(name), nn.Parameter) and model.get_parameter(name).dim() == 2 for name in found)
+    assert found and all(
+        isinstance(model.get_parameter(name), nn.Parameter) and model.get_parameter(name).dim() == 2
+        for name in found
+    )
     assert not any(part in name for name in found for part in never), found
-    assert not any(isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding) for name in found)
+    assert not any(
+        isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding) for name in found
+    )
 
 
 def test_a_model_without_matrices_is_refused() -> None:
@@ -85,13 +131,27 @@ def test_a_model_without_matrices_is_refused() -> None:
 
 
 def test_a_recipe_may_name_its_matrices() -> None:
-    """Instead of all in the layers; a name that is no matrix is refused, and other optimizers know of none."""
+    """Instead of all in the layers; a name that is no matrix is refused, and other optimizers know
+    of none.
+    """
     model, facts = empty_model(tiny_config("llama", 264)), TASKS["pretrain"]
     own = Plans(matrices=("*.mlp.*",))
     found = taken(model, own, "pretrain")
-    assert found == {name for name, parameter in model.named_parameters() if ".mlp." in name and parameter.dim() == 2} != set()
-    assert not any(group.matrix for group in draft(model, plans_of(model, own, facts.plans)).trained.values())
+    assert (
+        found
+        == {
+            name
+            for name, parameter in model.named_parameters()
+            if ".mlp." in name and parameter.dim() == 2
+        }
+        != set()
+    )
+    assert not any(
+        group.matrix for group in draft(model, plans_of(model, own, facts.plans)).trained.values()
+    )
     plans = plans_of(model, Plans(matrices=("*.mlp.*", "*norm*")), facts.plans, facts.matrices)
-    with pytest.raises(Refusal, match=r"matrices = '\*norm\*': must match a trained weight of two dimensions") as refused:
+    with pytest.raises(
+        Refusal, match=r"matrices = '\*norm\*': must match a trained weight of two dimensions"
+    ) as refused:
         check_named(draft(model, plans).trained, plans, ("*.mlp.*", "*norm*"))
     assert len(refused.value.problems) == 1

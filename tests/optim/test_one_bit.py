@@ -1,4 +1,6 @@
-"""1-bit Adam on real ranks is that of tests/support/papers.py, which has all workers in one process; it goes on with as many ranks as it has had, and with no others."""
+"""1-bit Adam on real ranks is that of tests/support/papers.py, which has all workers in one
+process; it goes on with as many ranks as it has had, and with no others.
+"""
 
 import dataclasses
 import json
@@ -34,12 +36,18 @@ NAME = "OneBitAdam"
 
 
 def config_of(freeze_step: Any, bf16: bool = False) -> dict[str, Any]:
-    return strategy("zero0_onebit", bf16) | {"optimizer": {"type": NAME, "params": {"freeze_step": freeze_step}}}
+    return strategy("zero0_onebit", bf16) | {
+        "optimizer": {"type": NAME, "params": {"freeze_step": freeze_step}}
+    }
 
 
 def recipe_of(model: str, workers: int, **changes: Any) -> Recipe:
     """One micro-batch for each worker, whose gradient then has the same bits in one process."""
-    return recipe_for(model, **{"steps": STEPS, "eval_every": 0, "lr": 1e-3, "micro_batch": 8 // workers, "keep": 0} | changes)
+    return recipe_for(
+        model,
+        **{"steps": STEPS, "eval_every": 0, "lr": 1e-3, "micro_batch": 8 // workers, "keep": 0}
+        | changes,
+    )
 
 
 @dataclasses.dataclass
@@ -47,49 +55,85 @@ class Simulated:
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
-    at_freeze: dict[str, float]  # how far weights and moments lie apart there, relative to the largest of each tensor
+    # how far weights and moments lie apart there, relative to the largest of each tensor
+    at_freeze: dict[str, float]
 
 
 def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -> Simulated:
     """Runs in one process of a pool: the workers of the paper, one after the other.
 
-    From the freeze on it goes on with the weights and moments of `step_folder`, which ranks have saved there: bits that their sum of
-    gradients has rounded otherwise would flip signs.
+    From the freeze on it goes on with the weights and moments of `step_folder`, which ranks have
+    saved there: bits that their sum of gradients has rounded otherwise would flip signs.
     """
     import recipekit.train as loop
     from recipekit.checkpoints.deepspeed_io import read_pickle
     from recipekit.runtime.sums import Sums
     from recipekit.tasks.find import task_called
 
-    plan = make_plan(parse(dataclasses.replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"), Path("one_bit.py"), ["--tiny", *pinned(recipe)]))
+    plan = make_plan(
+        parse(
+            dataclasses.replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"),
+            Path("one_bit.py"),
+            ["--tiny", *pinned(recipe)],
+        )
+    )
     assert plan.model_config is not None
     torch.manual_seed(0)
-    task, model = task_called(recipe.task), build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
+    task, model = (
+        task_called(recipe.task),
+        build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model,
+    )
     trained = [value for value in model.parameters() if value.requires_grad]
-    matrices, vectors = ([value for value in trained if (value.ndim >= 2) == decays] for decays in (True, False))
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = papers.OneBitAdam(groups, workers, freeze_step, (recipe.beta1, recipe.beta2), recipe.eps)
-    streams = [open_stream(request_of(plan.recipe), tokenizer_of(plan.recipe), dp=workers, dp_rank=rank) for rank in range(workers)]
+    matrices, vectors = (
+        [value for value in trained if (value.ndim >= 2) == decays] for decays in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = papers.OneBitAdam(
+        groups, workers, freeze_step, (recipe.beta1, recipe.beta2), recipe.eps
+    )
+    streams = [
+        open_stream(request_of(plan.recipe), tokenizer_of(plan.recipe), dp=workers, dp_rank=rank)
+        for rank in range(workers)
+    ]
     found = Simulated([], [], {}, {})
     for step in range(1, recipe.steps + 1):
         if step == freeze_step + 1:
             saved = read_pickle(Path(step_folder) / "mp_rank_00_model_states.pt")
-            states = [saved["optimizer"]["state"][number] for number in range(len(optimizer.tensors))]
-            moments = [torch.cat([state[name].flatten() for state in states]) for name in ("exp_avg", "exp_avg_sq")]
+            states = [
+                saved["optimizer"]["state"][number] for number in range(len(optimizer.tensors))
+            ]
+            moments = [
+                torch.cat([state[name].flatten() for state in states])
+                for name in ("exp_avg", "exp_avg_sq")
+            ]
             pairs = {"m": (optimizer.m, moments[0]), "v": (optimizer.v, moments[1])} | {
-                name: (value.detach().clone(), saved["module"][name]) for name, value in model.named_parameters()
+                name: (value.detach().clone(), saved["module"][name])
+                for name, value in model.named_parameters()
             }
-            found.at_freeze = {name: float((own - theirs).abs().max() / theirs.abs().max()) for name, (own, theirs) in pairs.items()}
+            found.at_freeze = {
+                name: float((own - theirs).abs().max() / theirs.abs().max())
+                for name, (own, theirs) in pairs.items()
+            }
             optimizer.m, optimizer.v = (moment.clone() for moment in moments)
             model.load_state_dict(saved["module"])
         own = [next(stream)[0] for stream in streams]
         tokens, loss, gradients = sum(map(num_labels, own)), 0.0, []
         for [batch] in own:
             model.zero_grad()
-            summed = loop.summed_loss(task, task.forward(model, loop.to_device(batch, torch.device("cpu"))), batch, Sums())
+            summed = loop.summed_loss(
+                task, task.forward(model, loop.to_device(batch, torch.device("cpu"))), batch, Sums()
+            )
             loss += summed.item()
             (summed * (workers / torch.tensor(tokens))).backward()
-            gradients.append([torch.zeros_like(value) if value.grad is None else value.grad.clone() for value, _ in optimizer.tensors])
+            gradients.append(
+                [
+                    torch.zeros_like(value) if value.grad is None else value.grad.clone()
+                    for value, _ in optimizer.tensors
+                ]
+            )
         for group in groups:
             group["lr"] = learning_rate(recipe, step)
         found.losses.append(loss / tokens)
@@ -100,8 +144,12 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
     return found
 
 
-def in_layout(recipe: Recipe, engine: str, config: dict[str, Any], out: str) -> tuple[int, list[int]]:
-    """Runs on every rank: the real loop; (exit code, bytes that this rank sent in each step to others, as a ring would)."""
+def in_layout(
+    recipe: Recipe, engine: str, config: dict[str, Any], out: str
+) -> tuple[int, list[int]]:
+    """Runs on every rank: the real loop; (exit code, bytes that this rank sent in each step to
+    others, as a ring would).
+    """
     import recipekit.train as loop
     import torch.distributed as dist
 
@@ -114,7 +162,11 @@ def in_layout(recipe: Recipe, engine: str, config: dict[str, Any], out: str) -> 
 
         def counted(*arguments: Any, **named: Any) -> Any:
             tensor = (*arguments, *named.values())[position]  # DeepSpeed names the first one
-            sent[-1] += int(share(dist.get_world_size(named.get("group"))) * tensor.numel() * tensor.element_size())
+            sent[-1] += int(
+                share(dist.get_world_size(named.get("group")))
+                * tensor.numel()
+                * tensor.element_size()
+            )
             return call(*arguments, **named)
 
         setattr(dist, name, counted)
@@ -131,7 +183,12 @@ def in_layout(recipe: Recipe, engine: str, config: dict[str, Any], out: str) -> 
         more = ["--engine", "ddp", "--precision", "fp32"] if engine == "ddp" else []
         sys.argv = ["one_bit.py"]
         recipe = dataclasses.replace(recipe, ds_config=config, out=out)
-        return loop.main(make_plan(parse(recipe, Path("one_bit.py"), ["--tiny", *pinned(recipe), *more]))), sent[1:]
+        return (
+            loop.main(
+                make_plan(parse(recipe, Path("one_bit.py"), ["--tiny", *pinned(recipe), *more]))
+            ),
+            sent[1:],
+        )
     finally:
         loop.train_step = step
         for name, call in own.items():
@@ -153,39 +210,76 @@ CASES = [
 
 @each(CASES)
 def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: Layout) -> None:
-    """Losses of all steps within 1e-6, of which two thirds send signs, and all weights; and what these weigh on the wire."""
+    """Losses of all steps within 1e-6, of which two thirds send signs, and all weights; and what
+    these weigh on the wire.
+    """
     recipe = recipe_of(case.model, case.world, loss="whole", **case.both)
     freeze_step = recipe.steps // 3
     recipe = dataclasses.replace(recipe, save_every=freeze_step)
-    results = pools.run(case.world, in_layout, recipe=recipe, engine=case.file, config=config_of(freeze_step), out=str(tmp_path / "run"))
+    results = pools.run(
+        case.world,
+        in_layout,
+        recipe=recipe,
+        engine=case.file,
+        config=config_of(freeze_step),
+        out=str(tmp_path / "run"),
+    )
     assert [code for code, _ in results] == [0] * case.world
     step_folder = str(tmp_path / "run" / "checkpoints" / f"step_{freeze_step:08d}")
-    expected = pools.run(1, simulate, recipe=recipe, workers=case.world, freeze_step=freeze_step, step_folder=step_folder)[0]
+    expected = pools.run(
+        1,
+        simulate,
+        recipe=recipe,
+        workers=case.world,
+        freeze_step=freeze_step,
+        step_folder=step_folder,
+    )[0]
     lines = metrics(tmp_path / "run")
-    apart = max(abs(line["loss"] / loss - 1) for line, loss in zip(lines, expected.losses, strict=True))
-    print(f"{case.name}: losses within {apart:.1e}, at the freeze all within {max(expected.at_freeze.values()):.1e}")
+    apart = max(
+        abs(line["loss"] / loss - 1) for line, loss in zip(lines, expected.losses, strict=True)
+    )
+    print(
+        f"{case.name}: losses within {apart:.1e}, at the freeze all within"
+        f" {max(expected.at_freeze.values()):.1e}"
+    )
     assert max(expected.at_freeze.values()) < 1e-5
     assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=1e-6)
     assert [line["grad_norm"] for line in lines] == pytest.approx(expected.norms, rel=1e-5)
-    assert expected.losses[-1] < expected.losses[freeze_step] - recipe.steps / 300, "nothing is learned by signs"
+    assert expected.losses[-1] < expected.losses[freeze_step] - recipe.steps / 300, (
+        "nothing is learned by signs"
+    )
     found = exported(tmp_path / "run")
     assert found.keys() == expected.weights.keys()
-    assert max(float((found[name] - value).abs().max()) for name, value in expected.weights.items()) < 1e-6
+    assert (
+        max(float((found[name] - value).abs().max()) for name, value in expected.weights.items())
+        < 1e-6
+    )
     dense = 2 * (case.world - 1) / case.world * 4 * sum(value.numel() for value in found.values())
     for _, sent in results:
-        print(f"{case.name}: {max(sent[freeze_step:])} bytes a step and rank; dense fp32 {dense:.0f}")
+        print(
+            f"{case.name}: {max(sent[freeze_step:])} bytes a step and rank; dense fp32 {dense:.0f}"
+        )
         if case.world > 1:
             assert max(sent[freeze_step:]) < dense / 15
-            assert case.file == "ddp" or min(sent[:freeze_step]) >= dense, "what is counted is not all"  # DDP's sums are made below Python
+            # DDP's sums are made below Python
+            assert case.file == "ddp" or min(sent[:freeze_step]) >= dense, (
+                "what is counted is not all"
+            )
 
 
 @slow
 def test_signs_learn_as_much_as_adam_does(pools: Any, tmp_path: Path) -> None:
-    """The held-out loss after 300 steps, 45 of them before the freeze, lies within the spread of five seeds of AdamW."""
+    """The held-out loss after 300 steps, 45 of them before the freeze, lies within the spread of
+    five seeds of AdamW.
+    """
 
     def ended(name: str, config: dict[str, Any], seed: int) -> float:
-        recipe = recipe_of("untied", 2, steps=300, eval_every=300, eval_rows=64, warmup_steps=20, seed=seed)
-        results = pools.run(2, in_layout, recipe=recipe, engine="zero0", config=config, out=str(tmp_path / name))
+        recipe = recipe_of(
+            "untied", 2, steps=300, eval_every=300, eval_rows=64, warmup_steps=20, seed=seed
+        )
+        results = pools.run(
+            2, in_layout, recipe=recipe, engine="zero0", config=config, out=str(tmp_path / name)
+        )
         assert [code for code, _ in results] == [0, 0]
         return metrics(tmp_path / name)[-1]["eval_loss"]
 
@@ -195,11 +289,14 @@ def test_signs_learn_as_much_as_adam_does(pools: Any, tmp_path: Path) -> None:
     assert min(adam) <= signs <= max(adam)
 
 
-# Bytes ------------------------------------------------------------------------------------------------------------
+# Bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def live(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, int]]:
-    """Runs on every rank: the loop, and the bytes of the states and errors after its last step, as they are and as planned."""
+    """Runs on every rank: the loop, and the bytes of the states and errors after its last step, as
+    they are and as planned.
+    """
     import recipekit.train as loop
     from recipekit.planner.show import rank_plan
 
@@ -208,14 +305,25 @@ def live(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, int]]:
 
     def planning(plan: Any, *rest: Any) -> Any:
         for what in ("optimizer states", "errors of signs"):
-            found[f"planned {what}"] = sum(term.size for term in rank_plan(plan, 0) if term.what.startswith(what))
+            found[f"planned {what}"] = sum(
+                term.size for term in rank_plan(plan, 0) if term.what.startswith(what)
+            )
         return load_model(plan, *rest)
 
     def watching(engine: Any, *rest: Any) -> Any:
-        result, optimizer = train_step(engine, *rest), getattr(engine, "basic_optimizer", engine.optimizer)
-        states = [value for own in optimizer.state.values() for value in own.values() if value.dim() > 0]
+        result, optimizer = (
+            train_step(engine, *rest),
+            getattr(engine, "basic_optimizer", engine.optimizer),
+        )
+        states = [
+            value for own in optimizer.state.values() for value in own.values() if value.dim() > 0
+        ]
         found["optimizer states"] = sum(value.untyped_storage().nbytes() for value in states)
-        found["errors of signs"] = sum(value.untyped_storage().nbytes() for value in vars(optimizer.errors).values()) if optimizer.errors else 0
+        found["errors of signs"] = (
+            sum(value.untyped_storage().nbytes() for value in vars(optimizer.errors).values())
+            if optimizer.errors
+            else 0
+        )
         return result
 
     loop.train_step, loop.load_model = watching, planning
@@ -225,10 +333,14 @@ def live(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, int]]:
         loop.train_step, loop.load_model = train_step, load_model
 
 
-SHORT = dataclasses.replace(BASE, steps=6, warmup_steps=1, lr=1e-3, eval_every=0, ds_config=config_of(3))
+SHORT = dataclasses.replace(
+    BASE, steps=6, warmup_steps=1, lr=1e-3, eval_every=0, ds_config=config_of(3)
+)
 
 
-def go(pools: Any, out: Path, *argv: str, world: int = 2, recipe: Recipe = SHORT, refused: str = "") -> dict[str, int]:
+def go(
+    pools: Any, out: Path, *argv: str, world: int = 2, recipe: Recipe = SHORT, refused: str = ""
+) -> dict[str, int]:
     results = pools.run(world, live, recipe=recipe, argv=["--out", str(out), *argv])
     if refused:
         assert all(isinstance(result, str) and refused in result for result, _ in results), results
@@ -253,15 +365,21 @@ def test_states_and_errors_are_as_planned(pools: Any, tmp_path: Path, world: int
     assert planned == world
 
 
-# Stop and go on ---------------------------------------------------------------------------------------------------
+# Stop and go on
+# --------------------------------------------------------------------------------------------------
 
-ENGINES = [pytest.param([], id="deepspeed"), pytest.param(["--engine", "ddp", "--precision", "fp32"], id="ddp", marks=slow)]
+ENGINES = [
+    pytest.param([], id="deepspeed"),
+    pytest.param(["--engine", "ddp", "--precision", "fp32"], id="ddp", marks=slow),
+]
 
 
 @pytest.mark.parametrize("argv", ENGINES)
 @pytest.mark.parametrize("bf16", [pytest.param(False, marks=slow), True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stop_at", [pytest.param(2, marks=slow), pytest.param(3, marks=slow), 4])
-def test_a_run_goes_on_bit_for_bit(pools: Any, tmp_path: Path, argv: list[str], bf16: bool, stop_at: int) -> None:
+def test_a_run_goes_on_bit_for_bit(
+    pools: Any, tmp_path: Path, argv: list[str], bf16: bool, stop_at: int
+) -> None:
     """Stopped before the freeze, with its last step, and with what ranks have still to send."""
     argv = [*argv[:3], "bf16"] if argv and bf16 else argv
     recipe = dataclasses.replace(SHORT, ds_config=config_of(3, bf16), save_in_background=not argv)
@@ -272,8 +390,12 @@ def test_a_run_goes_on_bit_for_bit(pools: Any, tmp_path: Path, argv: list[str], 
     last = [tmp_path / name / "checkpoints" / "step_00000006" for name in (str(stop_at), "whole")]
     assert manifest.read(last[0])["tensors"] == manifest.read(last[1])["tensors"]
     for rank in range(2):
-        own, other = (torch.load(step / FILES.replace("*", str(rank)), weights_only=True) for step in last)
-        assert own.keys() == other.keys() == {"worker", "server"} and all(torch.equal(own[name], other[name]) for name in own)
+        own, other = (
+            torch.load(step / FILES.replace("*", str(rank)), weights_only=True) for step in last
+        )
+        assert own.keys() == other.keys() == {"worker", "server"} and all(
+            torch.equal(own[name], other[name]) for name in own
+        )
         assert all(value.any() for value in own.values())
 
 
@@ -290,11 +412,16 @@ def test_a_run_goes_on_under_the_other_engine(pools: Any, tmp_path: Path) -> Non
     bf16 = dataclasses.replace(SHORT, ds_config=config_of(3, bf16=True))
     go(pools, tmp_path / "half", "--stop_at", "4")
     go(pools, tmp_path / "half", recipe=bf16)
-    assert [line["loss"] for line in metrics(tmp_path / "half")] == pytest.approx(losses[1], rel=1e-2)
+    assert [line["loss"] for line in metrics(tmp_path / "half")] == pytest.approx(
+        losses[1], rel=1e-2
+    )
 
 
 def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Path) -> None:
-    """By a start and by the converter, with the reason, and nothing is lost; before it they go on. What cannot be is refused by the converter, too."""
+    """By a start and by the converter, with the reason, and nothing is lost; before it they go on.
+
+    What cannot be is refused by the converter, too.
+    """
     out = tmp_path / "run"
     go(pools, out, "--stop_at", "2")
     early = tmp_path / "early"
@@ -305,12 +432,34 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     assert len(metrics(out)) == 4
     step = open_step(out)
     with pytest.raises(Refusal, match="contains compression errors of 2 ranks"):
-        reshape(out, tmp_path / "four", target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None))
+        reshape(
+            out,
+            tmp_path / "four",
+            target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None),
+        )
     for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
-        with pytest.raises(Refusal, match=f"{next(iter(degrees))} = .*the checkpoint uses OneBitAdam, which requires data-parallel ranks"):
-            target_layout(step.blueprint, step.layout, **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
+        with pytest.raises(
+            Refusal,
+            match=(
+                f"{next(iter(degrees))} = .*the checkpoint uses OneBitAdam, which requires"
+                " data-parallel ranks"
+            ),
+        ):
+            target_layout(
+                step.blueprint,
+                step.layout,
+                **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees,
+            )
     raised = dataclasses.replace(SHORT, ds_config=config_of(5))
-    go(pools, out, recipe=raised, refused="optimizer.params.freeze_step = 5: the checkpoint of step 4 has already sent compressed signs")
+    go(
+        pools,
+        out,
+        recipe=raised,
+        refused=(
+            "optimizer.params.freeze_step = 5: the checkpoint of step 4 has already sent compressed"
+            " signs"
+        ),
+    )
     scaled = dataclasses.replace(SHORT, lr_scale={"*.layers.0.*": 0.5})
     go(
         pools,
@@ -318,49 +467,114 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
         "--resume",
         str(out),
         recipe=scaled,
-        refused="of weights in another order: the order of the optimizer's groups has changed. Resume with the lr_scale",
+        refused=(
+            "of weights in another order: the order of the optimizer's groups has changed. Resume"
+            " with the lr_scale"
+        ),
     )
     adamw = dataclasses.replace(SHORT, ds_config=strategy("zero0"))
     go_other = pools.run(2, train, recipe=adamw, argv=["--out", str(out), "--resume", str(out)])
-    assert all("contains optimizer states of OneBitAdam" in str(result) for result, _ in go_other), go_other
+    assert all(
+        "contains optimizer states of OneBitAdam" in str(result) for result, _ in go_other
+    ), go_other
     go(pools, out)
     assert len(metrics(out)) == 6
 
 
-# What is refused --------------------------------------------------------------------------------------------------
+# What is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("config", "argv", "said"),
     [
-        (config_of(3) | {"zero_optimization": {"stage": 1}}, [], 'optimizer.type = "OneBitAdam": requires each rank\'s gradients before'),
-        (config_of(3), ["--tp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model. Use --tp 1'),
-        (config_of(3), ["--pp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model. Use --pp 1'),
-        (config_of(3), ["--sp", "2"], 'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the full model. Use --sp 1'),
-        (config_of(3) | {"fp16": {"enabled": True}}, [], "fp16.enabled = true: fp16 skips a step after an overflow"),
+        (
+            config_of(3) | {"zero_optimization": {"stage": 1}},
+            [],
+            'optimizer.type = "OneBitAdam": requires each rank\'s gradients before',
+        ),
+        (
+            config_of(3),
+            ["--tp", "2"],
+            (
+                'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the'
+                " full model. Use --tp 1"
+            ),
+        ),
+        (
+            config_of(3),
+            ["--pp", "2"],
+            (
+                'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the'
+                " full model. Use --pp 1"
+            ),
+        ),
+        (
+            config_of(3),
+            ["--sp", "2"],
+            (
+                'optimizer.type = "OneBitAdam": requires data-parallel ranks that each hold the'
+                " full model. Use --sp 1"
+            ),
+        ),
+        (
+            config_of(3) | {"fp16": {"enabled": True}},
+            [],
+            "fp16.enabled = true: fp16 skips a step after an overflow",
+        ),
         (
             config_of(3) | {"torch_autocast": {"enabled": True, "dtype": "float16"}},
             [],
             'torch_autocast.dtype = "float16": with fp16 autocast the recipes would clip',
         ),
-        (config_of(3) | {"gradient_allreduce_op": "sum"}, [], 'gradient_allreduce_op = "sum": this optimizer requires the mean'),
-        (config_of(3), ["--engine", "fsdp2"], "optimizer.type = OneBitAdam with engine = fsdp2: requires each rank's gradients"),
-        (config_of(3), ["--engine", "ddp", "--precision", "fp16"], "optimizer.type = OneBitAdam with precision = fp16: fp16 skips"),
+        (
+            config_of(3) | {"gradient_allreduce_op": "sum"},
+            [],
+            'gradient_allreduce_op = "sum": this optimizer requires the mean',
+        ),
+        (
+            config_of(3),
+            ["--engine", "fsdp2"],
+            "optimizer.type = OneBitAdam with engine = fsdp2: requires each rank's gradients",
+        ),
+        (
+            config_of(3),
+            ["--engine", "ddp", "--precision", "fp16"],
+            "optimizer.type = OneBitAdam with precision = fp16: fp16 skips",
+        ),
         (config_of(0), [], "optimizer.params.freeze_step = 0"),
         (config_of(2.5), [], "optimizer.params.freeze_step = 2.5"),
-        (strategy("zero0") | {"optimizer": {"type": NAME, "params": {}}}, [], "optimizer.params.freeze_step"),
+        (
+            strategy("zero0") | {"optimizer": {"type": NAME, "params": {}}},
+            [],
+            "optimizer.params.freeze_step",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], argv: list[str], said: str) -> None:
+def test_what_it_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    config: dict[str, Any],
+    argv: list[str],
+    said: str,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Refusal) as refused:
-        make_plan(parse(dataclasses.replace(SHORT, ds_config=config), Path("one_bit.py"), ["--tiny", "--out", str(tmp_path / "run"), *argv]))
+        make_plan(
+            parse(
+                dataclasses.replace(SHORT, ds_config=config),
+                Path("one_bit.py"),
+                ["--tiny", "--out", str(tmp_path / "run"), *argv],
+            )
+        )
     assert said in str(refused.value), refused.value
 
 
 @pytest.mark.parametrize(("steps", "frozen"), [(112_500, 16_875), (20, 3), (3, 1)])
-def test_auto_is_a_share_of_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, frozen: int) -> None:
+def test_auto_is_a_share_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: int, frozen: int
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     recipe = dataclasses.replace(SHORT, steps=steps, ds_config="zero0_onebit.json")
     plan = make_plan(parse(recipe, Path(__file__), ["--tiny", "--out", str(tmp_path / "run")]))
@@ -369,12 +583,23 @@ def test_auto_is_a_share_of_the_steps(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_a_freeze_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = make_plan(parse(dataclasses.replace(SHORT, ds_config=config_of(6)), Path("one_bit.py"), ["--tiny", "--out", str(tmp_path / "run")]))
-    assert "optimizer.params.freeze_step: 6 of 6 steps, so the run never sends 1-bit signs" in plan.notes
+    plan = make_plan(
+        parse(
+            dataclasses.replace(SHORT, ds_config=config_of(6)),
+            Path("one_bit.py"),
+            ["--tiny", "--out", str(tmp_path / "run")],
+        )
+    )
+    assert (
+        "optimizer.params.freeze_step: 6 of 6 steps, so the run never sends 1-bit signs"
+        in plan.notes
+    )
 
 
 def rare_rows(steps: int) -> float:
-    """Runs on a rank: the largest weight of a table of which a gradient reaches few rows in a step, some of them hardly ever; with beta2 and eps of a recipe."""
+    """Runs on a rank: the largest weight of a table of which a gradient reaches few rows in a step,
+    some of them hardly ever; with beta2 and eps of a recipe.
+    """
     from recipekit.optim.one_bit import OneBitAdam
 
     generator = torch.Generator().manual_seed(0)
@@ -383,26 +608,34 @@ def rare_rows(steps: int) -> float:
     often = 1 / torch.arange(1, 2001)
     for _ in range(steps):
         rows = torch.multinomial(often, 64, generator=generator)
-        table.grad = torch.zeros(2000, 16).index_add_(0, rows, 0.01 * torch.randn(64, 16, generator=generator))
+        table.grad = torch.zeros(2000, 16).index_add_(
+            0, rows, 0.01 * torch.randn(64, 16, generator=generator)
+        )
         optimizer.step()
     return table.detach().abs().max().item()
 
 
 def test_rows_that_gradients_seldom_reach_do_not_run_away(pools: Any) -> None:
-    """Their second moment has decayed to next to nothing at the freeze; 200 steps of signs at such a rate move a weight by 0.2 at most, ten times what AdamW does."""
+    """Their second moment has decayed to next to nothing at the freeze; 200 steps of signs at such
+    a rate move a weight by 0.2 at most, ten times what AdamW does.
+    """
     [largest] = pools.run(1, rare_rows, steps=700)
     assert largest < 0.3, largest
 
 
 def watched_norms(recipe: Recipe, argv: list[str]) -> list[float]:
-    """Runs on every rank: the loop with bf16, where the gradients of one step of signs are not finite and its loss is."""
+    """Runs on every rank: the loop with bf16, where the gradients of one step of signs are not
+    finite and its loss is.
+    """
     import recipekit.train as loop
 
     norms, train_step = [], loop.train_step
 
     def spoiling(engine: Any, *rest: Any) -> Any:
         if len(norms) == 4:
-            weight = next(parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+            weight = next(
+                parameter for parameter in engine.module.parameters() if parameter.requires_grad
+            )
             handle = weight.register_hook(lambda gradient: gradient * float("nan"))
         result = train_step(engine, *rest)
         if len(norms) == 4:
@@ -421,10 +654,15 @@ def watched_norms(recipe: Recipe, argv: list[str]) -> list[float]:
 def test_a_gradient_that_is_not_finite_is_seen_among_signs(pools: Any, tmp_path: Path) -> None:
     recipe = dataclasses.replace(SHORT, ds_config=config_of(3, bf16=True))
     for norms in pools.run(2, watched_norms, recipe=recipe, argv=["--out", str(tmp_path / "run")]):
-        assert len(norms) == 5 and not torch.tensor(norms[-1]).isfinite() and torch.tensor(norms[:-1]).isfinite().all(), norms
+        assert (
+            len(norms) == 5
+            and not torch.tensor(norms[-1]).isfinite()
+            and torch.tensor(norms[:-1]).isfinite().all()
+        ), norms
 
 
-# Without ranks ----------------------------------------------------------------------------------------------------
+# Without ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_sign_is_a_bit() -> None:

@@ -1,4 +1,6 @@
-"""LAMB, Adafactor, Lion, Adagrad and Muon stay what they are, however the weights are divided: ten steps are those of tests/support/papers.py, which knows of no division."""
+"""LAMB, Adafactor, Lion, Adagrad and Muon stay what they are, however the weights are divided: ten
+steps are those of tests/support/papers.py, which knows of no division.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +33,17 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 from reference import TEXT, Trained, train_plain
 from test_engines import TORCH, exported, plain_in_bf16
-from test_parity import STEPS, Case, accumulating, compare, compare_bf16, each, pinned, recipe_for, strategy
+from test_parity import (
+    STEPS,
+    Case,
+    accumulating,
+    compare,
+    compare_bf16,
+    each,
+    pinned,
+    recipe_for,
+    strategy,
+)
 
 slow = pytest.mark.slow
 
@@ -53,7 +65,14 @@ def adafactor(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optim
 
 
 def muon(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
-    return papers.Muon(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps, momentum=0.95, adjust=True)
+    return papers.Muon(
+        groups,
+        lr=recipe.lr,
+        betas=(recipe.beta1, recipe.beta2),
+        eps=recipe.eps,
+        momentum=0.95,
+        adjust=True,
+    )
 
 
 PLAIN = {"Lamb": lamb, "Lion": lion, "Adagrad": adagrad, "Adafactor": adafactor, "Muon": muon}
@@ -64,8 +83,12 @@ NUMBERS: dict[str, dict[str, Any]] = {  # at which the loss falls
     "Adafactor": {"lr": 1e-2},
     "Muon": {"lr": 1e-3},
 }
-OPTIONS: dict[str, dict[str, Any]] = {"Muon": {"ns_dtype": "fp32", "adjust_lr_fn": "match_rms_adamw"}}  # of the JSON
-# at 1e-2 a step of LAMB's multiplies the last places of bf16 by more than splitting a batch in four ways shows, with masters that agree as well as theirs
+# of the JSON
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Muon": {"ns_dtype": "fp32", "adjust_lr_fn": "match_rms_adamw"}
+}
+# at 1e-2 a step of LAMB's multiplies the last places of bf16 by more than splitting a batch in four
+# ways shows, with masters that agree as well as theirs
 HALF = NUMBERS | {"Lamb": {"lr": 2e-3}}
 
 
@@ -78,21 +101,37 @@ def frozen(model: Any) -> Any:
 
 
 @functools.cache
-def reference(optimizer: str, model: str, micro_batch: int = 1, bf16: bool = False, **changes: Any) -> Trained:
+def reference(
+    optimizer: str, model: str, micro_batch: int = 1, bf16: bool = False, **changes: Any
+) -> Trained:
     """Trains on one process with the paper's optimizer."""
     os.environ.pop("WORLD_SIZE", None)
     recipe = dataclasses.replace(
-        recipe_for(model, micro_batch=micro_batch, attention="sdpa", **(HALF if bf16 else NUMBERS)[optimizer] | changes),
+        recipe_for(
+            model,
+            micro_batch=micro_batch,
+            attention="sdpa",
+            **(HALF if bf16 else NUMBERS)[optimizer] | changes,
+        ),
         ds_config=strategy("zero0", bf16),
         out="/nonexistent",
     )
     plan = make_plan(parse(recipe, Path("ours.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
-    return train_plain(plan.recipe, plan.model_config, STEPS, bf16, dataclasses.replace(TEXT, optimizer=PLAIN[optimizer]))
+    return train_plain(
+        plan.recipe,
+        plan.model_config,
+        STEPS,
+        bf16,
+        dataclasses.replace(TEXT, optimizer=PLAIN[optimizer]),
+    )
 
 
 def train_in_layout(recipe: Recipe, optimizer: str, file: str, bf16: bool, out: str) -> int:
-    """Runs on every rank of a pool: the real loop. `file` is a JSON's name, or one of torch's engines, which takes the JSON's optimizer."""
+    """Runs on every rank of a pool: the real loop.
+
+    `file` is a JSON's name, or one of torch's engines, which takes the JSON's optimizer.
+    """
     import sys
 
     from recipekit.train import main
@@ -110,17 +149,32 @@ def train_in_layout(recipe: Recipe, optimizer: str, file: str, bf16: bool, out: 
 
 def run(pools: Any, out: Path, optimizer: str, case: Case, bf16: bool = False) -> None:
     numbers = (HALF if bf16 else NUMBERS)[optimizer]
-    recipe = recipe_for(case.model, **accumulating(case.world, **case.layout), **numbers | case.both)
-    codes = pools.run(case.world, train_in_layout, recipe=recipe, optimizer=optimizer, file=case.file, bf16=bf16, out=str(out))
+    recipe = recipe_for(
+        case.model, **accumulating(case.world, **case.layout), **numbers | case.both
+    )
+    codes = pools.run(
+        case.world,
+        train_in_layout,
+        recipe=recipe,
+        optimizer=optimizer,
+        file=case.file,
+        bf16=bf16,
+        out=str(out),
+    )
     assert codes == [0] * case.world, codes
 
 
 TP2, PP2 = {"tp": 2}, {"pp": 2}
-CUT = "zero1 dp2, tied"  # there the border between two ranks cuts a matrix; without tied weights it falls between two layers
+# there the border between two ranks cuts a matrix; without tied weights it falls between two layers
+CUT = "zero1 dp2, tied"
 CASES = [
     dataclasses.replace(case, slow=case.name not in (CUT, "zero3 tp2"))
     for case in (
-        *(Case(f"zero{stage} dp{world}", world, f"zero{stage}") for stage in range(4) for world in (1, 2, 4)),
+        *(
+            Case(f"zero{stage} dp{world}", world, f"zero{stage}")
+            for stage in range(4)
+            for world in (1, 2, 4)
+        ),
         *(Case(f"zero{stage} tp2", 2, f"zero{stage}", TP2) for stage in range(4)),
         *(Case(f"zero{stage} tp2 dp2", 4, f"zero{stage}", TP2) for stage in range(4)),
         Case("zero1 pp2, tied", 2, "zero1", PP2, model="tied"),
@@ -158,19 +212,37 @@ def test_adafactor_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, cas
     check_borders(tmp_path / "run", of_a_matrix=case.name == CUT)
 
 
-@each([dataclasses.replace(case, slow=case.name not in ("zero2 dp2", "zero3 tp2")) for case in CASES])
+@each(
+    [dataclasses.replace(case, slow=case.name not in ("zero2 dp2", "zero3 tp2")) for case in CASES]
+)
 def test_muon_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
-    """Whole matrices are orthogonalised, here in fp32: embeddings, tied or not, the head and all vectors move by AdamW."""
+    """Whole matrices are orthogonalised, here in fp32: embeddings, tied or not, the head and all
+    vectors move by AdamW.
+    """
     run(pools, tmp_path / "run", "Muon", case)
     compare(tmp_path / "run", reference("Muon", case.model, **case.both))
     step = check_borders(tmp_path / "run")
     trained = {tensor.name: tensor for tensor in step.blueprint.tensors if tensor.group is not None}
-    matrices = {name for name, tensor in trained.items() if step.blueprint.states_of(tensor, step.layout) == ("momentum_buffer",)}
-    assert matrices == {name for name, tensor in trained.items() if len(tensor.shape) == 2 and (".layers." in name or ".h." in name)} != set()
+    matrices = {
+        name
+        for name, tensor in trained.items()
+        if step.blueprint.states_of(tensor, step.layout) == ("momentum_buffer",)
+    }
+    assert (
+        matrices
+        == {
+            name
+            for name, tensor in trained.items()
+            if len(tensor.shape) == 2 and (".layers." in name or ".h." in name)
+        }
+        != set()
+    )
 
 
 def check_borders(out: Path, of_a_matrix: bool = False) -> Any:
-    """Returns the last step of a run, in whose partitions a border cuts a tensor, and some ranks have nothing of one."""
+    """Returns the last step of a run, in whose partitions a border cuts a tensor, and some ranks
+    have nothing of one.
+    """
     step = open_step(out)
     if step.layout.zero_stage in (1, 2) and step.layout.partitions > 1:
         made = groups_of(held(step.blueprint, step.layout, 0), step.layout, 0)
@@ -179,8 +251,12 @@ def check_borders(out: Path, of_a_matrix: bool = False) -> Any:
             for group, (_, _, extents) in zip(made, flat_groups(made, step.layout), strict=True)
             for (tensor, _), pieces in zip(group, extents, strict=True)
         ]
-        assert any(ranks > 1 and (dims > 1 or not of_a_matrix) for dims, ranks in holders), "no border of a partition cuts a tensor"
-        assert any(ranks < step.layout.partitions for _, ranks in holders), "no tensor is on some ranks only"
+        assert any(ranks > 1 and (dims > 1 or not of_a_matrix) for dims, ranks in holders), (
+            "no border of a partition cuts a tensor"
+        )
+        assert any(ranks < step.layout.partitions for _, ranks in holders), (
+            "no tensor is on some ranks only"
+        )
     return step
 
 
@@ -200,12 +276,19 @@ BF16 = [
 @slow
 @pytest.mark.parametrize("optimizer", PLAIN)
 @each(BF16)
-def test_ours_are_the_papers_in_bf16(pools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, optimizer: str) -> None:
-    """Every loss within 3 x the largest difference between single-process runs that only split the batch differently."""
+def test_ours_are_the_papers_in_bf16(
+    pools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case, optimizer: str
+) -> None:
+    """Every loss within 3 x the largest difference between single-process runs that only split the
+    batch differently.
+    """
     run(pools, tmp_path / "run", optimizer, case, bf16=True)
     plain = functools.partial(reference, optimizer)
     if case.file in TORCH:
-        plain = lambda model, micro_batch, bf16: plain_in_bf16(case.file, micro_batch, PLAIN[optimizer], **HALF[optimizer])  # noqa: E731
+        def plain(model, micro_batch, bf16):
+            return plain_in_bf16(
+                    case.file, micro_batch, PLAIN[optimizer], **HALF[optimizer]
+                )  # noqa: E731
     monkeypatch.setattr(test_parity, "reference", plain)
     compare_bf16(tmp_path / "run", f"{optimizer} {case.name}")
 
@@ -235,13 +318,17 @@ def test_adagrad_is_torchs_in_every_layout(pools: Any, tmp_path: Path, case: Cas
 
 @each(ELEMENTWISE)
 def test_lion_is_the_papers_in_every_layout(pools: Any, tmp_path: Path, case: Case) -> None:
-    """But for signs of sums near zero: of 10,000 weights at most one differs, by at most 2 lr a step."""
+    """But for signs of sums near zero: of 10,000 weights at most one differs, by at most 2 lr a
+    step.
+    """
     run(pools, tmp_path / "run", "Lion", case)
     expected = reference("Lion", case.model)
     compare(tmp_path / "run", expected, check_weights=False)
     found = exported(tmp_path / "run")
     assert found.keys() == expected.weights.keys()
-    apart = torch.cat([(found[name] - value).abs().flatten() for name, value in expected.weights.items()])
+    apart = torch.cat(
+        [(found[name] - value).abs().flatten() for name, value in expected.weights.items()]
+    )
     flipped = int((apart > 1e-5).sum())
     print(f"{case.name}: {flipped} of {apart.numel()} weights differ, by {apart.max():.1e}")
     assert flipped <= apart.numel() / 10_000
@@ -254,7 +341,9 @@ WAYS = [(("zero3", 4), ("fsdp2", 2), ("zero1", 2)), (("ddp", 2), ("zero2", 4), (
 @slow
 @pytest.mark.parametrize("optimizer", ["Lamb", "Adagrad", "Adafactor", "Muon"])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_run_goes_on_under_another_engine(pools: Any, tmp_path: Path, way: Any, optimizer: str) -> None:
+def test_a_run_goes_on_under_another_engine(
+    pools: Any, tmp_path: Path, way: Any, optimizer: str
+) -> None:
     for (file, world), stop_at in zip(way, (4, 7, 0), strict=True):
         run(pools, tmp_path / "run", optimizer, Case("", world, file, {"stop_at": stop_at}))
     compare(tmp_path / "run", reference(optimizer, "untied"))
@@ -263,7 +352,9 @@ def test_a_run_goes_on_under_another_engine(pools: Any, tmp_path: Path, way: Any
 @slow
 @pytest.mark.parametrize("optimizer", PLAIN)
 @pytest.mark.parametrize("file", TORCH)
-def test_a_resumed_run_of_torch_is_the_unbroken_run_bit_for_bit(pools: Any, tmp_path: Path, file: str, optimizer: str) -> None:
+def test_a_resumed_run_of_torch_is_the_unbroken_run_bit_for_bit(
+    pools: Any, tmp_path: Path, file: str, optimizer: str
+) -> None:
     for name, stops in (("unbroken", (0,)), ("stopped", (4, 0))):
         for stop_at in stops:
             run(pools, tmp_path / name, optimizer, Case("", 2, file, {"stop_at": stop_at}))
@@ -272,20 +363,39 @@ def test_a_resumed_run_of_torch_is_the_unbroken_run_bit_for_bit(pools: Any, tmp_
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-# Without ranks ----------------------------------------------------------------------------------------------------
+# Without ranks
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_a_trust_ratio_is_one_where_a_norm_is_zero(bias_correction: bool) -> None:
-    """Of weights that begin at zero, and of a tensor whose update is zero; decay enters before the norm."""
+    """Of weights that begin at zero, and of a tensor whose update is zero; decay enters before the
+    norm.
+    """
     generator = torch.Generator().manual_seed(0)
-    start = [torch.zeros(7, 5), torch.randn(7, 5, generator=generator), torch.randn(5, generator=generator)]
-    gradients = [[torch.randn(7, 5, generator=generator), torch.randn(7, 5, generator=generator), torch.zeros(5)] for _ in range(3)]
+    start = [
+        torch.zeros(7, 5),
+        torch.randn(7, 5, generator=generator),
+        torch.randn(5, generator=generator),
+    ]
+    gradients = [
+        [
+            torch.randn(7, 5, generator=generator),
+            torch.randn(7, 5, generator=generator),
+            torch.zeros(5),
+        ]
+        for _ in range(3)
+    ]
     found = []
     for kind in (Lamb, papers.Lamb):
         weights = [torch.nn.Parameter(value.clone()) for value in start]
-        groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:], "weight_decay": 0.0}]
-        optimizer = kind(groups, lr=0.1, betas=(0.9, 0.999), eps=1e-6, bias_correction=bias_correction)
+        groups = [
+            {"params": weights[:2], "weight_decay": 0.1},
+            {"params": weights[2:], "weight_decay": 0.0},
+        ]
+        optimizer = kind(
+            groups, lr=0.1, betas=(0.9, 0.999), eps=1e-6, bias_correction=bias_correction
+        )
         for step in gradients:
             for value, gradient in zip(weights, step, strict=True):
                 value.grad = gradient.clone()
@@ -300,48 +410,100 @@ def test_lion_decays_as_the_paper_does() -> None:
     """With numbers large enough to be seen, in two groups of which one decays."""
     generator = torch.Generator().manual_seed(0)
     start, found = [torch.randn(7, 5, generator=generator), torch.randn(5, generator=generator)], []
-    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    gradients = [
+        [torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)
+    ]
     for kind in (Lion, papers.Lion):
         weights = [torch.nn.Parameter(value.clone()) for value in start]
-        optimizer = kind([{"params": weights[:1], "weight_decay": 0.5}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.99))
+        optimizer = kind(
+            [
+                {"params": weights[:1], "weight_decay": 0.5},
+                {"params": weights[1:], "weight_decay": 0.0},
+            ],
+            lr=0.1,
+            betas=(0.9, 0.99),
+        )
         for step in gradients:
             for value, gradient in zip(weights, step, strict=True):
                 value.grad = gradient.clone()
             optimizer.step()
         found.append(weights)
-    assert all(torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6) for ours, theirs in zip(*found, strict=True))
+    assert all(
+        torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+        for ours, theirs in zip(*found, strict=True)
+    )
 
 
-@pytest.mark.parametrize("numbers", [{}, {"eps": (1e-3, 1e-2), "d": 1.5, "beta2_decay": -0.5}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [{}, {"eps": (1e-3, 1e-2), "d": 1.5, "beta2_decay": -0.5}, {"maximize": True}],
+    ids=str,
+)
 def test_adafactor_is_torchs_and_the_papers(numbers: dict[str, Any]) -> None:
-    """Matrices, vectors, a convolution and a number, in several groups, with gradients that are clipped and that are not."""
+    """Matrices, vectors, a convolution and a number, in several groups, with gradients that are
+    clipped and that are not.
+    """
     generator = torch.Generator().manual_seed(0)
-    start = [0.1 * torch.randn(shape, generator=generator) for shape in ((7, 5), (1, 6), (3, 4, 3, 2), (5,), ())]
-    gradients = [[size * torch.randn(value.shape, generator=generator) for value in start] for size in (1e-2, 1.0, 1e-2, 1e-9)]
+    start = [
+        0.1 * torch.randn(shape, generator=generator)
+        for shape in ((7, 5), (1, 6), (3, 4, 3, 2), (5,), ())
+    ]
+    gradients = [
+        [size * torch.randn(value.shape, generator=generator) for value in start]
+        for size in (1e-2, 1.0, 1e-2, 1e-9)
+    ]
     found = []
-    for kind in (Adafactor, torch.optim.Adafactor, *(() if "maximize" in numbers else (papers.Adafactor,))):
+    for kind in (
+        Adafactor,
+        torch.optim.Adafactor,
+        *(() if "maximize" in numbers else (papers.Adafactor,)),
+    ):
         weights = [torch.nn.Parameter(value.clone()) for value in start]
-        optimizer = kind([{"params": weights[:3], "weight_decay": 0.1}, {"params": weights[3:], "weight_decay": 0.0}], lr=0.1, **numbers)
+        optimizer = kind(
+            [
+                {"params": weights[:3], "weight_decay": 0.1},
+                {"params": weights[3:], "weight_decay": 0.0},
+            ],
+            lr=0.1,
+            **numbers,
+        )
         for step in gradients:
             for value, gradient in zip(weights, step, strict=True):
                 value.grad = gradient.clone()
             optimizer.step()
         found.append(weights)
     for theirs in found[1:]:
-        assert all(torch.allclose(ours, value, rtol=1e-6, atol=1e-7) for ours, value in zip(found[0], theirs, strict=True))
+        assert all(
+            torch.allclose(ours, value, rtol=1e-6, atol=1e-7)
+            for ours, value in zip(found[0], theirs, strict=True)
+        )
 
 
 def test_adafactor_keeps_a_flat_parameter_tensor_by_tensor() -> None:
-    """Vectors, matrices and a convolution in one flat tensor with padding, as a group of ZeRO's is on one rank; what it keeps is what they need."""
+    """Vectors, matrices and a convolution in one flat tensor with padding, as a group of ZeRO's is
+    on one rank; what it keeps is what they need.
+    """
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator) for shape in ((5,), (7, 5), (3, 4, 3, 2), (2,), (4, 6))]
-    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    start = [
+        torch.randn(shape, generator=generator)
+        for shape in ((5,), (7, 5), (3, 4, 3, 2), (2,), (4, 6))
+    ]
+    gradients = [
+        [torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)
+    ]
     weights = [torch.nn.Parameter(value.clone()) for value in start]
-    flat, parts, at = torch.nn.Parameter(torch.cat([*(value.flatten() for value in start), torch.zeros(3)])), [], 0
+    flat, parts, at = (
+        torch.nn.Parameter(torch.cat([*(value.flatten() for value in start), torch.zeros(3)])),
+        [],
+        0,
+    )
     for value in start:
         parts.append(Part(at, at + value.numel(), tuple(value.shape)))
         at += value.numel()
-    ours, theirs = Adafactor([flat], lr=0.1, weight_decay=0.1), torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.1)
+    ours, theirs = (
+        Adafactor([flat], lr=0.1, weight_decay=0.1),
+        torch.optim.Adafactor(weights, lr=0.1, weight_decay=0.1),
+    )
     ours.borders = Borders({flat: parts})
     for step in gradients:
         flat.grad = torch.cat([*(gradient.flatten() for gradient in step), torch.ones(3)])
@@ -349,17 +511,35 @@ def test_adafactor_keeps_a_flat_parameter_tensor_by_tensor() -> None:
             value.grad = gradient
         ours.step()
         theirs.step()
-    assert torch.allclose(flat, torch.cat([*(value.flatten() for value in weights), torch.zeros(3)]), rtol=1e-6, atol=1e-7)
+    assert torch.allclose(
+        flat,
+        torch.cat([*(value.flatten() for value in weights), torch.zeros(3)]),
+        rtol=1e-6,
+        atol=1e-7,
+    )
     rows, columns = 7 + 3 * 4 * 3 + 4, 5 + 3 * 4 * 2 + 6
-    assert {name: value.numel() for name, value in ours.state[flat].items()} == {"step": 1, "row_var": rows, "col_var": columns, "variance": 7}
+    assert {name: value.numel() for name, value in ours.state[flat].items()} == {
+        "step": 1,
+        "row_var": rows,
+        "col_var": columns,
+        "variance": 7,
+    }
 
 
 @pytest.mark.parametrize("shape", [(11,), (4, 6), (3, 4, 5), (1, 7, 3), (2, 1, 4)], ids=str)
 def test_boxes_make_any_part_of_a_tensor(shape: tuple[int, ...]) -> None:
-    """Every range of elements, in order, in boxes of any size; what a border cuts off is in a box of its own."""
+    """Every range of elements, in order, in boxes of any size; what a border cuts off is in a box
+    of its own.
+    """
     elements = torch.arange(prod(shape)).view(shape)
-    for start, stop, most in itertools.product(range(prod(shape) + 1), range(prod(shape) + 1), (1, 3, 7, 1000)):
-        found = [elements[box].flatten() for box in boxes(shape, start, stop, most)] if start <= stop else []
+    for start, stop, most in itertools.product(
+        range(prod(shape) + 1), range(prod(shape) + 1), (1, 3, 7, 1000)
+    ):
+        found = (
+            [elements[box].flatten() for box in boxes(shape, start, stop, most)]
+            if start <= stop
+            else []
+        )
         assert all(1 <= len(piece) <= most for piece in found)
         assert torch.cat([elements.new_empty(0), *found]).tolist() == list(range(start, stop))
 
@@ -369,11 +549,22 @@ def test_adagrad_takes_torchs_options(foreach: bool | None) -> None:
     """Bit for bit, in several groups."""
     generator = torch.Generator().manual_seed(0)
     start, found = [torch.randn(7, 5, generator=generator), torch.randn(5, generator=generator)], []
-    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
-    numbers: dict[str, Any] = {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "eps": 1e-6, "maximize": True, "foreach": foreach}
+    gradients = [
+        [torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)
+    ]
+    numbers: dict[str, Any] = {
+        "lr": 0.1,
+        "lr_decay": 0.1,
+        "initial_accumulator_value": 0.5,
+        "eps": 1e-6,
+        "maximize": True,
+        "foreach": foreach,
+    }
     for kind in (Adagrad, torch.optim.Adagrad):
         weights = [torch.nn.Parameter(value.clone()) for value in start]
-        optimizer = kind([{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:]}], **numbers)
+        optimizer = kind(
+            [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:]}], **numbers
+        )
         for step in gradients:
             for value, gradient in zip(weights, step, strict=True):
                 value.grad = gradient.clone()
@@ -386,9 +577,14 @@ def test_adagrad_takes_torchs_options(foreach: bool | None) -> None:
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_torchs(shape: tuple[int, int], adjust: Any, nesterov: bool) -> None:
-    """On one process, in bf16 as torch's iteration is, with a decay; and as papers.Muon states it, in fp32."""
+    """On one process, in bf16 as torch's iteration is, with a decay; and as papers.Muon states it,
+    in fp32.
+    """
     generator = torch.Generator().manual_seed(0)
-    start, gradients = torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(3)]
+    start, gradients = (
+        torch.randn(shape, generator=generator),
+        [torch.randn(shape, generator=generator) for _ in range(3)],
+    )
     numbers: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}
 
     def moved(optimizer: Any, weights: torch.nn.Parameter) -> torch.Tensor:
@@ -399,23 +595,45 @@ def test_muon_is_torchs(shape: tuple[int, int], adjust: Any, nesterov: bool) -> 
 
     def of(kind: Any, **more: Any) -> torch.Tensor:
         weights = torch.nn.Parameter(start.clone())
-        return moved(kind([{"params": [weights]} if kind is torch.optim.Muon else {"params": [weights], "matrix": True}], **numbers | more), weights)
+        return moved(
+            kind(
+                [
+                    (
+                        {"params": [weights]}
+                        if kind is torch.optim.Muon
+                        else {"params": [weights], "matrix": True}
+                    )
+                ],
+                **numbers | more,
+            ),
+            weights,
+        )
 
     theirs = of(torch.optim.Muon, nesterov=nesterov, adjust_lr_fn=adjust)
     assert torch.equal(of(NewtonSchulz, nesterov=nesterov, adjust_lr_fn=adjust), theirs)
     if nesterov:
         exact = of(NewtonSchulz, adjust_lr_fn=adjust, ns_dtype="fp32")
-        assert torch.allclose(exact, of(papers.Muon, adjust=adjust == "match_rms_adamw"), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(
+            exact, of(papers.Muon, adjust=adjust == "match_rms_adamw"), rtol=1e-5, atol=1e-6
+        )
         assert not torch.equal(exact, theirs)
 
 
 def test_what_is_no_matrix_moves_as_torchs_adamw() -> None:
     generator = torch.Generator().manual_seed(0)
     start, found = [torch.randn(7, 5, generator=generator), torch.randn(5, generator=generator)], []
-    gradients = [[torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)]
+    gradients = [
+        [torch.randn(value.shape, generator=generator) for value in start] for _ in range(3)
+    ]
     for kind in (NewtonSchulz, torch.optim.AdamW):
         weights = [torch.nn.Parameter(value.clone()) for value in start]
-        optimizer = kind([{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+        optimizer = kind(
+            [{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}],
+            lr=0.1,
+            betas=(0.9, 0.95),
+            eps=1e-6,
+            weight_decay=0.1,
+        )
         for step in gradients:
             for value, gradient in zip(weights, step, strict=True):
                 value.grad = gradient.clone()
@@ -428,7 +646,10 @@ def test_what_is_no_matrix_moves_as_torchs_adamw() -> None:
 def test_parts_of_a_matrix_make_it_whole(cut: tuple[int, int]) -> None:
     """Of three data ranks and two tensor ranks, whose borders lie amid rows."""
     tensor, whole = Tensor("w", (8, 6), 0, cut=cut), torch.arange(48.0).view(8, 6)
-    layout, added = Layout(Mesh(dp=3, tp=2), 2, "DeepSpeedZeroOptimizer", "float32"), torch.zeros(8, 6)
+    layout, added = (
+        Layout(Mesh(dp=3, tp=2), 2, "DeepSpeedZeroOptimizer", "float32"),
+        torch.zeros(8, 6),
+    )
     for tp_rank in range(2):
         for rank in range(3):
             [[part]] = borders._parts(groups_of([tensor], layout, tp_rank), layout, rank, tp_rank)
@@ -443,12 +664,21 @@ def test_parts_of_a_matrix_make_it_whole(cut: tuple[int, int]) -> None:
 def test_few_matrices_are_whole_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(muon_module, "GATHERED", 100)
     nothing = torch.empty(0)
-    pieces = [muon_module.Piece(borders.Part(0, 0, shape=shape), nothing, nothing, nothing) for shape in ((5, 10), (5, 10), (20, 10), (1, 1))]
-    assert [[piece.part.shape for piece in some] for some in muon_module._at_a_time(pieces)] == [[(5, 10), (5, 10)], [(20, 10)], [(1, 1)]]
+    pieces = [
+        muon_module.Piece(borders.Part(0, 0, shape=shape), nothing, nothing, nothing)
+        for shape in ((5, 10), (5, 10), (20, 10), (1, 1))
+    ]
+    assert [[piece.part.shape for piece in some] for some in muon_module._at_a_time(pieces)] == [
+        [(5, 10), (5, 10)],
+        [(20, 10)],
+        [(1, 1)],
+    ]
 
 
 def test_tensor_ranks_that_end_sub_groups_elsewhere_are_refused() -> None:
-    """Three rows over two ranks: the first rank's two rows fill a sub-group, the second rank's one does not."""
+    """Three rows over two ranks: the first rank's two rows fill a sub-group, the second rank's one
+    does not.
+    """
     tensors = [Tensor(f"w{number}", (3, 4), 0, cut=(0, 1)) for number in range(3)]
     layout = Layout(Mesh(tp=2), 3, "DeepSpeedZeroOptimizer_Stage3", "float32", sub_group_size=8)
     groups: Any = SimpleNamespace(coords={"tp": 0, "dp": 0, "sp": 0, "pp": 0})
@@ -456,10 +686,21 @@ def test_tensor_ranks_that_end_sub_groups_elsewhere_are_refused() -> None:
         borders_of(tensors, layout, groups, None, torch.device("cpu"))
 
 
-def test_an_engine_of_torch_takes_the_jsons_optimizer_if_it_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_torch_takes_the_jsons_optimizer_if_it_is_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for kind, expected, said in (("Lamb", "Lamb", "is not used, except its optimizer Lamb"), ("SGD", "AdamW", "is not used")):
+    for kind, expected, said in (
+        ("Lamb", "Lamb", "is not used, except its optimizer Lamb"),
+        ("SGD", "AdamW", "is not used"),
+    ):
         recipe = recipe_for("untied", **accumulating(2))
-        recipe = dataclasses.replace(recipe, ds_config=strategy("zero2") | {"optimizer": {"type": kind, "params": {}}})
-        plan = make_plan(parse(recipe, Path("ours.py"), ["--tiny", *pinned(recipe), "--engine", "fsdp2"]))
-        assert plan.ds_config["optimizer"]["type"] == expected and any(note.endswith(said) for note in plan.notes)
+        recipe = dataclasses.replace(
+            recipe, ds_config=strategy("zero2") | {"optimizer": {"type": kind, "params": {}}}
+        )
+        plan = make_plan(
+            parse(recipe, Path("ours.py"), ["--tiny", *pinned(recipe), "--engine", "fsdp2"])
+        )
+        assert plan.ds_config["optimizer"]["type"] == expected and any(
+            note.endswith(said) for note in plan.notes
+        )

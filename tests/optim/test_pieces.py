@@ -1,4 +1,6 @@
-"""Our optimizers cut their work into pieces, for memory: with pieces of a few elements, on several ranks, every bit is that of uncut work."""
+"""Our optimizers cut their work into pieces, for memory: with pieces of a few elements, on several
+ranks, every bit is that of uncut work.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from recipekit.optim.lamb import Lamb
 from recipekit.optim.muon import NewtonSchulz
 from recipekit.optim.one_bit import OneBitAdam
 
-SHAPES = ((7, 5), (11,), (3, 4, 3), (6, 9), (2,), (5, 8))  # none is the other's transpose; on three ranks their borders lie within tensors
+# none is the other's transpose; on three ranks their borders lie within tensors
+SHAPES = ((7, 5), (11,), (3, 4, 3), (6, 9), (2,), (5, 8))
 GROUPS = ((0, 1, 2), (3, 4, 5))
 RANKS, STEPS = 3, 4
 Optimizer = Callable[[list[dict[str, Any]]], Any]
@@ -36,7 +39,11 @@ def start(number: int) -> torch.Tensor:
 
 
 def flat_runs(rank: int) -> list[tuple[torch.Tensor, list[Part]]]:
-    """Returns what ZeRO-1 has a rank update: of each group one flat part, and which tensors lie there. The last part is padded."""
+    """Returns what ZeRO-1 has a rank update: of each group one flat part, and which tensors lie
+    there.
+
+    The last part is padded.
+    """
     found = []
     for group in GROUPS:
         total = sum(prod(SHAPES[number]) for number in group)
@@ -57,18 +64,27 @@ def flat_runs(rank: int) -> list[tuple[torch.Tensor, list[Part]]]:
 
 
 def divided(ranks: Ranks, kind: Optimizer) -> list[torch.Tensor]:
-    """Takes steps on three ranks that each have a part of every group; returns the whole tensors."""
+    """Takes steps on three ranks that each have a part of every group; returns the whole
+    tensors.
+    """
 
     def case(rank: int) -> list[torch.Tensor]:
         runs = flat_runs(rank)
         parameters = [torch.nn.Parameter(values) for values, _ in runs]
-        optimizer = kind([{"params": [parameters[0]]}, {"params": [parameters[1]], "weight_decay": 0.25}])
-        optimizer.borders = Borders({parameter: parts for parameter, (_, parts) in zip(parameters, runs, strict=True)}, partitions=(0, 1, 2))
+        optimizer = kind(
+            [{"params": [parameters[0]]}, {"params": [parameters[1]], "weight_decay": 0.25}]
+        )
+        optimizer.borders = Borders(
+            {parameter: parts for parameter, (_, parts) in zip(parameters, runs, strict=True)},
+            partitions=(0, 1, 2),
+        )
         for step in range(STEPS):
             for parameter, group, (_, parts) in zip(parameters, GROUPS, runs, strict=True):
                 parameter.grad = torch.zeros_like(parameter)
                 for number, part in zip(group, parts, strict=True):
-                    parameter.grad[part.start : part.stop] = gradient(number, step).flatten()[part.first : part.first + part.stop - part.start]
+                    parameter.grad[part.start : part.stop] = gradient(number, step).flatten()[
+                        part.first : part.first + part.stop - part.start
+                    ]
             optimizer.step()
         return [parameter.detach() for parameter in parameters]
 
@@ -107,7 +123,9 @@ def factors(groups: list[dict[str, Any]]) -> Adafactor:
 
 @pytest.mark.parametrize("most", [3, 16])
 @pytest.mark.parametrize("kind", [lamb, factors])
-def test_sums_and_updates_in_pieces_are_the_same_bits(monkeypatch: pytest.MonkeyPatch, kind: Optimizer, most: int) -> None:
+def test_sums_and_updates_in_pieces_are_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, kind: Optimizer, most: int
+) -> None:
     """Of one process; and on three ranks, beside the paper's."""
     ranks = Ranks(RANKS, monkeypatch)
     whole, parts = together(kind), divided(ranks, kind)
@@ -121,7 +139,9 @@ def test_sums_and_updates_in_pieces_are_the_same_bits(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("kind", [lamb, factors])
-def test_three_ranks_with_parts_of_tensors_are_the_paper(monkeypatch: pytest.MonkeyPatch, kind: Optimizer) -> None:
+def test_three_ranks_with_parts_of_tensors_are_the_paper(
+    monkeypatch: pytest.MonkeyPatch, kind: Optimizer
+) -> None:
     def paper(groups: list[dict[str, Any]]) -> Any:
         groups = [{"weight_decay": 0.0} | group for group in groups]
         if kind is lamb:
@@ -132,49 +152,88 @@ def test_three_ranks_with_parts_of_tensors_are_the_paper(monkeypatch: pytest.Mon
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-# Muon -------------------------------------------------------------------------------------------------------------
+# Muon
+# --------------------------------------------------------------------------------------------------
 
-OWN: dict[str, Any] = {"momentum": 0.8, "ns_coefficients": (3.0, -3.5, 1.5), "ns_steps": 3, "ns_eps": 0.5}  # torch has others
+# torch has others
+OWN: dict[str, Any] = {
+    "momentum": 0.8,
+    "ns_coefficients": (3.0, -3.5, 1.5),
+    "ns_steps": 3,
+    "ns_eps": 0.5,
+}
 MATRICES = (0, 3, 5)
 
 
 def matrices(ranks: Ranks, **numbers: Any) -> tuple[list[torch.Tensor], int]:
-    """Takes steps of Muon on three ranks that have parts of three matrices; returns the whole ones, and the most elements of an all-reduce."""
+    """Takes steps of Muon on three ranks that have parts of three matrices; returns the whole ones,
+    and the most elements of an all-reduce.
+    """
     numels = [prod(SHAPES[number]) for number in MATRICES]
     size = -(-sum(numels) // RANKS)
 
     def case(rank: int) -> torch.Tensor:
-        whole = torch.cat([start(number).flatten() for number in MATRICES] + [torch.zeros(size * RANKS - sum(numels))])
-        parameter, parts, at = torch.nn.Parameter(whole[rank * size : (rank + 1) * size].clone()), [], 0
+        whole = torch.cat(
+            [start(number).flatten() for number in MATRICES]
+            + [torch.zeros(size * RANKS - sum(numels))]
+        )
+        parameter, parts, at = (
+            torch.nn.Parameter(whole[rank * size : (rank + 1) * size].clone()),
+            [],
+            0,
+        )
         for number, numel in zip(MATRICES, numels, strict=True):
             first, last = max(at, rank * size), min(at + numel, (rank + 1) * size)
             low = rank * size
-            parts.append(Part(first - low, last - low, SHAPES[number], first - at) if first < last else Part(0, 0, SHAPES[number]))
+            parts.append(
+                Part(first - low, last - low, SHAPES[number], first - at)
+                if first < last
+                else Part(0, 0, SHAPES[number])
+            )
             at += numel
-        optimizer = NewtonSchulz([{"params": [parameter], "matrix": True}], lr=0.1, weight_decay=0.25, ns_dtype="fp32", **OWN | numbers)
+        optimizer = NewtonSchulz(
+            [{"params": [parameter], "matrix": True}],
+            lr=0.1,
+            weight_decay=0.25,
+            ns_dtype="fp32",
+            **OWN | numbers,
+        )
         optimizer.borders = Borders({parameter: parts}, partitions=(0, 1, 2))
         for step in range(STEPS):
-            flat = torch.cat([gradient(number, step).flatten() for number in MATRICES] + [torch.zeros(size * RANKS - sum(numels))])
+            flat = torch.cat(
+                [gradient(number, step).flatten() for number in MATRICES]
+                + [torch.zeros(size * RANKS - sum(numels))]
+            )
             parameter.grad = flat[rank * size : (rank + 1) * size].clone()
             optimizer.step()
         return parameter.detach()
 
     before = len(ranks.sizes)
     flat = torch.cat(ranks.run(case))
-    found = [piece.view(SHAPES[number]) for number, piece in zip(MATRICES, flat.split([*numels, len(flat) - sum(numels)]), strict=False)]
+    found = [
+        piece.view(SHAPES[number])
+        for number, piece in zip(
+            MATRICES, flat.split([*numels, len(flat) - sum(numels)]), strict=False
+        )
+    ]
     return found, max(ranks.sizes[before:])
 
 
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
-def test_matrices_gathered_a_few_at_a_time_are_the_same_bits(monkeypatch: pytest.MonkeyPatch, adjust: str) -> None:
+def test_matrices_gathered_a_few_at_a_time_are_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, adjust: str
+) -> None:
     ranks = Ranks(RANKS, monkeypatch)
     uncut, most = matrices(ranks, adjust_lr_fn=adjust)
     assert most == sum(prod(SHAPES[number]) for number in MATRICES)
     for gathered, largest in ((1, 54), (88, 54), (89, 89), (128, 89), (129, 129)):
         monkeypatch.setattr(muon, "GATHERED", gathered)
         cut, most = matrices(ranks, adjust_lr_fn=adjust)
-        assert most == largest and all(torch.equal(one, other) for one, other in zip(cut, uncut, strict=True))
-    for number, found in zip(MATRICES, uncut, strict=True):  # as one process has it, by the polynomial's definition
+        assert most == largest and all(
+            torch.equal(one, other) for one, other in zip(cut, uncut, strict=True)
+        )
+    # as one process has it, by the polynomial's definition
+    for number, found in zip(MATRICES, uncut, strict=True):
         weights, momentum = start(number).double(), torch.zeros(SHAPES[number], dtype=torch.float64)
         rows, columns = SHAPES[number]
         for step in range(STEPS):
@@ -185,14 +244,24 @@ def test_matrices_gathered_a_few_at_a_time_are_the_same_bits(monkeypatch: pytest
             for _ in range(3):
                 a = x @ x.T
                 x = 3.0 * x + (-3.5 * a + 1.5 * a @ a) @ x
-            factor = 0.2 * max(rows, columns) ** 0.5 if adjust == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+            factor = (
+                0.2 * max(rows, columns) ** 0.5
+                if adjust == "match_rms_adamw"
+                else max(1.0, rows / columns) ** 0.5
+            )
             weights = weights * (1 - 0.1 * 0.25) - 0.1 * factor * x
         assert torch.allclose(found.double(), weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("numbers", [{"ns_eps": 50.0}, {"ns_steps": 2}, {"ns_coefficients": (3.0, -3.5, 1.5)}, {"momentum": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "numbers",
+    [{"ns_eps": 50.0}, {"ns_steps": 2}, {"ns_coefficients": (3.0, -3.5, 1.5)}, {"momentum": 0.5}],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", [(7, 5), (5, 7)])
-def test_muon_takes_other_numbers_than_torchs(numbers: dict[str, Any], shape: tuple[int, int]) -> None:
+def test_muon_takes_other_numbers_than_torchs(
+    numbers: dict[str, Any], shape: tuple[int, int]
+) -> None:
     """Each alone, and the eps where it is larger than the norm."""
     theirs = {{"ns_eps": "eps"}.get(name, name): value for name, value in numbers.items()}
     found = []
@@ -207,7 +276,8 @@ def test_muon_takes_other_numbers_than_torchs(numbers: dict[str, Any], shape: tu
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
-# Signs ------------------------------------------------------------------------------------------------------------
+# Signs
+# --------------------------------------------------------------------------------------------------
 
 FREEZE, SIGNED = 2, 7
 DEAD = 3  # tensor whose first row no gradient reaches before the freeze
@@ -231,7 +301,11 @@ def signs(ranks: Ranks) -> list[tuple[list[torch.Tensor], list[float], list[torc
             if optimizer.norm is not None:
                 norms.append(float(optimizer.norm))
         assert optimizer.errors is not None
-        return [value.detach() for value in weights], norms, [optimizer.errors.worker, optimizer.errors.server]
+        return (
+            [value.detach() for value in weights],
+            norms,
+            [optimizer.errors.worker, optimizer.errors.server],
+        )
 
     return ranks.run(case)
 
@@ -245,22 +319,41 @@ def one_gradient(number: int, step: int, rank: int) -> torch.Tensor:
 
 
 def test_signs_in_pieces_are_the_same_bits_and_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On three ranks, which do not divide the elements, with a tensor of which some elements have no scale."""
+    """On three ranks, which do not divide the elements, with a tensor of which some elements have
+    no scale.
+    """
     ranks = Ranks(RANKS, monkeypatch)
     uncut = signs(ranks)
     for most in (8, 24):
         for module in (one_bit, borders):
             monkeypatch.setattr(module, "AT_ONCE", most)
         for one, other in zip(signs(ranks), uncut, strict=True):
-            assert one[1] == pytest.approx(other[1], rel=1e-14)  # sums of rounded numbers, in another order
-            assert all(torch.equal(a, b) for a, b in zip(one[0] + one[2], other[0] + other[2], strict=True))
+            # sums of rounded numbers, in another order
+            assert one[1] == pytest.approx(other[1], rel=1e-14)
+            assert all(
+                torch.equal(a, b) for a, b in zip(one[0] + one[2], other[0] + other[2], strict=True)
+            )
     weights = [torch.nn.Parameter(start(number)) for number in range(len(SHAPES))]
-    groups = [{"params": weights[:3], "weight_decay": 0.0, "lr": 0.1}, {"params": weights[3:], "weight_decay": 0.25, "lr": 0.1}]
+    groups = [
+        {"params": weights[:3], "weight_decay": 0.0, "lr": 0.1},
+        {"params": weights[3:], "weight_decay": 0.25, "lr": 0.1},
+    ]
     paper = papers.OneBitAdam(groups, RANKS, FREEZE, (0.5, 0.75), 0.05)
-    norms = [paper.step([[one_gradient(number, step, rank) for number in range(len(SHAPES))] for rank in range(RANKS)]) for step in range(SIGNED)]
+    norms = [
+        paper.step(
+            [
+                [one_gradient(number, step, rank) for number in range(len(SHAPES))]
+                for rank in range(RANKS)
+            ]
+        )
+        for step in range(SIGNED)
+    ]
     for rank, (found, own, errors) in enumerate(uncut):
         assert own == pytest.approx(norms[FREEZE:], rel=1e-5)
-        assert all(torch.allclose(one, other, rtol=1e-4, atol=1e-5) for one, other in zip(found, weights, strict=True))
+        assert all(
+            torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+            for one, other in zip(found, weights, strict=True)
+        )
         numel, part = len(paper.m), len(errors[1])
         assert part % 8 == 0 and len(errors[0]) == RANKS * part and not errors[0][numel:].any()
         assert torch.allclose(errors[0][:numel], paper.worker_errors[rank], rtol=1e-4, atol=1e-4)
@@ -273,6 +366,12 @@ def test_a_sign_of_any_piece_is_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = one_bit.pack(values)
     monkeypatch.setattr(one_bit, "AT_ONCE", 16)
     assert torch.equal(one_bit.pack(values), whole)
-    assert list(one_bit.pieces(3, 40)) == [(3, 19), (19, 35), (35, 40)] and list(one_bit.pieces(5, 5)) == []
+    assert (
+        list(one_bit.pieces(3, 40)) == [(3, 19), (19, 35), (35, 40)]
+        and list(one_bit.pieces(5, 5)) == []
+    )
     for first, last in itertools.combinations(range(0, 97, 7), 2):
-        assert torch.equal(one_bit.signed(whole, first, last, torch.tensor(0.25)), torch.where(values[first:last] >= 0, 0.25, -0.25))
+        assert torch.equal(
+            one_bit.signed(whole, first, last, torch.tensor(0.25)),
+            torch.where(values[first:last] >= 0, 0.25, -0.25),
+        )

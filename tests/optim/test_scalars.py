@@ -1,4 +1,6 @@
-"""A parameter without dimension, such as CLIP's logit_scale, trains in every engine as in plain PyTorch, and keeps its shape."""
+"""A parameter without dimension, such as CLIP's logit_scale, trains in every engine as in plain
+PyTorch, and keeps its shape.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +41,9 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
 
 
 def engine_of(kind: str) -> Any:
-    """Makes an engine of `kind` around the model of a rank whose first values are others on rank 1, where DeepSpeed broadcasts."""
+    """Makes an engine of `kind` around the model of a rank whose first values are others on rank 1,
+    where DeepSpeed broadcasts.
+    """
     model = scaled()
     if kind in ("ddp", "fsdp2"):
         group: Any = dist.group.WORLD
@@ -50,17 +54,43 @@ def engine_of(kind: str) -> Any:
             model.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
         called = DistributedDataParallel(model) if kind == "ddp" else model
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        counts = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "ds_config": {"train_batch_size": 8, "gradient_accumulation_steps": 1}}
-        optimizer, scaler = torch.optim.AdamW(trained, lr=0.05, eps=1e-6), torch.amp.GradScaler("cpu", enabled=False)
-        return torch_engine.TorchEngine(model, called, optimizer, torch.device("cpu"), group, 1, 0.5, None, scaler, counts)
+        counts = {
+            "global_steps": 0,
+            "skipped_steps": 0,
+            "global_samples": 0,
+            "ds_config": {"train_batch_size": 8, "gradient_accumulation_steps": 1},
+        }
+        optimizer, scaler = (
+            torch.optim.AdamW(trained, lr=0.05, eps=1e-6),
+            torch.amp.GradScaler("cpu", enabled=False),
+        )
+        return torch_engine.TorchEngine(
+            model, called, optimizer, torch.device("cpu"), group, 1, 0.5, None, scaler, counts
+        )
     with torch.no_grad():
         model.logit_scale.add_(dist.get_rank() * (kind != "zero3"))
-    zero = {"stage": int(kind[4]), "stage3_param_persistence_threshold": 0} if kind == "zero3" else {"stage": int(kind[4])}
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": zero, "gradient_clipping": 0.5, "steps_per_print": 10**9}
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.01, "torch_adam": True}}
+    zero = (
+        {"stage": int(kind[4]), "stage3_param_persistence_threshold": 0}
+        if kind == "zero3"
+        else {"stage": int(kind[4])}
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": zero,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10**9,
+    }
+    config["optimizer"] = {
+        "type": "AdamW",
+        "params": {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.01, "torch_adam": True},
+    }
     with broadcasting_scalars():
         trained: Any = list(model.parameters())
-        return repaired(deepspeed.initialize(model=model, model_parameters=trained, config=config, dist_init_required=False)[0])
+        return repaired(
+            deepspeed.initialize(
+                model=model, model_parameters=trained, config=config, dist_init_required=False
+            )[0]
+        )
 
 
 def train_scaled(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -74,7 +104,11 @@ def train_scaled(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=kind == "zero3"):
-            weights[name] = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+            weights[name] = (
+                (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter)
+                .detach()
+                .clone()
+            )
     return losses, weights
 
 
@@ -96,9 +130,13 @@ def plain_scaled() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"])
 def test_a_parameter_without_dimension_trains_as_in_plain_pytorch(pools, kind):
     losses, weights = plain_scaled()
-    for got, (own, trained) in zip(losses, pools.run(2, train_scaled, timeout=60, kind=kind), strict=True):
+    for got, (own, trained) in zip(
+        losses, pools.run(2, train_scaled, timeout=60, kind=kind), strict=True
+    ):
         assert own == pytest.approx(got, rel=1e-5)
         for name, weight in weights.items():
             assert trained[name].shape == weight.shape
             torch.testing.assert_close(trained[name], weight, rtol=1e-5, atol=1e-6)
-    assert abs(weights["logit_scale"].item() - 0.7) > 0.05 and weights["shift"].item() == pytest.approx(-0.2)
+    assert abs(weights["logit_scale"].item() - 0.7) > 0.05 and weights[
+        "shift"
+    ].item() == pytest.approx(-0.2)

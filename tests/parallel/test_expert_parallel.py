@@ -1,4 +1,6 @@
-"""Expert parallelism: a model whose experts lie on several ranks trains, is saved and exported like the whole one."""
+"""Expert parallelism: a model whose experts lie on several ranks trains, is saved and exported like
+the whole one.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -20,31 +22,63 @@ from test_model import ds_config as ds
 from test_model import tiny_config
 from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout
 
-CASES = [("ep2 zero0", 2, "zero0"), ("ep2 zero1", 2, "zero1"), ("ep2 zero3", 2, "zero3"), ("ep2 in dp4 zero2", 4, "zero2")]
+CASES = [
+    ("ep2 zero0", 2, "zero0"),
+    ("ep2 zero1", 2, "zero1"),
+    ("ep2 zero3", 2, "zero3"),
+    ("ep2 in dp4 zero2", 4, "zero2"),
+]
 SLOW = ("ep2 zero0", "ep2 zero3", "ep2 in dp4 zero2")
 
 
-@pytest.mark.parametrize(("world", "file"), [pytest.param(*case[1:], id=case[0], marks=pytest.mark.slow if case[0] in SLOW else ()) for case in CASES])
+@pytest.mark.parametrize(
+    ("world", "file"),
+    [
+        pytest.param(*case[1:], id=case[0], marks=pytest.mark.slow if case[0] in SLOW else ())
+        for case in CASES
+    ],
+)
 def test_divided_experts_train_like_plain_pytorch(pools, tmp_path, world, file):
     """Stopped after step 5 and resumed, so that the saved experts are those that trained."""
     for stop_at in (5, 0):
         recipe = recipe_for("moe", **accumulating(world, ep=2), stop_at=stop_at)
-        assert pools.run(world, train_in_layout, recipe=recipe, config=strategy(file), out=str(tmp_path / "run")) == [0] * world
+        assert (
+            pools.run(
+                world,
+                train_in_layout,
+                recipe=recipe,
+                config=strategy(file),
+                out=str(tmp_path / "run"),
+            )
+            == [0] * world
+        )
     compare(tmp_path / "run", reference("moe"))
 
 
 @pytest.mark.slow
 def test_whole_experts_train_like_plain_pytorch_under_zero3(pools, tmp_path):
-    pools.run(2, train_in_layout, recipe=recipe_for("moe", **accumulating(2)), config=strategy("zero3"), out=str(tmp_path / "run"))
+    pools.run(
+        2,
+        train_in_layout,
+        recipe=recipe_for("moe", **accumulating(2)),
+        config=strategy("zero3"),
+        out=str(tmp_path / "run"),
+    )
     compare(tmp_path / "run", reference("moe"))
 
 
 def config_of(family: str) -> dict[str, Any]:
-    return tiny_config(family) if family == "moe" else families.tiny_config(family, 264) | {"dtype": "float32"}
+    return (
+        tiny_config(family)
+        if family == "moe"
+        else families.tiny_config(family, 264) | {"dtype": "float32"}
+    )
 
 
 def train_starved(family: str, stage: int, ep: int) -> list[float]:
-    """The losses of two steps in which every token of a rank goes to the same two experts: rank 0's to the first two, rank 1's to the last (with ep to the first)."""
+    """The losses of two steps in which every token of a rank goes to the same two experts: rank 0's
+    to the first two, rank 1's to the last (with ep to the first).
+    """
     import deepspeed
     import torch.distributed as dist
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
@@ -52,12 +86,24 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
 
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = Groups(make_mesh(world, ep=ep), "cpu")
-    config = ds(stage, world) | ({"expert_parallel": {"enabled": True, "autoep_size": ep}} if ep > 1 else {})
-    built = build_model(Recipe(model="none", init="random", ep=ep), config_of(family), groups, config, torch.device("cpu"))
+    config = ds(stage, world) | (
+        {"expert_parallel": {"enabled": True, "autoep_size": ep}} if ep > 1 else {}
+    )
+    built = build_model(
+        Recipe(model="none", init="random", ep=ep),
+        config_of(family),
+        groups,
+        config,
+        torch.device("cpu"),
+    )
     trained: Any = parameter_groups(built.model)
-    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=config, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=built.model, model_parameters=trained, config=config, dist_init_required=False
+    )[0]
     favourites = torch.tensor([0, 1] if rank == 0 or ep > 1 else [2, 3])
-    routers = [module for module in built.model.modules() if type(module).__name__.endswith("Router")]
+    routers = [
+        module for module in built.model.modules() if type(module).__name__.endswith("Router")
+    ]
     assert len(routers) == 4
 
     def send(module: Any, inputs: Any, output: Any) -> Any:
@@ -84,18 +130,31 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
     return losses
 
 
-STARVED = [("moe", 3, 1), ("olmoe", 3, 1), ("dbrx", 3, 1), ("moe", 3, 2), ("moe", 2, 2), ("moe", 1, 2)]
+STARVED = [
+    ("moe", 3, 1),
+    ("olmoe", 3, 1),
+    ("dbrx", 3, 1),
+    ("moe", 3, 2),
+    ("moe", 2, 2),
+    ("moe", 1, 2),
+]
 
 
 @pytest.mark.parametrize(("family", "stage", "ep"), STARVED)
 def test_an_expert_without_tokens_on_a_rank_does_not_hang_the_others(pools, family, stage, ep):
-    """OLMoE's block is none of DeepSpeed's default ZeRO-3 leaf modules: one fused tensor of all experts needs no leaf. DBRX's experts do."""
+    """OLMoE's block is none of DeepSpeed's default ZeRO-3 leaf modules: one fused tensor of all
+    experts needs no leaf.
+
+    DBRX's experts do.
+    """
     for losses in pools.run(2, train_starved, timeout=60, family=family, stage=stage, ep=ep):
         assert losses[1] < losses[0]
 
 
 def export_untrained(family: str, out: str) -> list[str]:
-    """Exports a model with divided experts and drawn weights and buffers; returns the names of what is not what it was before."""
+    """Exports a model with divided experts and drawn weights and buffers; returns the names of what
+    is not what it was before.
+    """
     import deepspeed
     from recipekit.data.processors import byte_tokenizer
     from recipekit.model.export import export
@@ -105,7 +164,13 @@ def export_untrained(family: str, out: str) -> list[str]:
 
     groups = Groups(make_mesh(2, ep=2), "cpu")
     config = ds(1, 2) | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
-    built = build_model(Recipe(model="none", init="random", ep=2), config_of(family), groups, config, torch.device("cpu"))
+    built = build_model(
+        Recipe(model="none", init="random", ep=2),
+        config_of(family),
+        groups,
+        config,
+        torch.device("cpu"),
+    )
     generator = torch.Generator().manual_seed(1)
     saved = built.model.state_dict()
     for name, buffer in built.model.named_buffers():
@@ -113,21 +178,39 @@ def export_untrained(family: str, out: str) -> list[str]:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
     expected = {name: value.clone() for name, value in saved.items()}
     trained: Any = parameter_groups(built.model)
-    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=config, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=built.model, model_parameters=trained, config=config, dist_init_required=False
+    )[0]
     small = gather(built, config_of(family), byte_tokenizer(), torch.float32, Origin(), ())
     export(engine, built, groups, small, Path(out), torch.float32, merge=False)
     engine.destroy()
     found = load_file(Path(out) / "model.safetensors")
-    return sorted({name for name in expected if name not in found or not torch.equal(found[name], expected[name])} ^ (found.keys() - expected.keys()))
+    return sorted(
+        {
+            name
+            for name in expected
+            if name not in found or not torch.equal(found[name], expected[name])
+        }
+        ^ (found.keys() - expected.keys())
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_what_autoep_renames_is_exported_under_its_own_name(pools, tmp_path, family):
-    """AutoEP (0.19.8) calls Qwen2-MoE's shared_expert shared_experts, and moves DeepSeek-V3's e_score_correction_bias."""
+    """AutoEP (0.19.8) calls Qwen2-MoE's shared_expert shared_experts, and moves DeepSeek-V3's
+    e_score_correction_bias.
+    """
     assert pools.run(2, export_untrained, family=family, out=str(tmp_path / "hf")) == [[], []]
 
 
-MOE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 261, "intermediate_size": 128, "num_experts": 6}
+MOE = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 261,
+    "intermediate_size": 128,
+    "num_experts": 6,
+}
 
 
 @pytest.mark.parametrize(
@@ -135,14 +218,35 @@ MOE = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "v
     [
         (8, {"ep": 4}, MOE, "ep = 4: does not divide the model's 6 experts. Use --ep 2"),
         (4, {"ep": 2}, MOE | {"num_experts": 0}, "ep = 2: this model has no experts. Use --ep 1"),
-        (4, {"ep": 2, "pp": 2}, MOE, "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --pp 1"),
-        (4, {"ep": 2, "tp": 2}, MOE, "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --tp 1"),
+        (
+            4,
+            {"ep": 2, "pp": 2},
+            MOE,
+            (
+                "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism"
+                " and ZeRO. Use --ep 1, or --pp 1"
+            ),
+        ),
+        (
+            4,
+            {"ep": 2, "tp": 2},
+            MOE,
+            (
+                "ep = 2 with tp = 2: expert parallelism can be combined only with data parallelism"
+                " and ZeRO. Use --ep 1, or --tp 1"
+            ),
+        ),
         (4, {"ep": 2}, MOE, None),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_the_nearest(world, changes, shape, text):
     recipe = Recipe(model="org/model", seq_len=64, global_batch=world, **changes)
-    problems = [str(problem) for problem in ds_config.check(strategy("zero1"), world=world, recipe=recipe, model_config=shape)]
+    problems = [
+        str(problem)
+        for problem in ds_config.check(
+            strategy("zero1"), world=world, recipe=recipe, model_config=shape
+        )
+    ]
     assert problems == ([text] if text else [])
 
 
@@ -150,13 +254,25 @@ def test_the_resolved_json_carries_the_block():
     recipe, mesh = Recipe(model="org/model", global_batch=4, ep=2), make_mesh(4, ep=2)
     config = strategy("zero2") | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     assert ds_config.check(config, mesh=mesh, recipe=recipe, model_config=MOE) == []
-    assert resolve.resolve(config, recipe, mesh, MOE)[0]["expert_parallel"] == {"enabled": True, "autoep_size": 2}
+    assert resolve.resolve(config, recipe, mesh, MOE)[0]["expert_parallel"] == {
+        "enabled": True,
+        "autoep_size": 2,
+    }
     assert "expert_parallel" not in resolve.resolve(strategy("zero2"), recipe, make_mesh(4), MOE)[0]
 
 
 def test_experts_that_autoep_cannot_take_apart_are_refused():
-    """It would stop with a traceback (OLMoE fits several of its presets), or warn and leave the experts whole (LFM2-MoE)."""
-    refused = {"gpt_oss": "not laid out", "olmoe": "several of its presets fit.* AutoEP supports deepseek_v2, deepseek_v3, ", "lfm2_moe": "finds no experts"}
-    for config, says in ((tiny_config("llama"), "no experts"), *((config_of(family), says) for family, says in refused.items())):
+    """It would stop with a traceback (OLMoE fits several of its presets), or warn and leave the
+    experts whole (LFM2-MoE).
+    """
+    refused = {
+        "gpt_oss": "not laid out",
+        "olmoe": "several of its presets fit.* AutoEP supports deepseek_v2, deepseek_v3, ",
+        "lfm2_moe": "finds no experts",
+    }
+    for config, says in (
+        (tiny_config("llama"), "no experts"),
+        *((config_of(family), says) for family, says in refused.items()),
+    ):
         with pytest.raises(Refusal, match=says):
             check(empty_model(config, "eager"), 2)

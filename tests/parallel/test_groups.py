@@ -1,4 +1,6 @@
-"""Time limits: every group of the world has the recipe's, and long work of a few ranks is waited for without one."""
+"""Time limits: every group of the world has the recipe's, and long work of a few ranks is waited
+for without one.
+"""
 
 import socket
 import time
@@ -11,7 +13,13 @@ from unittest import mock
 import psutil
 import pytest
 from recipekit.parallel.blueprint import Layout
-from recipekit.parallel.groups import LONGEST_WAIT, WAITING, interface_to, set_time_limit, time_limit
+from recipekit.parallel.groups import (
+    LONGEST_WAIT,
+    WAITING,
+    interface_to,
+    set_time_limit,
+    time_limit,
+)
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
@@ -20,7 +28,9 @@ from test_resume import BASE, train
 slow = pytest.mark.slow
 
 
-def limits_after_training(recipe: Recipe, argv: list[str]) -> tuple[Any, list[tuple[str, str, float]]]:
+def limits_after_training(
+    recipe: Recipe, argv: list[str]
+) -> tuple[Any, list[tuple[str, str, float]]]:
     """(how it ended, (description, backend, seconds) of each group that this rank is in)."""
     import torch
     from torch.distributed import distributed_c10d as c10d
@@ -28,7 +38,10 @@ def limits_after_training(recipe: Recipe, argv: list[str]) -> tuple[Any, list[tu
     ended, printed = train(recipe, argv)
     groups: list[Any] = list(c10d._world.pg_map)
     backends = [(group.group_desc, group._get_backend(torch.device("cpu"))) for group in groups]
-    return (ended, printed), [(desc, backend.name(), backend.options._timeout.total_seconds()) for desc, backend in backends]
+    return (ended, printed), [
+        (desc, backend.name(), backend.options._timeout.total_seconds())
+        for desc, backend in backends
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +55,9 @@ def limits_after_training(recipe: Recipe, argv: list[str]) -> tuple[Any, list[tu
     ],
     ids=str,
 )
-def test_every_group_has_the_limit_of_the_recipe(pools: Any, tmp_path: Path, world: int, file: str, degrees: dict[str, int]) -> None:
+def test_every_group_has_the_limit_of_the_recipe(
+    pools: Any, tmp_path: Path, world: int, file: str, degrees: dict[str, int]
+) -> None:
     recipe = replace(BASE, ds_config=file, eval_every=0, **degrees)
     argv = ["--out", str(tmp_path / "run"), "--steps", "1", "--retry_s", "1200"]
     for ended, groups in pools.run(world, limits_after_training, recipe=recipe, argv=argv):
@@ -50,11 +65,15 @@ def test_every_group_has_the_limit_of_the_recipe(pools: Any, tmp_path: Path, wor
         waiting = [group for group in groups if group[0] == WAITING]
         assert waiting == [(WAITING, "gloo", LONGEST_WAIT.total_seconds())]
         others = [group for group in groups if group not in waiting]
-        assert len(others) > 1 and {seconds for *_, seconds in others} == {time_limit(1200).total_seconds()} == {3000.0}
+        assert len(others) > 1 and {seconds for *_, seconds in others} == {
+            time_limit(1200).total_seconds()
+        } == {3000.0}
 
 
 def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
-    """What the ranks are given after work of rank 0 that outlasts the limit of every other group."""
+    """What the ranks are given after work of rank 0 that outlasts the limit of every other
+    group.
+    """
     import torch.distributed as dist
     from recipekit.checkpoints import load, save
     from recipekit.data.remote import from_rank_0
@@ -69,7 +88,9 @@ def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
         raise OSError("no room")
 
     rank, found = dist.get_rank(), []
-    layout = Layout(mesh=Mesh(dp=dist.get_world_size()), zero_stage=1, optimizer="Adam", dtype="float32")
+    layout = Layout(
+        mesh=Mesh(dp=dist.get_world_size()), zero_stage=1, optimizer="Adam", dtype="float32"
+    )
     dist.barrier()
     set_time_limit(timedelta(seconds=seconds))
     before = load.check, load.convert.reshape, save.manifest.faults, save.manifest.read
@@ -96,22 +117,36 @@ def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
 @pytest.mark.slow
 def test_long_work_of_rank_0_outlasts_the_limit(pools: Any, tmp_path: Path) -> None:
     """Asking a server, checking a checkpoint, converting one, opening data."""
-    for made, damaged, refused, problems in pools.run(2, wait_longer_than_the_limit, folder=str(tmp_path), seconds=0.3):
+    for made, damaged, refused, problems in pools.run(
+        2, wait_longer_than_the_limit, folder=str(tmp_path), seconds=0.3
+    ):
         assert (made, problems) == ("made", [])
         assert damaged == f"checkpoint {tmp_path}/step_00000001 is damaged, passed over: made"
         assert "cannot be converted in" in refused and "no room" in refused
 
 
 def test_the_interface_to_another_host_is_named_and_loopback_is_not() -> None:
-    assert interface_to("127.0.0.1") == interface_to("") == interface_to("no such name") == interface_to("::1") == ""
+    assert (
+        interface_to("127.0.0.1")
+        == interface_to("")
+        == interface_to("no such name")
+        == interface_to("::1")
+        == ""
+    )
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
-            if address.family in (socket.AF_INET, socket.AF_INET6) and not address.address.startswith("127.") and address.address != "::1":
+            if (
+                address.family in (socket.AF_INET, socket.AF_INET6)
+                and not address.address.startswith("127.")
+                and address.address != "::1"
+            ):
                 assert interface_to(address.address) == name
 
 
 def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
-    """(calls of new_group, the sum of ones over the data, sequence, tensor and pipeline group, 0 where there is none) of each mesh."""
+    """(calls of new_group, the sum of ones over the data, sequence, tensor and pipeline group, 0
+    where there is none) of each mesh.
+    """
     import torch
     import torch.distributed as dist
     from recipekit.parallel.groups import Groups
@@ -119,7 +154,11 @@ def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
     found, new_group = [], dist.new_group
     for mesh in meshes:
         made: list[Any] = []
-        with mock.patch.object(dist, "new_group", lambda *args, made=made, **more: made.append(new_group(*args, **more)) or made[-1]):
+        with mock.patch.object(
+            dist,
+            "new_group",
+            lambda *args, made=made, **more: made.append(new_group(*args, **more)) or made[-1],
+        ):
             groups = Groups(mesh, "cpu")
         sums = []
         for group in (groups.dp_group, groups.sp_group, groups.tp_group, groups.pp_group):
@@ -132,7 +171,9 @@ def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
 
 
 def test_an_axis_of_degree_1_has_no_group(pools: Any) -> None:
-    """But for the data-parallel group of one rank that an mpu must have, which each rank makes by itself, not for all."""
+    """But for the data-parallel group of one rank that an mpu must have, which each rank makes by
+    itself, not for all.
+    """
     meshes = {
         Mesh(dp=4): (1, [4, 0, 0, 0]),
         Mesh(dp=2, tp=2): (4, [2, 0, 2, 0]),

@@ -1,4 +1,6 @@
-"""Pipeline parallelism: any split into stages trains like plain PyTorch, and a split is balanced, refused or described as it should be."""
+"""Pipeline parallelism: any split into stages trains like plain PyTorch, and a split is balanced,
+refused or described as it should be.
+"""
 
 import json
 from pathlib import Path
@@ -20,9 +22,21 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS, Plans
 from test_model import tiny_config
-from test_parity import Case, accumulating, compare, compare_bf16, each, recipe_for, reference, strategy, train_and_compare, train_in_layout
+from test_parity import (
+    Case,
+    accumulating,
+    compare,
+    compare_bf16,
+    each,
+    recipe_for,
+    reference,
+    strategy,
+    train_and_compare,
+    train_in_layout,
+)
 
-DUALPIPEV = {"pp": 2, "pipeline_schedule": "dualpipev"}  # stages 0 and 3 on rank 0, so a tied embedding and its head lie together
+# stages 0 and 3 on rank 0, so a tied embedding and its head lie together
+DUALPIPEV = {"pp": 2, "pipeline_schedule": "dualpipev"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
     "pp4": (4, {"pp": 4}),
@@ -46,12 +60,19 @@ def stages(family: str, layout: str, zero: str, slow: bool = False) -> Case:
 
 
 QUICK = [
-    stages("tied", "pp2", "zero0"),  # where the norm is recipekit's own: the tied weight counts once in it
+    # where the norm is recipekit's own: the tied weight counts once in it
+    stages("tied", "pp2", "zero0"),
     *(stages("tied", layout, "zero1") for layout in ("pp2", "pp2 dualpipev")),
 ]
 NAMES = {case.name for case in QUICK}
-ALL = [stages(family, layout, zero, slow=True) for family in FAMILIES for layout in LAYOUTS for zero in ("zero0", "zero1")]
-ALL += [stages("hy_v4", "pp2", zero, slow=True) for zero in ("zero0", "zero1")]  # its layers make streams of each token
+ALL = [
+    stages(family, layout, zero, slow=True)
+    for family in FAMILIES
+    for layout in LAYOUTS
+    for zero in ("zero0", "zero1")
+]
+# its layers make streams of each token
+ALL += [stages("hy_v4", "pp2", zero, slow=True) for zero in ("zero0", "zero1")]
 CASES = QUICK + [case for case in ALL if case.name not in NAMES]
 
 
@@ -65,17 +86,39 @@ def short_documents(tmp_path_factory) -> str:
     """Documents of 10 to 50 characters, so that every row packs several."""
     words = [word for word in Path(__file__).read_text().split() if word.isalpha()]
     file = tmp_path_factory.mktemp("packed") / "short.jsonl"
-    file.write_text("".join(json.dumps({"text": " ".join(words[number % 97 : number % 97 + 2 + number % 5])[:50]}) + "\n" for number in range(3000)))
+    file.write_text(
+        "".join(
+            json.dumps({"text": " ".join(words[number % 97 : number % 97 + 2 + number % 5])[:50]})
+            + "\n"
+            for number in range(3000)
+        )
+    )
     return str(file)
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param("pp2 tp2", marks=pytest.mark.slow), "pp2 checkpointing", pytest.param("pp2 dualpipev", marks=pytest.mark.slow)]
+    "layout",
+    [
+        pytest.param("pp2 tp2", marks=pytest.mark.slow),
+        "pp2 checkpointing",
+        pytest.param("pp2 dualpipev", marks=pytest.mark.slow),
+    ],
 )
 def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_documents):
-    """Later stages need the positions and the documents of their own micro-batch, in training, what is recomputed, and evaluation: with others the losses are others."""
+    """Later stages need the positions and the documents of their own micro-batch, in training, what
+    is recomputed, and evaluation: with others the losses are others.
+    """
     expected = reference("tied", dataset=short_documents)
-    batch = next(iter(eval_rows(request_of(recipe_for("tied", dataset=short_documents)), byte_tokenizer(), dp=1, dp_rank=0)))
+    batch = next(
+        iter(
+            eval_rows(
+                request_of(recipe_for("tied", dataset=short_documents)),
+                byte_tokenizer(),
+                dp=1,
+                dp_rank=0,
+            )
+        )
+    )
     assert ((batch["position_ids"] == 0).sum(1) > 1).all()
     world, degrees = LAYOUTS[layout]
     pools.run(
@@ -90,12 +133,16 @@ def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_docum
 
 @pytest.mark.slow
 def test_the_norm_that_clips_counts_every_parameter_once(pools, tmp_path):
-    """Clipping far below the norm changes every step, so a norm that left out a stage would change the weights."""
+    """Clipping far below the norm changes every step, so a norm that left out a stage would change
+    the weights.
+    """
     expected = reference("tied", gradient_clipping=0.1)
     assert min(expected.grad_norms) > 0.2
     for zero in ("zero0", "zero1"):
         recipe = recipe_for("tied", **accumulating(4, pp=2, tp=2), gradient_clipping=0.1)
-        pools.run(4, train_in_layout, recipe=recipe, config=strategy(zero), out=str(tmp_path / zero))
+        pools.run(
+            4, train_in_layout, recipe=recipe, config=strategy(zero), out=str(tmp_path / zero)
+        )
         compare(tmp_path / zero, expected)
 
 
@@ -120,12 +167,18 @@ def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
     split = pipeline.split(whole, plan, 3, published_plans(whole).pp)
     layout = blueprint.Layout(Mesh(pp=3), 1, "BF16_Optimizer", "bfloat16", split.bounds)
     held = [[tensor.name for tensor in blueprint.held(plan, layout, stage)] for stage in range(3)]
-    assert sorted({name for names in held for name in names}) == sorted(name for name, _ in whole.named_parameters())
-    assert [name for name in held[0] if name in held[2]] == ["model.embed_tokens.weight"] and not set(held[0]) & set(held[1])
+    assert sorted({name for names in held for name in names}) == sorted(
+        name for name, _ in whole.named_parameters()
+    )
+    assert [name for name in held[0] if name in held[2]] == [
+        "model.embed_tokens.weight"
+    ] and not set(held[0]) & set(held[1])
     for stage in range(3):
         part = empty_model(tiny_config("llama_tied"))
         pipeline.cut(part, split, stage, torch.float32, TASKS["pretrain"])
-        assert [name for name, _ in part.named_parameters()] == held[stage], "the names are those of Hugging Face"
+        assert [name for name, _ in part.named_parameters()] == held[stage], (
+            "the names are those of Hugging Face"
+        )
         assert set(part.state_dict()) == set(blueprint.state_keys(plan, layout, stage))
     assert "stage 2 layers 3 (" in blueprint.describe(plan, split.bounds)
 
@@ -138,9 +191,16 @@ def test_a_model_without_a_plan_is_refused_with_the_lines_that_help():
     assert "publishes no pipeline plan" in text
     lines = text[text.index("pp_plan={") + len("pp_plan=") : text.rindex("}") + 1]
     plan = eval(lines)  # what the user is told to write
-    assert plan == {"transformer.wte": "first", "transformer.wpe": "first", "transformer.h": "split", "transformer.ln_f": "last", "lm_head": "last"}
+    assert plan == {
+        "transformer.wte": "first",
+        "transformer.wpe": "first",
+        "transformer.h": "split",
+        "transformer.ln_f": "last",
+        "lm_head": "last",
+    }
     plans = plans_of(model, Plans(pp=plan), Plans())
-    assert pipeline.split(model, draft(model, plans), 2, plans.pp).bounds == (0, 1, 4)  # the tiny model has more positions than a layer has weights
+    # the tiny model has more positions than a layer has weights
+    assert pipeline.split(model, draft(model, plans), 2, plans.pp).bounds == (0, 1, 4)
 
 
 def test_more_stages_than_layers_are_refused():
@@ -152,60 +212,116 @@ def test_more_stages_than_layers_are_refused():
 def test_a_plan_that_does_not_fit_is_refused():
     model = empty_model(tiny_config("llama"))
     with pytest.raises(Refusal, match="must name modules of the model"):
-        pipeline.split(model, draft(model), 2, plans_of(model, Plans(pp={"model.layer": "split"}), Plans()).pp)
+        pipeline.split(
+            model, draft(model), 2, plans_of(model, Plans(pp={"model.layer": "split"}), Plans()).pp
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3, 16])  # of micro-batches: fewer than DualPipeV takes, fewer than a step has, and more
+# of micro-batches: fewer than DualPipeV takes, fewer than a step has, and more
+@pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("layout", [{"pp": 2}, DUALPIPEV], ids=["1f1b", "dualpipev"])
 def test_any_number_of_held_out_rows_is_evaluated(pools, tmp_path, layout, rows):
-    """Evaluated in the middle too, so that the steps after it show that it leaves nothing behind."""
-    pools.run(2, train_in_layout, recipe=recipe_for("untied", **layout, eval_rows=rows, eval_every=4), config=strategy("zero1"), out=str(tmp_path / "run"))
+    """Evaluated in the middle too, so that the steps after it show that it leaves nothing
+    behind.
+    """
+    pools.run(
+        2,
+        train_in_layout,
+        recipe=recipe_for("untied", **layout, eval_rows=rows, eval_every=4),
+        config=strategy("zero1"),
+        out=str(tmp_path / "run"),
+    )
     compare(tmp_path / "run", reference("untied", eval_rows=rows))
 
 
 @pytest.mark.slow
 def test_dualpipev_resumes_where_it_stopped(pools, tmp_path):
     for stop_at in (5, 0):
-        pools.run(2, train_in_layout, recipe=recipe_for("tied", **DUALPIPEV, stop_at=stop_at), config=strategy("zero1"), out=str(tmp_path / "run"))
+        pools.run(
+            2,
+            train_in_layout,
+            recipe=recipe_for("tied", **DUALPIPEV, stop_at=stop_at),
+            config=strategy("zero1"),
+            out=str(tmp_path / "run"),
+        )
     compare(tmp_path / "run", reference("tied"))
 
 
-@pytest.mark.parametrize("layout", [{"pp": 2}, pytest.param(DUALPIPEV, marks=pytest.mark.slow)], ids=["1f1b", "dualpipev"])
+@pytest.mark.parametrize(
+    "layout",
+    [{"pp": 2}, pytest.param(DUALPIPEV, marks=pytest.mark.slow)],
+    ids=["1f1b", "dualpipev"],
+)
 def test_stages_train_like_plain_pytorch_in_bf16(pools, tmp_path, layout):
-    pools.run(2, train_in_layout, recipe=recipe_for("untied", **accumulating(2, **layout)), config=strategy("zero1", bf16=True), out=str(tmp_path / "run"))
+    pools.run(
+        2,
+        train_in_layout,
+        recipe=recipe_for("untied", **accumulating(2, **layout)),
+        config=strategy("zero1", bf16=True),
+        out=str(tmp_path / "run"),
+    )
     compare_bf16(tmp_path / "run", str(layout))
 
 
 def planned(monkeypatch, world: int, *flags: str, **fields) -> Recipe:
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    recipe = Recipe(model="meta-llama/Llama-3.1-8B", init="random", tokenizer="bytes", ds_config="zero1.json", out="/nonexistent", **fields)
+    recipe = Recipe(
+        model="meta-llama/Llama-3.1-8B",
+        init="random",
+        tokenizer="bytes",
+        ds_config="zero1.json",
+        out="/nonexistent",
+        **fields,
+    )
     return make_plan(parse(recipe, Path("pipeline.py"), list(flags))).recipe
 
 
-@pytest.mark.parametrize(("world", "flags"), [(2, ("--pp", "2")), (4, ("--pp", "2", "--micro_batch", "3")), (2, ("--pp", "2", "--tp", "1"))])
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [(2, ("--pp", "2")), (4, ("--pp", "2", "--micro_batch", "3")), (2, ("--pp", "2", "--tp", "1"))],
+)
 def test_tiny_takes_the_micro_batches_that_dualpipev_needs(monkeypatch, world, flags):
     recipe = planned(monkeypatch, world, "--tiny", "--pipeline_schedule", "dualpipev", *flags)
     assert recipe.pp == 2 and recipe.global_batch == world // 2 * recipe.micro_batch * 4
 
 
-@pytest.mark.parametrize(("schedule", "world", "pp"), [("1f1b", 8, 4), ("dualpipev", 8, 2), ("dualpipev", 1, 1)])
+@pytest.mark.parametrize(
+    ("schedule", "world", "pp"), [("1f1b", 8, 4), ("dualpipev", 8, 2), ("dualpipev", 1, 1)]
+)
 def test_tiny_lowers_a_pipeline_to_the_layers_of_a_tiny_model(monkeypatch, schedule, world, pp):
     recipe = planned(monkeypatch, world, "--tiny", pp=8, pipeline_schedule=schedule)
     assert recipe.pp == pp and recipe.pipeline_schedule == (schedule if pp > 1 else "1f1b")
 
 
 def test_typing_pp_1_leaves_the_schedule_of_the_recipe_unused(monkeypatch):
-    assert planned(monkeypatch, 2, "--pp", "1", pp=2, pipeline_schedule="dualpipev").pipeline_schedule == "1f1b"
+    assert (
+        planned(monkeypatch, 2, "--pp", "1", pp=2, pipeline_schedule="dualpipev").pipeline_schedule
+        == "1f1b"
+    )
 
 
 def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
     with pytest.raises(Refusal) as refused:
-        planned(monkeypatch, 24, "--pp", "24", "--pipeline_schedule", "dualpipev", "--global_batch", "8", "--micro_batch", "2")
-    assert str(refused.value) == (
-        "pp = 24: makes 48 stages (two on each rank under dualpipev), but the model has only 32 layers. Use --pp 12 or --pp 24 --pipeline_schedule 1f1b\n"
-        "global_batch (train_batch_size) = 8: 1 data-parallel rank * micro_batch 2 leaves 4 micro-batches in a step, but dualpipev requires 2 * pp = 48."
-        " Use global_batch 96, or --pipeline_schedule 1f1b"
+        planned(
+            monkeypatch,
+            24,
+            "--pp",
+            "24",
+            "--pipeline_schedule",
+            "dualpipev",
+            "--global_batch",
+            "8",
+            "--micro_batch",
+            "2",
+        )
+    assert (
+        str(refused.value)
+        == "pp = 24: makes 48 stages (two on each rank under dualpipev), but the model has only 32"
+        " layers. Use --pp 12 or --pp 24 --pipeline_schedule 1f1b\nglobal_batch"
+        " (train_batch_size) = 8: 1 data-parallel rank * micro_batch 2 leaves 4 micro-batches in"
+        " a step, but dualpipev requires 2 * pp = 48. Use global_batch 96, or"
+        " --pipeline_schedule 1f1b"
     )
 
 
@@ -229,5 +345,7 @@ def test_a_pipeline_that_cannot_be_is_refused(monkeypatch, world, flags, text):
 
 
 def test_a_plan_of_its_own_may_divide_another_list(monkeypatch):
-    """Then config.json does not tell the number of layers, and the model itself does when it is built."""
+    """Then config.json does not tell the number of layers, and the model itself does when it is
+    built.
+    """
     assert planned(monkeypatch, 64, "--pp", "64", pp_plan={"model.layers": "split"}).pp == 64

@@ -1,4 +1,6 @@
-"""Which plan cuts a model, which parameters decay, and which gradients have to be summed though no plan names them."""
+"""Which plan cuts a model, which parameters decay, and which gradients have to be summed though no
+plan names them.
+"""
 
 import copy
 
@@ -23,7 +25,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 FACTS, PICTURES = TASKS["pretrain"], TASKS["image_classification"]
 GPT2 = Plans(
-    pp={"*.wte": "first", "*.wpe": "first", "*.h": "split", "*.h.*": "last", "*.ln_f": "last", "*.absent": "last"},
+    pp={
+        "*.wte": "first",
+        "*.wpe": "first",
+        "*.h": "split",
+        "*.h.*": "last",
+        "*.ln_f": "last",
+        "*.absent": "last",
+    },
     tp={"*.h.*.attn.c_attn": "colwise", "*.absent": "rowwise"},
     no_decay=("*.wpe.*",),
 )
@@ -33,31 +42,62 @@ def test_the_recipes_plan_beats_the_published_one_which_beats_the_tasks():
     llama, gpt2 = empty_model(tiny_config("llama", 264)), empty_model(tiny_config("gpt2", 264))
     task = Plans(pp={"*.layers": "split"}, tp={"*.o_proj": "rowwise"})
     own = Plans(pp={"model.norm": "split"}, tp={"model.layers.*.mlp.up_proj": "colwise"})
-    assert plans_of(llama, own, task).pp == {"model.norm": "split"} and plans_of(llama, own, task).tp == own.tp
+    assert (
+        plans_of(llama, own, task).pp == {"model.norm": "split"}
+        and plans_of(llama, own, task).tp == own.tp
+    )
     published = plans_of(llama, Plans(), task)
-    assert published == published_plans(llama) and published.pp["model.layers"] == "split" and len(published.tp) > 5
+    assert (
+        published == published_plans(llama)
+        and published.pp["model.layers"] == "split"
+        and len(published.tp) > 5
+    )
     assert plans_of(gpt2, Plans(), Plans()).pp == {} == plans_of(gpt2, Plans(), Plans()).tp
 
 
 def test_a_tasks_patterns_name_what_the_model_has():
-    """What lies inside a module that is named already is left out, and so is what the model does not have; layer numbers become `*`."""
+    """What lies inside a module that is named already is left out, and so is what the model does
+    not have; layer numbers become `*`.
+    """
     model = empty_model(tiny_config("gpt2", 264))
     plans = plans_of(model, Plans(), GPT2)
-    assert plans.pp == {"transformer.wte": "first", "transformer.wpe": "first", "transformer.h": "split", "transformer.ln_f": "last"}
+    assert plans.pp == {
+        "transformer.wte": "first",
+        "transformer.wpe": "first",
+        "transformer.h": "split",
+        "transformer.ln_f": "last",
+    }
     assert plans.tp == {"transformer.h.*.attn.c_attn": "colwise"}
-    assert pipeline.chain(model, plans.pp) == tuple(f"transformer.h.{number}" for number in range(4))
+    assert pipeline.chain(model, plans.pp) == tuple(
+        f"transformer.h.{number}" for number in range(4)
+    )
 
 
 def test_the_head_of_a_task_that_a_published_plan_does_not_name_is_on_the_last_stage():
-    """A decoder with another head publishes the plan of its base; other tasks change nothing of it."""
+    """A decoder with another head publishes the plan of its base; other tasks change nothing of
+    it.
+    """
     facts = TASKS["reward"]
-    model = empty_model(tiny_config("llama", 264, "reward") | {"num_labels": 1}, auto_class=facts.auto_class)
+    model = empty_model(
+        tiny_config("llama", 264, "reward") | {"num_labels": 1}, auto_class=facts.auto_class
+    )
     plans = plans_of(model, Plans(), facts.plans)
-    assert plans.pp == published_plans(model).pp | {"score": "last"} and plans.pp["model.layers"] == "split"
-    assert {tensor.name: tensor.place for tensor in draft(model, plans).tensors}["score.weight"] == "last"
-    assert plans_of(model, Plans(pp={"model.layers": "split"}), facts.plans).pp == {"model.layers": "split"}, "a recipe's own plan stays"
+    assert (
+        plans.pp == published_plans(model).pp | {"score": "last"}
+        and plans.pp["model.layers"] == "split"
+    )
+    assert {tensor.name: tensor.place for tensor in draft(model, plans).tensors}[
+        "score.weight"
+    ] == "last"
+    assert plans_of(model, Plans(pp={"model.layers": "split"}), facts.plans).pp == {
+        "model.layers": "split"
+    }, "a recipe's own plan stays"
     llama = empty_model(tiny_config("llama", 264))
-    assert all(plans_of(llama, Plans(), each.plans) == published_plans(llama) for task, each in TASKS.items() if task in ("pretrain", "sft", "preference"))
+    assert all(
+        plans_of(llama, Plans(), each.plans) == published_plans(llama)
+        for task, each in TASKS.items()
+        if task in ("pretrain", "sft", "preference")
+    )
 
 
 def test_a_name_of_the_recipe_that_the_model_does_not_have_is_refused():
@@ -65,7 +105,9 @@ def test_a_name_of_the_recipe_that_the_model_does_not_have_is_refused():
     with pytest.raises(Refusal, match="must name modules of the model"):
         pipeline.chain(model, plans_of(model, Plans(pp={"*.layer": "split"}), Plans()).pp)
     with pytest.raises(Refusal, match="is a Embedding, which has no blocks to split"):
-        pipeline.chain(model, plans_of(model, Plans(pp={"model.embed_tokens": "split"}), Plans()).pp)
+        pipeline.chain(
+            model, plans_of(model, Plans(pp={"model.embed_tokens": "split"}), Plans()).pp
+        )
     with pytest.raises(Refusal, match=r"no tensor-parallel style columns\. Use .*colwise"):
         tensor_parallel.check_plan(model, {"model.layers.*.mlp.up_proj": "columns"})
     with pytest.raises(Refusal, match="publishes no base_model_tp_plan"):
@@ -76,7 +118,9 @@ def test_counts_that_tp_does_not_divide_are_refused():
     model = nn.Sequential(nn.Linear(6, 4))
     tensor_parallel._divide_counts(model, {"Linear": ("in_features",)}, 3)
     assert model[0].in_features == 2
-    with pytest.raises(Refusal, match=r"Linear.out_features: is 4 in 0, which is not divisible by tp = 3"):
+    with pytest.raises(
+        Refusal, match=r"Linear.out_features: is 4 in 0, which is not divisible by tp = 3"
+    ):
         tensor_parallel._divide_counts(model, {"Linear": ("out_features",)}, 3)
 
 
@@ -85,10 +129,18 @@ def test_what_does_not_decay_is_the_same_to_the_optimizer_and_the_blueprint():
     plans = plans_of(model, Plans(no_decay=("transformer.wte.weight",)), GPT2)
     decayed, others = parameter_groups(model, draft(model, plans).trained)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert {"transformer.wpe.weight", "transformer.wte.weight"} <= {names[id(parameter)] for parameter in others["params"]} and others["weight_decay"] == 0
+    assert {"transformer.wpe.weight", "transformer.wte.weight"} <= {
+        names[id(parameter)] for parameter in others["params"]
+    } and others["weight_decay"] == 0
     assert all(parameter.ndim >= 2 for parameter in decayed["params"])
-    groups = {tensor.name: tensor.group for tensor in draft(model, plans).tensors if not tensor.buffer}
-    assert groups == {names[id(parameter)]: number for number, group in enumerate((decayed, others)) for parameter in group["params"]}
+    groups = {
+        tensor.name: tensor.group for tensor in draft(model, plans).tensors if not tensor.buffer
+    }
+    assert groups == {
+        names[id(parameter)]: number
+        for number, group in enumerate((decayed, others))
+        for parameter in group["params"]
+    }
 
 
 class Nested(nn.Module):
@@ -96,59 +148,120 @@ class Nested(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleDict({"down": nn.Linear(2, 2), "layers": nn.ModuleList([nn.Linear(2, 2) for _ in range(n)])}) for n in (1, 2))
+        self.stages = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "down": nn.Linear(2, 2),
+                    "layers": nn.ModuleList([nn.Linear(2, 2) for _ in range(n)]),
+                }
+            )
+            for n in (1, 2)
+        )
         self.decoder = nn.Sequential(nn.Linear(2, 2))
 
 
 def test_the_blocks_of_several_lists_make_one_chain():
     model = Nested()
     plan = {"stages.0.layers": "split", "stages.1.layers": "split", "decoder": "split"}
-    assert pipeline.chain(model, plan) == ("stages.0.layers.0", "stages.1.layers.0", "stages.1.layers.1", "decoder.0")
+    assert pipeline.chain(model, plan) == (
+        "stages.0.layers.0",
+        "stages.1.layers.0",
+        "stages.1.layers.1",
+        "decoder.0",
+    )
 
 
 def of_pictures(kind: str) -> PreTrainedModel:
-    return empty_model(tiny_config(kind, 0, "image_classification"), "eager", auto_class=PICTURES.auto_class)
+    return empty_model(
+        tiny_config(kind, 0, "image_classification"), "eager", auto_class=PICTURES.auto_class
+    )
 
 
 def test_a_type_that_the_plan_of_a_task_does_not_fit_has_none():
-    """The names of BERT's layers are RoFormer's, too, but it counts its heads in the forward pass. A recipe's plan is taken; BERT has both."""
+    """The names of BERT's layers are RoFormer's, too, but it counts its heads in the forward pass.
+
+    A recipe's plan is taken; BERT has both.
+    """
     masked = TASKS["masked_lm"]
-    roformer, bert = (empty_model(tiny_config(kind, 264, "masked_lm"), "eager", auto_class=masked.auto_class) for kind in ("roformer", "bert"))
+    roformer, bert = (
+        empty_model(tiny_config(kind, 264, "masked_lm"), "eager", auto_class=masked.auto_class)
+        for kind in ("roformer", "bert")
+    )
     own = Plans(pp={"roformer.encoder.layer": "split"}, tp={"*.intermediate.dense": "colwise"})
-    assert plans_of(roformer, Plans(), masked.plans).pp == {} == plans_of(roformer, Plans(), masked.plans).tp
-    assert plans_of(roformer, own, masked.plans).pp == own.pp and plans_of(roformer, own, masked.plans).tp == own.tp
-    assert plans_of(bert, Plans(), masked.plans).pp["bert.encoder.layer"] == "split" and len(plans_of(bert, Plans(), masked.plans).tp) == 6
+    assert (
+        plans_of(roformer, Plans(), masked.plans).pp
+        == {}
+        == plans_of(roformer, Plans(), masked.plans).tp
+    )
+    assert (
+        plans_of(roformer, own, masked.plans).pp == own.pp
+        and plans_of(roformer, own, masked.plans).tp == own.tp
+    )
+    assert (
+        plans_of(bert, Plans(), masked.plans).pp["bert.encoder.layer"] == "split"
+        and len(plans_of(bert, Plans(), masked.plans).tp) == 6
+    )
     assert set(masked.plans.unfit) <= set(types_of(masked.auto_class))
 
 
 @pytest.mark.parametrize("kind", ["resnet", "regnet"])
 def test_stages_that_are_nothing_but_lists_make_one_chain(kind):
-    """By the plan of the task, or when a recipe names each list. One that names the list of stages splits that: it is not looked into."""
+    """By the plan of the task, or when a recipe names each list.
+
+    One that names the list of stages splits that: it is not looked into.
+    """
     model = of_pictures(kind)
     inside = [f"{kind}.encoder.stages.{stage}.layers" for stage in range(4)]
     expected = tuple(f"{name}.{block}" for name in inside for block in range(2))
     plan = plans_of(model, Plans(), PICTURES.plans).pp
-    assert plan == {f"{kind}.embedder": "first", "classifier": "last"} | dict.fromkeys(inside, "split")
-    assert pipeline.chain(model, plan) == expected == pipeline.chain(model, dict.fromkeys(inside, "split"))
-    assert pipeline.chain(model, {f"{kind}.encoder.stages": "split"}) == tuple(f"{kind}.encoder.stages.{stage}" for stage in range(4))
-    places = {tensor.name: tensor.place for tensor in draft(model, plans_of(model, Plans(), PICTURES.plans)).tensors}
-    assert {places[f"{kind}.encoder.stages.2.layers.1.layer.0.normalization.{name}"] for name in ("weight", "running_mean", "num_batches_tracked")} == {"5"}
-    assert {place for name, place in places.items() if name.startswith(f"{kind}.embedder.")} == {"first"}
+    assert plan == {f"{kind}.embedder": "first", "classifier": "last"} | dict.fromkeys(
+        inside, "split"
+    )
+    assert (
+        pipeline.chain(model, plan)
+        == expected
+        == pipeline.chain(model, dict.fromkeys(inside, "split"))
+    )
+    assert pipeline.chain(model, {f"{kind}.encoder.stages": "split"}) == tuple(
+        f"{kind}.encoder.stages.{stage}" for stage in range(4)
+    )
+    places = {
+        tensor.name: tensor.place
+        for tensor in draft(model, plans_of(model, Plans(), PICTURES.plans)).tensors
+    }
+    assert {
+        places[f"{kind}.encoder.stages.2.layers.1.layer.0.normalization.{name}"]
+        for name in ("weight", "running_mean", "num_batches_tracked")
+    } == {"5"}
+    assert {place for name, place in places.items() if name.startswith(f"{kind}.embedder.")} == {
+        "first"
+    }
 
 
 @pytest.mark.parametrize("kind", ["resnet", "regnet"])
 def test_the_stages_of_a_chain_compute_what_the_whole_model_does(kind):
-    """Logits and the gradient of every parameter, cut before each block, in fp64: in fp32 a ReLU whose input is near zero rounds to either side."""
+    """Logits and the gradient of every parameter, cut before each block, in fp64: in fp32 a ReLU
+    whose input is near zero rounds to either side.
+    """
     config, facts = tiny_config(kind, 0, "image_classification"), PICTURES
     recipe = Recipe(model="none", init="random", task="image_classification")
     made = [build_model(recipe, config, None, {}, torch.device("cpu")) for _ in range(3)]
-    plan, pictures = plans_of(made[0].model, Plans(), facts.plans).pp, torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    plan, pictures = (
+        plans_of(made[0].model, Plans(), facts.plans).pp,
+        torch.randn(4, 3, 32, 32, dtype=torch.float64),
+    )
     whole = made[0].model.double()
     expected = whole(pictures).logits
     expected.square().sum().backward()
     for border in range(1, 8):
         stages = [copy.deepcopy(one.model).double() for one in made[1:]]
-        split = pipeline.Split(pipeline.chain(whole, plan), tuple(name for name in plan if plan[name] == "first"), ("classifier",), (0, border, 8), False)
+        split = pipeline.Split(
+            pipeline.chain(whole, plan),
+            tuple(name for name in plan if plan[name] == "first"),
+            ("classifier",),
+            (0, border, 8),
+            False,
+        )
         for stage, model in enumerate(stages):
             pipeline.cut(model, split, stage, torch.float64, facts)
         sent = stages[0]((pictures,))
@@ -157,9 +270,17 @@ def test_the_stages_of_a_chain_compute_what_the_whole_model_does(kind):
         logits.square().sum().backward()
         torch.autograd.backward(sent, [value.grad for value in received])
         assert torch.allclose(logits, expected, rtol=1e-12)
-        gradients = {name: value.grad for model in stages for name, value in model.named_parameters() if value.grad is not None}
+        gradients = {
+            name: value.grad
+            for model in stages
+            for name, value in model.named_parameters()
+            if value.grad is not None
+        }
         assert gradients.keys() == {name for name, _ in whole.named_parameters()}
-        assert all((value.grad - gradients[name]).norm() <= 1e-11 * value.grad.norm() for name, value in whole.named_parameters())
+        assert all(
+            (value.grad - gradients[name]).norm() <= 1e-11 * value.grad.norm()
+            for name, value in whole.named_parameters()
+        )
 
 
 @pytest.mark.parametrize("kind", ["convnext", "swin", "hgnet_v2", "segformer", "hiera"])
@@ -168,14 +289,21 @@ def test_stages_with_modules_between_their_blocks_make_no_chain(kind):
 
 
 def test_what_transformers_does_not_draw_is_drawn_as_torch_does_it():
-    """The biases of RegNet's convolutions have no initialiser in transformers 5.22; left as they are made they would be whatever the memory held."""
+    """The biases of RegNet's convolutions have no initialiser in transformers 5.22; left as they
+    are made they would be whatever the memory held.
+    """
     recipe = Recipe(model="none", init="random", task="image_classification")
     config = tiny_config("regnet", 0, "image_classification")
-    one, other = (dict(build_model(recipe, config, None, {}, torch.device("cpu")).model.named_parameters()) for _ in range(2))
+    one, other = (
+        dict(build_model(recipe, config, None, {}, torch.device("cpu")).model.named_parameters())
+        for _ in range(2)
+    )
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     biases = [name for name in one if name.endswith((".attention.0.bias", ".attention.2.bias"))]
     bounds = [one[name.replace("bias", "weight")].shape[1] ** -0.5 for name in biases]
-    assert len(biases) == 16 and all(0 < one[name].abs().max() <= bound for name, bound in zip(biases, bounds, strict=True))
+    assert len(biases) == 16 and all(
+        0 < one[name].abs().max() <= bound for name, bound in zip(biases, bounds, strict=True)
+    )
 
 
 def kept_by(**how: int) -> tuple[int, list[torch.Tensor | None]]:
@@ -184,17 +312,35 @@ def kept_by(**how: int) -> tuple[int, list[torch.Tensor | None]]:
     recipe = Recipe(model="none", init="random", task="image_classification", **how)
     model = build_model(recipe, config, None, {}, torch.device("cpu")).model
     sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor):
-        loss = model(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))).logits.sum()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor
+    ):
+        loss = model(
+            torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        ).logits.sum()
     loss.backward()
     return sum(sizes), [parameter.grad for parameter in model.parameters()]
 
 
 def test_layers_are_recomputed_where_transformers_has_no_such_layers():
     """Every third block keeps its input only; a model whose layers are in no list is refused."""
-    (whole, expected), (less, gradients), (least, others) = kept_by(), kept_by(recompute_every=3), kept_by(activation_checkpointing=True)
-    assert 0 < least < 0.8 * less < 0.8 * 0.8 * whole and all(map(torch.equal, gradients, expected)) and all(map(torch.equal, others, expected))
-    with pytest.raises(Refusal, match=r"recompute_every = 1: transformers recomputes no layers of a .*, and it has no list of layers"):
+    (whole, expected), (less, gradients), (least, others) = (
+        kept_by(),
+        kept_by(recompute_every=3),
+        kept_by(activation_checkpointing=True),
+    )
+    assert (
+        0 < least < 0.8 * less < 0.8 * 0.8 * whole
+        and all(map(torch.equal, gradients, expected))
+        and all(map(torch.equal, others, expected))
+    )
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"recompute_every = 1: transformers recomputes no layers of a .*, and it has no list of"
+            r" layers"
+        ),
+    ):
         recompute(Small(twice=False), 1)
 
 
@@ -219,18 +365,33 @@ def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
     ],
 )
 def test_gradients_that_have_to_be_summed(family, expected):
-    """By the graph of a small copy; tests/loop/test_parity.py has Apertus on two ranks, recipes/SUPPORT.md every family."""
+    """By the graph of a small copy; tests/loop/test_parity.py has Apertus on two ranks,
+    recipes/SUPPORT.md every family.
+    """
     model_config = tiny_config(family, 264)
-    assert sorted(summed_gradients(model_config, FACTS, published_plans(empty_model(model_config, "eager")))) == expected
+    assert (
+        sorted(
+            summed_gradients(
+                model_config, FACTS, published_plans(empty_model(model_config, "eager"))
+            )
+        )
+        == expected
+    )
 
 
 class Small(PreTrainedModel):
-    """up (column-wise), then `own`, which no plan names, then down (row-wise); `twice` uses it behind the sum, too."""
+    """up (column-wise), then `own`, which no plan names, then down (row-wise); `twice` uses it
+    behind the sum, too.
+    """
 
     def __init__(self, twice: bool):
         super().__init__(PreTrainedConfig())
         self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False)
-        self.own, self.after, self.twice = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), twice
+        self.own, self.after, self.twice = (
+            nn.Parameter(torch.ones(1)),
+            nn.Parameter(torch.ones(1)),
+            twice,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.down(self.up(x) * self.own) * self.after
@@ -241,8 +402,17 @@ PLAN = {"up": "colwise", "down": "rowwise"}
 
 
 def test_a_parameter_between_two_cut_layers_gets_a_part():
-    assert partial_gradients(Small(twice=False), PLAN, lambda model: model(torch.ones(2, 4))) == {"own"}
-    assert partial_gradients(Small(twice=False), {"down": "rowwise_split_input"}, lambda model: model(torch.ones(2, 4))) == frozenset()
+    assert partial_gradients(Small(twice=False), PLAN, lambda model: model(torch.ones(2, 4))) == {
+        "own"
+    }
+    assert (
+        partial_gradients(
+            Small(twice=False),
+            {"down": "rowwise_split_input"},
+            lambda model: model(torch.ones(2, 4)),
+        )
+        == frozenset()
+    )
 
 
 def test_a_parameter_on_both_sides_of_a_sum_is_refused():
@@ -252,5 +422,9 @@ def test_a_parameter_on_both_sides_of_a_sum_is_refused():
 
 def test_a_model_of_which_no_small_copy_runs_is_refused_under_tp():
     model_config = tiny_config("gemma4_unified_assistant", 264)
-    with pytest.raises(Refusal, match=r"no small copy of a .* runs, which shows what tensor parallelism has to sum"):
-        summed_gradients(model_config, FACTS, published_plans(empty_model(model_config)), "some/model")
+    with pytest.raises(
+        Refusal, match=r"no small copy of a .* runs, which shows what tensor parallelism has to sum"
+    ):
+        summed_gradients(
+            model_config, FACTS, published_plans(empty_model(model_config)), "some/model"
+        )

@@ -1,4 +1,6 @@
-"""The picture of a pipeline's step: what it measures is the bubble that theory gives, on real processes whose stages sleep."""
+"""The picture of a pipeline's step: what it measures is the bubble that theory gives, on real
+processes whose stages sleep.
+"""
 
 import statistics
 import time
@@ -13,7 +15,8 @@ from recipekit.parallel.timeline import Span, bubble, ideal_bubble
 def sleeping_stages(pp: int, micro_batches: list[int], dualpipev: bool, out: str) -> list[float]:
     """Runs on every rank: its median bubble of five steps, for each number of micro-batches.
 
-    Sleeping needs no core, so two cores do for four stages; but a busy machine wakes a process late, in some steps more than in others.
+    Sleeping needs no core, so two cores do for four stages; but a busy machine wakes a process
+    late, in some steps more than in others.
     """
     import contextlib
 
@@ -43,13 +46,29 @@ def sleeping_stages(pp: int, micro_batches: list[int], dualpipev: bool, out: str
 
     measured = []
     for number in micro_batches:
-        Layer.seconds = max(0.03, 0.005 * number / (pp - 1)) * (2 if dualpipev else 1)  # seconds; the smaller the bubble, the more
+        # seconds; the smaller the bubble, the more
+        Layer.seconds = max(0.03, 0.005 * number / (pp - 1)) * (2 if dualpipev else 1)
         with contextlib.redirect_stdout(None):
             kind, layers = (DualPipeVModule, 2 * pp) if dualpipev else (PipelineModule, pp)
-            net = kind(layers=[Layer(4, 4) for _ in range(layers)], num_stages=pp, loss_fn=torch.nn.functional.mse_loss, partition_method="uniform")
+            net = kind(
+                layers=[Layer(4, 4) for _ in range(layers)],
+                num_stages=pp,
+                loss_fn=torch.nn.functional.mse_loss,
+                partition_method="uniform",
+            )
         optimizer = {"type": "SGD", "params": {"lr": 0.01}}
-        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": number, "train_batch_size": number, "optimizer": optimizer}
-        engine: Any = deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config, dist_init_required=False)[0]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": number,
+            "train_batch_size": number,
+            "optimizer": optimizer,
+        }
+        engine: Any = deepspeed.initialize(
+            model=net,
+            model_parameters=list(net.parameters()),
+            config=config,
+            dist_init_required=False,
+        )[0]
         said: list[str] = []
         bubbles = []
         for step in range(1, 7):
@@ -59,7 +78,9 @@ def sleeping_stages(pp: int, micro_batches: list[int], dualpipev: bool, out: str
             if step == 1:
                 assert spans == []  # not asked for
                 continue
-            counted = [sum(span.kind == kind for span in spans) for kind in ("forward", "backward", "step")]
+            counted = [
+                sum(span.kind == kind for span in spans) for kind in ("forward", "backward", "step")
+            ]
             assert counted == [layers // pp * number, layers // pp * number, 1]
             bubbles.append(timeline.bubble(spans))
         timeline.report(engine, spans, "sleeping layers", 6, Path(out), said.append)
@@ -72,23 +93,35 @@ def sleeping_stages(pp: int, micro_batches: list[int], dualpipev: bool, out: str
 @pytest.mark.slow  # they time sleeping processes, which a busy machine wakes late
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, [2, 4, 8]), (4, [2, 4, 8])])
 def test_measured_bubble_of_1f1b_is_the_theoretical_one(pools, tmp_path, pp, micro_batches):
-    first_rank = pools.run(pp, sleeping_stages, pp=pp, micro_batches=micro_batches, dualpipev=False, out=str(tmp_path))[0]
-    print(f"pp {pp}: " + ", ".join(f"m {m} {got:.3f} for {(pp - 1) / (m + pp - 1):.3f}" for m, got in zip(micro_batches, first_rank, strict=True)))
+    first_rank = pools.run(
+        pp, sleeping_stages, pp=pp, micro_batches=micro_batches, dualpipev=False, out=str(tmp_path)
+    )[0]
+    print(
+        f"pp {pp}: "
+        + ", ".join(
+            f"m {m} {got:.3f} for {(pp - 1) / (m + pp - 1):.3f}"
+            for m, got in zip(micro_batches, first_rank, strict=True)
+        )
+    )
     assert first_rank == pytest.approx([(pp - 1) / (m + pp - 1) for m in micro_batches], rel=0.2)
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_measured_bubble_of_dualpipev_is_the_theoretical_one(pools, tmp_path):
-    first_rank = pools.run(2, sleeping_stages, pp=2, micro_batches=[4], dualpipev=True, out=str(tmp_path))[0]
+    first_rank = pools.run(
+        2, sleeping_stages, pp=2, micro_batches=[4], dualpipev=True, out=str(tmp_path)
+    )[0]
     print("dualpipev: " + ", ".join(f"{got:.3f}" for got in first_rank))
     assert first_rank == pytest.approx([4 / 28], rel=0.2)
 
 
 def events_of(commands: list[Any], rank: int) -> list[tuple[Any, ...]]:
-    """What a rank does in order: ("forward" or "backward", phase, number), ("send" or "receive", message) and ("exchange",).
+    """What a rank does in order: ("forward" or "backward", phase, number), ("send" or "receive",
+    message) and ("exchange",).
 
-    1F1B exchanges a message where it says so, DualPipeV what has come together since the last CommitP2P.
+    1F1B exchanges a message where it says so, DualPipeV what has come together since the last
+    CommitP2P.
     """
     collects = any(type(command).__name__ == "CommitP2P" for command in commands)
     seen: Counter[tuple[str, int]] = Counter()
@@ -102,7 +135,12 @@ def events_of(commands: list[Any], rank: int) -> list[tuple[Any, ...]]:
         elif kind in ("Activation", "Grad"):
             onward = 1 if (kind == "Activation") == (phase == 0) else -1
             sender = rank if name.startswith("Send") else rank - onward
-            events.append(("send" if sender == rank else "receive", (sender, sender + onward, kind, phase, number)))
+            events.append(
+                (
+                    "send" if sender == rank else "receive",
+                    (sender, sender + onward, kind, phase, number),
+                )
+            )
             events += [] if collects else [("exchange",)]
         elif name == "CommitP2P":
             events.append(("exchange",))
@@ -110,11 +148,24 @@ def events_of(commands: list[Any], rank: int) -> list[tuple[Any, ...]]:
 
 
 def costs(schedule: Any, pp: int, micro_batches: int, forward: int, backward: int) -> float:
-    """The bubble of the first rank by DeepSpeed's own order of instructions, if sending takes no time."""
-    orders = [events_of([command for commands in schedule(micro_batches, pp, rank).steps() for command in commands], rank) for rank in range(pp)]
+    """The bubble of the first rank by DeepSpeed's own order of instructions, if sending takes no
+    time.
+    """
+    orders = [
+        events_of(
+            [
+                command
+                for commands in schedule(micro_batches, pp, rank).steps()
+                for command in commands
+            ],
+            rank,
+        )
+        for rank in range(pp)
+    ]
     seconds = {"forward": forward, "backward": backward}
     clock, spans = [0] * pp, [[] for _ in range(pp)]
-    sending, receiving, sent = [[] for _ in range(pp)], [[] for _ in range(pp)], {}  # sent: message -> when
+    # sent: message -> when
+    sending, receiving, sent = [[] for _ in range(pp)], [[] for _ in range(pp)], {}
     while any(orders):
         for rank, order in enumerate(orders):
             while order:
@@ -143,9 +194,16 @@ def test_theory_is_what_deepspeeds_schedules_come_to(pp, more):
     number = 2 * pp + more
     assert costs(TrainSchedule, pp, number, 1, 2) == pytest.approx(ideal_bubble("1f1b", pp, number))
     assert costs(TrainSchedule, pp, number, 1, 3) == pytest.approx(ideal_bubble("1f1b", pp, number))
-    assert costs(DualPipeVSchedule, pp, number, 1, 2) == pytest.approx(ideal_bubble("dualpipev", pp, number))
+    assert costs(DualPipeVSchedule, pp, number, 1, 2) == pytest.approx(
+        ideal_bubble("dualpipev", pp, number)
+    )
 
 
 def test_bubble_leaves_out_what_follows_the_last_backward():
-    spans = [Span("forward", 0, 0, 1.0, 2.0), Span("backward", 0, 0, 4.0, 5.0), Span("reduce", 0, 0, 5.0, 9.0), Span("step", 0, 0, 9.0, 10.0)]
+    spans = [
+        Span("forward", 0, 0, 1.0, 2.0),
+        Span("backward", 0, 0, 4.0, 5.0),
+        Span("reduce", 0, 0, 5.0, 9.0),
+        Span("step", 0, 0, 9.0, 10.0),
+    ]
     assert bubble(spans) == 0.5

@@ -1,4 +1,6 @@
-"""Every stage of a pipeline is asked, one after the other in one process: what it computes, holds, is handed and counts."""
+"""Every stage of a pipeline is asked, one after the other in one process: what it computes, holds,
+is handed and counts.
+"""
 
 import copy
 from collections import deque
@@ -17,7 +19,8 @@ from recipekit.spec.mesh import Mesh
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS, Plans
 
-LAYERS, ROWS, LENGTH = 5, 2, 11  # five layers over three stages: 2, 2 and 1, or what their sizes make of them
+# five layers over three stages: 2, 2 and 1, or what their sizes make of them
+LAYERS, ROWS, LENGTH = 5, 2, 11
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("pretrain", "llama", {"tie_word_embeddings": False}),
     ("pretrain", "llama", {"tie_word_embeddings": True}),
@@ -30,8 +33,17 @@ IDS = ["untied", "tied", "reward", "bert, both ways", "pictures that are no squa
 
 def model_of(task: str, kind: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    config = config_of(tiny_config(kind, 264, task) | changes | {"num_hidden_layers": LAYERS, "layer_types": None} | {"model_type": kind})
-    model = class_of(config, TASKS[task].auto_class)._from_config(config, attn_implementation="eager").eval()
+    config = config_of(
+        tiny_config(kind, 264, task)
+        | changes
+        | {"num_hidden_layers": LAYERS, "layer_types": None}
+        | {"model_type": kind}
+    )
+    model = (
+        class_of(config, TASKS[task].auto_class)
+        ._from_config(config, attn_implementation="eager")
+        .eval()
+    )
     for parameter in model.parameters():  # every weight counts
         parameter.data = parameter.data + 0.05 * torch.randn(parameter.shape)
     return model
@@ -47,7 +59,9 @@ def inputs_of(task: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("task", "kind", "changes"), MODELS, ids=IDS)
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_stages_one_after_the_other_are_the_model(task: str, kind: str, changes: dict[str, Any], num_stages: int) -> None:
+def test_stages_one_after_the_other_are_the_model(
+    task: str, kind: str, changes: dict[str, Any], num_stages: int
+) -> None:
     facts, model = TASKS[task], model_of(task, kind, changes)
     plans = plans_of(model, Plans(), facts.plans)
     made = draft(model, plans)
@@ -62,7 +76,9 @@ def test_stages_one_after_the_other_are_the_model(task: str, kind: str, changes:
             pipeline.cut(own, split, stage, torch.float32, facts)
             assert own.last_stage == (stage == num_stages - 1)
             names = [name for name, _ in own.named_parameters()]
-            assert names == [tensor.name for tensor in blueprints.held(made, layout, stage) if not tensor.buffer]
+            assert names == [
+                tensor.name for tensor in blueprints.held(made, layout, stage) if not tensor.buffer
+            ]
             layers = {int(word) for name in names for word in name.split(".") if word.isdecimal()}
             assert layers == set(range(split.bounds[stage], split.bounds[stage + 1]))
             passed = own(passed)
@@ -70,18 +86,30 @@ def test_stages_one_after_the_other_are_the_model(task: str, kind: str, changes:
 
 
 def test_each_stage_is_handed_what_it_needs_of_every_micro_batch() -> None:
-    """The last one more than the others, on every rank that has one; in the order of the micro-batches."""
+    """The last one more than the others, on every rank that has one; in the order of the
+    micro-batches.
+    """
     stages = [SimpleNamespace(last_stage=last, handed=None) for last in (False, True)]
     net = SimpleNamespace(stages=stages, waiting=[deque(), deque()])
     asked: list[bool] = []
 
     def handed(last: bool) -> list[dict[str, torch.Tensor]]:
         asked.append(last)
-        return [{"attention_mask": torch.tensor(number)} | ({"losses_of": torch.tensor(10 + number)} if last else {}) for number in range(3)]
+        return [
+            {"attention_mask": torch.tensor(number)}
+            | ({"losses_of": torch.tensor(10 + number)} if last else {})
+            for number in range(3)
+        ]
 
     pipeline.hand_over(net, handed, torch.device("cpu"))
-    assert asked == [False, True] and [stage.handed for stage in stages] == [("attention_mask",), ("attention_mask", "losses_of")]
-    assert [[tuple(map(int, tensors)) for tensors in waiting] for waiting in net.waiting] == [[(0,), (1,), (2,)], [(0, 10), (1, 11), (2, 12)]]
+    assert asked == [False, True] and [stage.handed for stage in stages] == [
+        ("attention_mask",),
+        ("attention_mask", "losses_of"),
+    ]
+    assert [[tuple(map(int, tensors)) for tensors in waiting] for waiting in net.waiting] == [
+        [(0,), (1,), (2,)],
+        [(0, 10), (1, 11), (2, 12)],
+    ]
     for phase, expected in ((1, (0, 10)), (0, (0,)), (1, (1, 11))):
         net.active_phase = phase
         [given] = pipeline._with_handed(net, ((torch.tensor(7),),))
@@ -101,12 +129,17 @@ def test_a_group_that_any_stage_lacks_is_refused(lacking: int) -> None:
     made = blueprints.Blueprint(tensors, {}, 3, True, groups=(*FIRST, Group(lr_scale=0.5)))
     with pytest.raises(Refusal, match=f"leaves stage {lacking} without the optimizer group"):
         pipeline.check_stages(made, (0, 1, 2, 3))
-    pipeline.check_stages(blueprints.Blueprint(tensors, {}, 3, True, groups=(*FIRST, Group(lr_scale=0.5))), (0, 3))
+    pipeline.check_stages(
+        blueprints.Blueprint(tensors, {}, 3, True, groups=(*FIRST, Group(lr_scale=0.5))), (0, 3)
+    )
 
 
 def test_what_belongs_to_the_ends_is_on_them_alone() -> None:
     bounds = (0, 2, 4, 5)
-    found = {place: [blueprints.on_stage(place, stage, bounds) for stage in range(3)] for place in ("first", "last", "ends", "every", "0", "1", "2", "3", "4")}
+    found = {
+        place: [blueprints.on_stage(place, stage, bounds) for stage in range(3)]
+        for place in ("first", "last", "ends", "every", "0", "1", "2", "3", "4")
+    }
     yes, no = True, False
     assert found == {
         "first": [yes, no, no],
@@ -120,5 +153,9 @@ def test_what_belongs_to_the_ends_is_on_them_alone() -> None:
         "4": [no, no, yes],
     }
     assert [blueprints.stages_of(rank, 3, "1f1b") for rank in range(3)] == [[0], [1], [2]]
-    assert [blueprints.stages_of(rank, 3, "dualpipev") for rank in range(3)] == [[0, 5], [1, 4], [2, 3]]
+    assert [blueprints.stages_of(rank, 3, "dualpipev") for rank in range(3)] == [
+        [0, 5],
+        [1, 4],
+        [2, 3],
+    ]
     assert blueprints.stages_of(0, 1, "dualpipev") == [0]

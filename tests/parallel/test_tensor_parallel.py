@@ -1,4 +1,7 @@
-"""What a step under tensor parallelism asks of its group. That it trains like plain PyTorch is in test_parity.py and test_pipeline.py."""
+"""What a step under tensor parallelism asks of its group.
+
+That it trains like plain PyTorch is in test_parity.py and test_pipeline.py.
+"""
 
 import json
 import subprocess
@@ -24,10 +27,23 @@ def sums_of_a_pass(checkpointed: bool) -> tuple[list[int], list[int]]:
     from recipekit.spec.recipe import Recipe
 
     config = json.loads((SHIPPED / "meta-llama--Llama-3.2-1B.json").read_text())
-    config |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    config |= {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
     recipe = Recipe(init="random", tp=2, activation_checkpointing=checkpointed)
     groups = Groups(Mesh(tp=2), "cpu")
-    model = build_model(recipe, config | {"vocab_size": 64}, groups, {"zero_optimization": {"stage": 0}}, torch.device("cpu")).model
+    model = build_model(
+        recipe,
+        config | {"vocab_size": 64},
+        groups,
+        {"zero_optimization": {"stage": 0}},
+        torch.device("cpu"),
+    ).model
     sizes: list[int] = []
     plain = dist.all_reduce
 
@@ -37,7 +53,8 @@ def sums_of_a_pass(checkpointed: bool) -> tuple[list[int], list[int]]:
 
     ids = torch.arange(10).view(2, 5)
     with mock.patch.object(dist, "all_reduce", counting):
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # the first also asks of each whole parameter whether its gradient is a part
+        # the first also asks of each whole parameter whether its gradient is a part
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         sizes.clear()
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         forward = list(sizes)
@@ -50,13 +67,16 @@ def test_a_layer_sums_two_activations_and_two_gradients(pools: Any, checkpointed
     activation = 2 * 5 * 32
     for forward, backward in pools.run(2, sums_of_a_pass, checkpointed=checkpointed):
         assert forward == [activation] * 2 * LAYERS, "after attention and after the MLP"
-        # q, k and v read one activation, gate and up another: without sharing it would be five sums a layer
-        again = LAYERS if checkpointed else 0  # the sum after attention; recomputing ends before the one after the MLP
+        # q, k and v read one activation, gate and up another: without sharing it would be five sums
+        # a layer the sum after attention; recomputing ends before the one after the MLP
+        again = LAYERS if checkpointed else 0
         assert backward == [activation] * (2 * LAYERS + again)
 
 
 def logits_of(family: str, tp: int) -> torch.Tensor:
-    """The logits of a model whose biases, all drawn as zeros, are 0.1: whole, or cut over the ranks of a pool."""
+    """The logits of a model whose biases, all drawn as zeros, are 0.1: whole, or cut over the ranks
+    of a pool.
+    """
     from recipekit.architectures.families import tiny_config
     from recipekit.model.build import build_model
     from recipekit.parallel.groups import Groups
@@ -65,8 +85,18 @@ def logits_of(family: str, tp: int) -> torch.Tensor:
 
     groups = Groups(Mesh(tp=tp), "cpu") if tp > 1 else None
     recipe = Recipe(init="random", tp=tp, attention="eager")
-    model = build_model(recipe, tiny_config(family, 64), groups, {"zero_optimization": {"stage": 0}}, torch.device("cpu")).model.eval()
-    biases = [parameter for name, parameter in model.named_parameters() if name.endswith(("_proj.bias", "c_fc.bias"))]
+    model = build_model(
+        recipe,
+        tiny_config(family, 64),
+        groups,
+        {"zero_optimization": {"stage": 0}},
+        torch.device("cpu"),
+    ).model.eval()
+    biases = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith(("_proj.bias", "c_fc.bias"))
+    ]
     assert biases
     with torch.no_grad():
         for parameter in biases:
@@ -84,8 +114,19 @@ def test_cut_layers_compute_what_whole_ones_do(pools: Any, family: str) -> None:
 
 @pytest.mark.slow
 def test_the_bench_prints_its_page() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "bench" / "bench_tensor_parallel.py"), "--pairs", "1", "--steps-per-block", "1", "--seq_len", "32"]
-    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "bench" / "bench_tensor_parallel.py"),
+        "--pairs",
+        "1",
+        "--steps-per-block",
+        "1",
+        "--seq_len",
+        "32",
+    ]
+    ran = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ran.stdout.count("\n| ") == 4, ran.stdout
     assert "a trial, not a measurement" in ran.stdout

@@ -36,11 +36,22 @@ SIZE: dict[str, Any] = {
 }
 
 
-def saved(kind: str, layers: int, dtype: torch.dtype, checkpointed: bool = False, every: int = 1, compiled: str = "") -> list[tuple[tuple[int, ...], int]]:
-    """Runs a real forward; (shape, bytes) of each storage that autograd keeps, but for weights, tokens and rotary angles."""
+def saved(
+    kind: str,
+    layers: int,
+    dtype: torch.dtype,
+    checkpointed: bool = False,
+    every: int = 1,
+    compiled: str = "",
+) -> list[tuple[tuple[int, ...], int]]:
+    """Runs a real forward; (shape, bytes) of each storage that autograd keeps, but for weights,
+    tokens and rotary angles.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type=kind, num_hidden_layers=layers, **SIZE)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=dtype
+    ).train()
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for number, layer in enumerate(model.model.layers):
@@ -53,7 +64,8 @@ def saved(kind: str, layers: int, dtype: torch.dtype, checkpointed: bool = False
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        turning = tensor.shape[-3:] == (1, TOKENS, SIZE["head_dim"])  # cos and sin, the same for all layers
+        # cos and sin, the same for all layers
+        turning = tensor.shape[-3:] == (1, TOKENS, SIZE["head_dim"])
         if storage._cdata not in known and tensor.is_floating_point() and not turning:
             kept[storage._cdata] = (tuple(tensor.shape), storage.nbytes())
             alive.append(tensor)
@@ -73,7 +85,11 @@ def bytes_of(found: list[tuple[tuple[int, ...], int]], last: int | None = None) 
     ("kind", "compiled"),
     [
         *((kind, "") for kind in ("llama", "qwen3", "qwen2", "mistral")),
-        *(pytest.param(kind, part, marks=pytest.mark.slow) for kind in ("llama", "qwen3", "qwen2", "mistral") for part in ("parts", "layers")),
+        *(
+            pytest.param(kind, part, marks=pytest.mark.slow)
+            for kind in ("llama", "qwen3", "qwen2", "mistral")
+            for part in ("parts", "layers")
+        ),
     ],
 )
 def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.dtype):
@@ -83,7 +99,11 @@ def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.
     terms = layer_bytes(shape, dtype.itemsize)
     a_layer = (bytes_of(three) - bytes_of(one)) / 2 / TOKENS
     assert sum(terms.values()) == pytest.approx(a_layer, rel=WITHIN)
-    inner = (bytes_of(three, SIZE["intermediate_size"]) - bytes_of(one, SIZE["intermediate_size"])) / 2 / TOKENS
+    inner = (
+        (bytes_of(three, SIZE["intermediate_size"]) - bytes_of(one, SIZE["intermediate_size"]))
+        / 2
+        / TOKENS
+    )
     assert terms["MLP"] == pytest.approx(inner, rel=WITHIN)
 
 
@@ -93,29 +113,51 @@ def test_a_recomputed_layer_keeps_its_input(every: int):
     assert shape is not None
     kept = bytes_of(saved("llama", 4, torch.bfloat16, checkpointed=True, every=every))
     terms = activation_terms(shape, TOKENS, 2, 4, every)
-    predicted = sum(term.size for term in terms if not term.bound and not term.what.startswith("a recomputed"))
+    predicted = sum(
+        term.size for term in terms if not term.bound and not term.what.startswith("a recomputed")
+    )
     assert predicted == pytest.approx(kept, rel=WITHIN)
 
 
-@pytest.mark.parametrize(("layers", "every", "recomputed"), [(5, 2, 3), (5, 3, 2), (7, 4, 2), (6, 4, 2), (5, 1, 5), (5, 9, 1), (5, 0, 0)])
+@pytest.mark.parametrize(
+    ("layers", "every", "recomputed"),
+    [(5, 2, 3), (5, 3, 2), (7, 4, 2), (6, 4, 2), (5, 1, 5), (5, 9, 1), (5, 0, 0)],
+)
 def test_layers_that_every_does_not_divide(layers: int, every: int, recomputed: int):
     """The first one is recomputed, and every so manyth behind it; each of the others keeps all."""
     shape = shape_of(SIZE | {"model_type": "qwen3"})
     assert shape is not None
     terms = {term.what: term.size for term in activation_terms(shape, 7, 2, layers, every)}
     one = sum(layer_bytes(shape, 2).values())
-    assert sum(size for what, size in terms.items() if what.startswith("inputs of")) == recomputed * 7 * 2 * SIZE["hidden_size"]
-    assert sum(size for what, size in terms.items() if what.startswith("all that")) == (layers - recomputed) * 7 * one
+    assert (
+        sum(size for what, size in terms.items() if what.startswith("inputs of"))
+        == recomputed * 7 * 2 * SIZE["hidden_size"]
+    )
+    assert (
+        sum(size for what, size in terms.items() if what.startswith("all that"))
+        == (layers - recomputed) * 7 * one
+    )
     assert len([number for number in range(layers) if every and number % every == 0]) == recomputed
     again = {what: size for what, size in terms.items() if what.startswith("a recomputed layer's")}
     assert sum(again.values()) == (7 * one if recomputed else 0)
 
 
-@pytest.mark.parametrize(("compiled", "norms", "mlp"), [("", 4 + 2, 4), ("parts", 2, 4), ("layers", 2, 3)])
+@pytest.mark.parametrize(
+    ("compiled", "norms", "mlp"), [("", 4 + 2, 4), ("parts", 2, 4), ("layers", 2, 3)]
+)
 @pytest.mark.parametrize("divided", [False, True])
 def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divided: bool):
     """bf16, where queries, keys, the residual stream and the MLP have sizes of their own."""
-    shape = Shape(hidden=30, queries=24, keys=6, heads=5, inner=77, normed=True, compiled=compiled, divided=divided)
+    shape = Shape(
+        hidden=30,
+        queries=24,
+        keys=6,
+        heads=5,
+        inner=77,
+        normed=True,
+        compiled=compiled,
+        divided=divided,
+    )
     assert layer_bytes(shape, 2) == {
         "norms": 2 * (norms * 30 + 2 * 30) + norms * (24 + 6),
         "attention": 2 * (2 * 24 + 2 * 6) + 4 * 5 + (2 * 24 if divided else 0),
@@ -123,11 +165,22 @@ def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divid
     }
     plain = replace(shape, normed=False)
     assert layer_bytes(plain, 2)["norms"] == 2 * (norms * 30 + 2 * 30)
-    last = {term.what: term.size for term in activation_terms(shape, 3, 2, 4, 0)}["the last norm and its result"]
+    last = {term.what: term.size for term in activation_terms(shape, 3, 2, 4, 0)}[
+        "the last norm and its result"
+    ]
     assert last == 3 * (4 if compiled else 8) * 30
-    config = {"model_type": "qwen3", "hidden_size": 96, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 10, "intermediate_size": 88}
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 96,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 10,
+        "intermediate_size": 88,
+    }
     assert shape_of(config, tp=2, sp=1) == Shape(96, 60, 20, 6, 44, True, "", False)
-    assert shape_of(config | {"head_dim": None, "model_type": "llama"}, tp=4, compiled="parts") == Shape(96, 24, 8, 3, 22, False, "parts", False)
+    assert shape_of(
+        config | {"head_dim": None, "model_type": "llama"}, tp=4, compiled="parts"
+    ) == Shape(96, 24, 8, 3, 22, False, "parts", False)
 
 
 def test_long_rows_of_the_recipe_by_hand():
@@ -137,44 +190,84 @@ def test_long_rows_of_the_recipe_by_hand():
     shape = shape_of(config, sp=8)
     assert shape is not None
     terms = {term.what: term.size for term in activation_terms(shape, 16384, 2, 32, 1)}
-    assert terms["inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B"] == 32 * 16384 * 4096 * 2
+    assert (
+        terms["inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B"]
+        == 32 * 16384 * 4096 * 2
+    )
     assert terms["a recomputed layer's norms"] == 16384 * 2 * (4 + 2 + 2) * 4096
     assert terms["a recomputed layer's attention"] == 16384 * (3 * 2 * 4096 + 2 * 2 * 1024 + 4 * 32)
     assert terms["a recomputed layer's MLP"] == 16384 * 4 * 2 * 14336
-    assert total(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR) == total(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR, BACKWARD)
+    assert total(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR) == total(
+        activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR, BACKWARD
+    )
 
 
 @pytest.mark.parametrize(("heads", "sp", "held"), [(8, 8, 1), (8, 2, 4), (2, 4, 1), (6, 4, 3)])
 def test_key_value_heads_of_a_rank(heads: int, sp: int, held: int):
     """parallel/sequence.py repeats heads until each rank has as many."""
-    config = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 24, "num_key_value_heads": heads, "head_dim": 4, "intermediate_size": 8}
+    config = {
+        "model_type": "llama",
+        "hidden_size": 96,
+        "num_attention_heads": 24,
+        "num_key_value_heads": heads,
+        "head_dim": 4,
+        "intermediate_size": 8,
+    }
     shape = shape_of(config, sp=sp)
     assert shape is not None and shape.keys / sp == held * 4
 
 
 def dry_run(recipe: str, *flags: str) -> str:
-    made = subprocess.run([sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--dry_run", *flags], env=environment(), capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "--dry_run", *flags],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
     assert made.returncode == 0, made.stderr
     return made.stdout
 
 
 def test_a_dry_run_tells_the_terms():
     """2 + 0.25 + 0.5 + 0.157 + 0.875 GiB."""
-    told = dry_run("llama3_1_8b_zero3", "--world", "8", "--activation_checkpointing", "--seq_len", "8192", "--micro_batch", "1")
-    assert re.search(r"^memory   predicted activations of a micro-batch: 3.78 GiB, at most \d+\.\d+ GiB with the states above$", told, re.MULTILINE)
-    assert re.search(r"^ +2.00 GiB  inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B$", told, re.MULTILINE)
-    assert re.search(r"^ +896.00 MiB  a recomputed layer's MLP \(while gradients arrive\)$", told, re.MULTILINE)
+    told = dry_run(
+        "llama3_1_8b_zero3",
+        "--world",
+        "8",
+        "--activation_checkpointing",
+        "--seq_len",
+        "8192",
+        "--micro_batch",
+        "1",
+    )
+    assert re.search(
+        r"^memory   predicted activations of a micro-batch: 3.78 GiB, at most \d+\.\d+ GiB with the"
+        r" states above$",
+        told,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^ +2.00 GiB  inputs of 32 layers that are recomputed: layers x tokens x 4096 x 2 B$",
+        told,
+        re.MULTILINE,
+    )
+    assert re.search(
+        r"^ +896.00 MiB  a recomputed layer's MLP \(while gradients arrive\)$", told, re.MULTILINE
+    )
 
 
 def test_other_layers_are_not_predicted():
     assert shape_of({"model_type": "gpt2"}) is None and shape_of({"model_type": "mixtral"}) is None
 
 
-# A run of long rows -------------------------------------------------------------------------------------------------
+# A run of long rows
+# -------------------------------------------------------------------------------------------------
 
 
 def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[int, list[int], list[dict[str, Any]]]:
-    """Runs on every rank of a pool, the real loop: (exit code, bytes that autograd saved in each step, the planner's terms)."""
+    """Runs on every rank of a pool, the real loop: (exit code, bytes that autograd saved in each
+    step, the planner's terms).
+    """
     from recipekit import train as loop
     from recipekit.planner.show import activations_of
 
@@ -185,7 +278,8 @@ def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[int, list[int], li
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            known = {parameter.untyped_storage()._cdata for parameter in engine.module.parameters()}  # ZeRO-3 gathers them into others each time
+            # ZeRO-3 gathers them into others each time
+            known = {parameter.untyped_storage()._cdata for parameter in engine.module.parameters()}
             angles = tensor.dim() >= 3 and not tensor.requires_grad and tensor.shape[-1] == turning
             if storage._cdata not in known and tensor.is_floating_point() and not angles:
                 sizes[storage._cdata] = storage.nbytes()
@@ -200,26 +294,66 @@ def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[int, list[int], li
     made = loop.prepare
 
     def preparing(loaded: Any, *arguments: Any) -> Any:
-        predicted.extend({"what": term.what, "size": term.size, "bound": term.bound} for term in activations_of(loaded.plan))
+        predicted.extend(
+            {"what": term.what, "size": term.size, "bound": term.bound}
+            for term in activations_of(loaded.plan)
+        )
         return made(loaded, *arguments)
 
-    with mock.patch.object(loop, "train_step", counting), mock.patch.object(loop, "prepare", preparing):
+    with (
+        mock.patch.object(loop, "train_step", counting),
+        mock.patch.object(loop, "prepare", preparing),
+    ):
         sys.argv = ["long_rows.py", *argv]
         return loop.main(make_plan(parse(recipe, Path(sys.argv[0]), argv))), counts, predicted
 
 
 @pytest.mark.slow
-def test_rows_of_65536_tokens_on_two_ranks_train_with_the_bytes_of_the_sum(pools: Any, tmp_path: Path):
+def test_rows_of_65536_tokens_on_two_ranks_train_with_the_bytes_of_the_sum(
+    pools: Any, tmp_path: Path
+):
     """Two layers of width 64; a dense mask would take 4.3 GB and more, whole logits 69 MB each."""
-    config = SIZE | {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 8, "intermediate_size": 208, "vocab_size": 264}
+    config = SIZE | {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "head_dim": 8,
+        "intermediate_size": 208,
+        "vocab_size": 264,
+    }
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     draw = random.Random(0)
-    texts = ["".join(draw.choice("abcdefgh ") for _ in range(length)) for length in [9_000, 20_000, 2_000, 500] * 30]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    recipe = replace(BASE, model=str(tmp_path / "model"), init="random", tokenizer="bytes", dataset=str(tmp_path / "rows.jsonl"))
-    recipe = replace(recipe, ds_config="zero3.json", sp=2, seq_len=65_536, global_batch=1, eval_every=0, warmup_steps=0)
-    ended = pools.run(2, train_and_count, timeout=600, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--steps", "2"])
+    texts = [
+        "".join(draw.choice("abcdefgh ") for _ in range(length))
+        for length in [9_000, 20_000, 2_000, 500] * 30
+    ]
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    recipe = replace(
+        BASE,
+        model=str(tmp_path / "model"),
+        init="random",
+        tokenizer="bytes",
+        dataset=str(tmp_path / "rows.jsonl"),
+    )
+    recipe = replace(
+        recipe,
+        ds_config="zero3.json",
+        sp=2,
+        seq_len=65_536,
+        global_batch=1,
+        eval_every=0,
+        warmup_steps=0,
+    )
+    ended = pools.run(
+        2,
+        train_and_count,
+        timeout=600,
+        recipe=recipe,
+        argv=["--out", str(tmp_path / "run"), "--steps", "2"],
+    )
     for code, counts, predicted in ended:
         assert code == 0
         told = sum(term["size"] for term in predicted if not term["bound"])

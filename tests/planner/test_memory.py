@@ -1,5 +1,5 @@
-"""The memory that is told before a run is the memory that its ranks hold: terms against all live storages of real
-ranks, 0 bytes off.
+"""The memory that is told before a run is the memory that its ranks hold: terms against all live
+storages of real ranks, 0 bytes off.
 """
 
 import gc
@@ -31,7 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
-MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition", "fp32_groups")  # of DeepSpeed's optimizers
+# of DeepSpeed's optimizers
+MASTERS = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+    "fp32_groups",
+)
 COUNTS = (torch.int64, torch.int32)  # tokens, and what DDP marks as used
 SPARE = {"ddp": 4}  # bytes in the bucket of the number that nothing reads
 SCALAR = {torch.bfloat16: 2}  # bytes, else 8: norms, flags and Adam's step counters are no term
@@ -43,7 +49,8 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, Any] = {}  # address -> weak reference to the storage
-        self.live: dict[int, tuple[int, torch.dtype, str]] = {}  # address of the storage's C++ object -> bytes, dtype, where it was made
+        # address of the storage's C++ object -> bytes, dtype, where it was made
+        self.live: dict[int, tuple[int, torch.dtype, str]] = {}
         self.now = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,8 +64,18 @@ class Ledger(TorchDispatchMode):
         storage = local(tensor).untyped_storage()
         if (key := storage._cdata) in self.live or storage.nbytes() <= SCALAR.get(tensor.dtype, 8):
             return
-        made = next((f"{Path(at.filename).name}, {at.name}" for at in reversed(traceback.extract_stack(limit=12)[:-2]) if "/torch/" not in at.filename), "")
-        self.live[key], self.made[key] = (storage.nbytes(), tensor.dtype, made), weakref.ref(storage)
+        made = next(
+            (
+                f"{Path(at.filename).name}, {at.name}"
+                for at in reversed(traceback.extract_stack(limit=12)[:-2])
+                if "/torch/" not in at.filename
+            ),
+            "",
+        )
+        self.live[key], self.made[key] = (
+            (storage.nbytes(), tensor.dtype, made),
+            weakref.ref(storage),
+        )
         self.now += storage.nbytes()
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._gone, key)
@@ -68,7 +85,9 @@ class Ledger(TorchDispatchMode):
         del self.made[key]
 
     def emptied(self, key: int) -> bool:
-        """Says whether a storage has given its memory back, as FSDP2 lets those of gathered weights."""
+        """Says whether a storage has given its memory back, as FSDP2 lets those of gathered
+        weights.
+        """
         storage = self.made[key]()
         return storage is not None and storage.nbytes() == 0
 
@@ -80,11 +99,17 @@ def local(tensor: Any) -> torch.Tensor:
 
 def storages(*values: Any) -> set[int]:
     """The storages of all tensors in nested containers."""
-    return {local(value).untyped_storage()._cdata for value in tree_leaves(values) if torch.is_tensor(value)}
+    return {
+        local(value).untyped_storage()._cdata
+        for value in tree_leaves(values)
+        if torch.is_tensor(value)
+    }
 
 
 def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
-    """Runs on every rank of a pool, the real loop: bytes of this rank's second step beside the terms told for it."""
+    """Runs on every rank of a pool, the real loop: bytes of this rank's second step beside the
+    terms told for it.
+    """
     from recipekit import train
     from recipekit.planner.show import rank_plan
 
@@ -95,34 +120,58 @@ def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
 
     tokens = plan.recipe.micro_batch * plan.recipe.seq_len
     assert plan.model_config is not None
-    activations = {2 * tokens * plan.model_config["hidden_size"], 4 * tokens} if plan.mesh.pp > 1 else set()
+    activations = (
+        {2 * tokens * plan.model_config["hidden_size"], 4 * tokens} if plan.mesh.pp > 1 else set()
+    )
 
     def kept(engine: Any) -> dict[int, tuple[int, torch.dtype, str]]:
-        """What lives now and is neither tokens, the model's own buffers and the copies of `empty_model`, nor what a
-        pipeline keeps of its last micro-batch: bf16 hidden states and fp32 losses of tokens, whose sizes no parameter has.
+        """What lives now and is neither tokens, the model's own buffers and the copies of
+        `empty_model`, nor what a pipeline keeps of its last micro-batch: bf16 hidden states and
+        fp32 losses of tokens, whose sizes no parameter has.
         """
         models = [module for module in engine.module.modules() if hasattr(module, "made")]
         other = storages(list(engine.module.buffers()), [model.made for model in models])
-        found = {key: value for key, value in ledger.live.items() if key not in other and value[1] not in COUNTS and value[0] not in activations}
+        found = {
+            key: value
+            for key, value in ledger.live.items()
+            if key not in other and value[1] not in COUNTS and value[0] not in activations
+        }
         return {key: value for key, value in found.items() if not ledger.emptied(key)}
 
     def measure(engine: Any) -> None:
         optimizer = engine.optimizer
         inner = getattr(optimizer, "optimizer", optimizer)
-        parameters = [getattr(parameter, "ds_tensor", None) if hasattr(parameter, "ds_tensor") else parameter for parameter in engine.module.parameters()]
+        parameters = [
+            getattr(parameter, "ds_tensor", None) if hasattr(parameter, "ds_tensor") else parameter
+            for parameter in engine.module.parameters()
+        ]
         masters = next((value for name in MASTERS if (value := getattr(optimizer, name, None))), [])
-        parts = {"parameters": storages(parameters), "masters": storages(masters) - storages(parameters)}
+        parts = {
+            "parameters": storages(parameters),
+            "masters": storages(masters) - storages(parameters),
+        }
         parts["states"] = storages(list(inner.state.values()))
         live = kept(engine)
-        sizes = {name: sum(live[key][0] for key in keys if key in live) for name, keys in parts.items()}
-        rest = {key: value for key, value in live.items() if key not in set().union(*parts.values())}
-        found.update(sizes, rest=sum(size for size, _, _ in rest.values()), of_rest=sorted((size, made) for size, _, made in rest.values()))
+        sizes = {
+            name: sum(live[key][0] for key in keys if key in live) for name, keys in parts.items()
+        }
+        rest = {
+            key: value for key, value in live.items() if key not in set().union(*parts.values())
+        }
+        found.update(
+            sizes,
+            rest=sum(size for size, _, _ in rest.values()),
+            of_rest=sorted((size, made) for size, _, made in rest.values()),
+        )
 
     def watched(engine: Any, *arguments: Any, **more: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
-            optimizer, reduce = getattr(engine.optimizer, "optimizer", engine.optimizer), getattr(engine, "buffered_allreduce_fallback", None)
+            optimizer, reduce = (
+                getattr(engine.optimizer, "optimizer", engine.optimizer),
+                getattr(engine, "buffered_allreduce_fallback", None),
+            )
             entered = 0
 
             def summed(*values: Any, **names: Any) -> None:
@@ -142,7 +191,10 @@ def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
                 found["step"] = max(found.get("step", 0), ledger.peak - entered)
 
             engine.buffered_allreduce_fallback = summed
-            hooks = [optimizer.register_step_pre_hook(before_step), optimizer.register_step_post_hook(after_step)]
+            hooks = [
+                optimizer.register_step_pre_hook(before_step),
+                optimizer.register_step_post_hook(after_step),
+            ]
             result = step(engine, *arguments, **more)
             for hook in hooks:
                 hook.remove()
@@ -156,25 +208,47 @@ def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
 
 
 def odd_model(folder: Path) -> str:
-    """A Mistral whose shards and groups have odd numbers of elements, so that every padding shows."""
-    config = {"model_type": "mistral", "hidden_size": 9, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 2}
+    """A Mistral whose shards and groups have odd numbers of elements, so that every padding
+    shows.
+    """
+    config = {
+        "model_type": "mistral",
+        "hidden_size": 9,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 2,
+    }
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 14, "vocab_size": 264, "tie_word_embeddings": True}))
+    (folder / "config.json").write_text(
+        json.dumps(
+            config | {"intermediate_size": 14, "vocab_size": 264, "tie_word_embeddings": True}
+        )
+    )
     return str(folder)
 
 
 def lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(
+        model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
 
 
 MOE = {"model": "Qwen/Qwen3-30B-A3B"}
 CASES = [  # JSON, bf16, flags, fields
-    *((file, True, [], {}) for file in ("zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu")),
+    *(
+        (file, True, [], {})
+        for file in ("zero0", "zero1", "zero2", "zero3", "zero2_cpu", "zero3_cpu")
+    ),
     *((file, True, ["--tp", "2"], {}) for file in ("zero0", "zero1", "zero3")),
     ("zero1", True, ["--pp", "2"], {}),
-    *((file, True, ["--global_batch", "4"], {}) for file in ("zero0", "zero1", "zero2", "zero3_cpu")),  # one micro-batch
+    # one micro-batch
+    *(
+        (file, True, ["--global_batch", "4"], {})
+        for file in ("zero0", "zero1", "zero2", "zero3_cpu")
+    ),
     *((file, False, [], {}) for file in ("zero0", "zero2", "zero3", "zero2_cpu", "zero3_cpu")),
     *((file, True, [], {"adapt": lora}) for file in ("zero1", "zero3")),
     ("zero1", True, ["--tiny", "--ep", "2"], MOE),
@@ -184,7 +258,8 @@ CASES = [  # JSON, bf16, flags, fields
     *(("zero3_hosts", bf16, ["--global_batch", "16"], {}) for bf16 in (True, False)),
     ("zero3_hosts", True, ["--global_batch", "16"], {"adapt": lora}),
     ("zero2_muon", True, [], {}),
-    *((f"{file} foreach", True, [], {}) for file in ("zero0", "zero1", "zero3")),  # what torch's optimizers take by themselves on a GPU
+    # what torch's optimizers take by themselves on a GPU
+    *((f"{file} foreach", True, [], {}) for file in ("zero0", "zero1", "zero3")),
 ]
 QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {}), ("zero2_muon", True, [], {})]
 
@@ -195,10 +270,19 @@ def named(case: tuple[str, bool, list[str], dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(
     ("file", "bf16", "argv", "fields"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=named(case)) for case in CASES],
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=named(case))
+        for case in CASES
+    ],
 )
 def test_terms_are_the_live_storages(
-    pools: Any, ops: Callable[[str], None], tmp_path: Path, file: str, bf16: bool, argv: list[str], fields: dict[str, Any]
+    pools: Any,
+    ops: Callable[[str], None],
+    tmp_path: Path,
+    file: str,
+    bf16: bool,
+    argv: list[str],
+    fields: dict[str, Any],
 ) -> None:
     of_torch, (file, _, foreach) = file in ("ddp", "fsdp2"), file.partition(" ")
     config = {} if of_torch else strategy(file, bf16)
@@ -208,16 +292,40 @@ def test_terms_are_the_live_storages(
         ops("cpu_adam")
     elif foreach:
         config["optimizer"]["params"] |= {"foreach": True, "fused": False}
-    common: dict[str, Any] = dict(init="random", tokenizer="bytes", seq_len=16, micro_batch=2, global_batch=8, steps=2, wandb=False, export=False)
-    recipe = Recipe(**({"model": odd_model(tmp_path / "model"), "ds_config": config} | common | fields))
-    ranks = pools.run(4 if file == "zero3_hosts" else 2, measured, recipe=recipe, argv=["--out", str(tmp_path / "run"), *argv])
-    uneven = file.startswith("zero2") and not bf16  # each rank keeps whole the gradients that its partition touches, and the terms are the fullest rank's
+    common: dict[str, Any] = dict(
+        init="random",
+        tokenizer="bytes",
+        seq_len=16,
+        micro_batch=2,
+        global_batch=8,
+        steps=2,
+        wandb=False,
+        export=False,
+    )
+    recipe = Recipe(
+        **({"model": odd_model(tmp_path / "model"), "ds_config": config} | common | fields)
+    )
+    ranks = pools.run(
+        4 if file == "zero3_hosts" else 2,
+        measured,
+        recipe=recipe,
+        argv=["--out", str(tmp_path / "run"), *argv],
+    )
+    # each rank keeps whole the gradients that its partition touches, and the terms are the fullest
+    # rank's
+    uneven = file.startswith("zero2") and not bf16
     for rank, told in enumerate(ranks):
         found, terms = told["found"], told["terms"]
         explained = json.dumps([found, [vars(term) for term in terms]], indent=1)
 
         def of(name: str, moment: str = STEP, terms: list[Term] = terms) -> int:
-            return sum(term.size for term in terms if term.what.startswith(name) and (not term.when or moment in term.when) and not term.bound)
+            return sum(
+                term.size
+                for term in terms
+                if term.what.startswith(name)
+                and (not term.when or moment in term.when)
+                and not term.bound
+            )
 
         def there(moment: str, terms: list[Term] = terms) -> int:
             return sum(term.size for term in terms if not term.when or moment in term.when) - sum(
@@ -230,19 +338,29 @@ def test_terms_are_the_live_storages(
             assert found["states"] == of("optimizer states"), f"rank {rank}: {explained}"
         assert found["masters"] == of("master weights"), f"rank {rank}: {explained}"
         assert found["parameters"] == of("parameters, "), f"rank {rank}: {explained}"
-        counted = of("optimizer states") + of("master weights") + of("parameters, ") + of("temporaries")
+        counted = (
+            of("optimizer states") + of("master weights") + of("parameters, ") + of("temporaries")
+        )
         rest = max(told["found"]["rest"] for told in ranks) if uneven else found["rest"]
         assert rest == there(STEP) - counted + SPARE.get(file, 0), f"rank {rank}: {explained}"
         if file in ("zero0", "zero1"):
-            assert found["reduce"] == of("copy of the gradients", REDUCE), f"rank {rank}: {explained}"
+            assert found["reduce"] == of("copy of the gradients", REDUCE), (
+                f"rank {rank}: {explained}"
+            )
         if file.endswith("_muon"):
-            assert 0 < found["step"] <= sum(term.size for term in terms if term.bound and STEP in term.when), f"rank {rank}: {explained}"
+            assert (
+                0
+                < found["step"]
+                <= sum(term.size for term in terms if term.bound and STEP in term.when)
+            ), f"rank {rank}: {explained}"
         elif not file.endswith("_cpu") and not of_torch:  # torch's engines take no foreach on a CPU
             assert found["step"] == of("temporaries"), f"rank {rank}: {explained}"
 
 
 def gradients_before_the_end(recipe: Recipe, argv: list[str]) -> tuple[int, int]:
-    """Runs on every rank: bytes of the gradients outside of DeepSpeed's buckets when the last one is there, beside the term told for them."""
+    """Runs on every rank: bytes of the gradients outside of DeepSpeed's buckets when the last one
+    is there, beside the term told for them.
+    """
     from deepspeed.runtime.engine import DeepSpeedEngine
     from recipekit import train
     from recipekit.planner.show import rank_plan
@@ -256,7 +374,11 @@ def gradients_before_the_end(recipe: Recipe, argv: list[str]) -> tuple[int, int]
         def at_end() -> None:
             nonlocal found
             buckets = storages([bucket.buffer for bucket in engine.optimizer.ipg_buckets.values()])
-            own = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None and not storages(parameter.grad) <= buckets]
+            own = [
+                parameter.grad
+                for parameter in engine.module.parameters()
+                if parameter.grad is not None and not storages(parameter.grad) <= buckets
+            ]
             found = max(found, sum(gradient.nbytes for gradient in own))
             end()
 
@@ -268,17 +390,32 @@ def gradients_before_the_end(recipe: Recipe, argv: list[str]) -> tuple[int, int]
 
     with mock.patch.object(DeepSpeedEngine, "backward", watched):
         assert train.main(plan) == 0
-    return found, sum(term.size for term in rank_plan(plan, 0) if term.what == "gradients that exceed a bucket")
+    return found, sum(
+        term.size for term in rank_plan(plan, 0) if term.what == "gradients that exceed a bucket"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(pools: Any, tmp_path: Path, world: int) -> None:
+def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(
+    pools: Any, tmp_path: Path, world: int
+) -> None:
     """So a bucket of "auto" holds each matrix of a layer."""
     config = strategy("zero2", bf16=True)
     config["zero_optimization"]["reduce_bucket_size"] = 100
-    common: dict[str, Any] = dict(init="random", tokenizer="bytes", seq_len=16, micro_batch=2, global_batch=8, steps=1, wandb=False, export=False)
+    common: dict[str, Any] = dict(
+        init="random",
+        tokenizer="bytes",
+        seq_len=16,
+        micro_batch=2,
+        global_batch=8,
+        steps=1,
+        wandb=False,
+        export=False,
+    )
     recipe = Recipe(model=odd_model(tmp_path / "model"), ds_config=config, **common)
-    ranks = pools.run(world, gradients_before_the_end, recipe=recipe, argv=["--out", str(tmp_path / "run")])
+    ranks = pools.run(
+        world, gradients_before_the_end, recipe=recipe, argv=["--out", str(tmp_path / "run")]
+    )
     assert max(found for found, _ in ranks) == max(told for _, told in ranks) > 0
     for file, size in (("zero2", 4096 * 14336), ("zero3", 4096**2)):
         large = replace(recipe, model="meta-llama/Llama-3.1-8B", ds_config=f"{file}.json")
@@ -287,26 +424,39 @@ def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(pools: An
 
 
 def test_the_loss_takes_twelve_bytes_a_logit() -> None:
-    """When its backward begins; the bf16 logits are gone by then, since only their log-softmax is kept."""
+    """When its backward begins; the bf16 logits are gone by then, since only their log-softmax is
+    kept.
+    """
     from recipekit.tasks import pretrain
 
-    logits, labels = torch.randn(2, 100, 5000, dtype=torch.bfloat16, requires_grad=True), torch.randint(5000, (2, 100))
+    logits, labels = (
+        torch.randn(2, 100, 5000, dtype=torch.bfloat16, requires_grad=True),
+        torch.randint(5000, (2, 100)),
+    )
     with Ledger() as ledger:
         pretrain.loss(logits, {"labels": labels}, by_row=False).backward()
     assert ledger.peak == pytest.approx(memory.LOGIT_BYTES * 2 * 100 * 5000, rel=0.001)
 
 
 def test_in_chunks_the_loss_takes_eight_bytes_a_logit_of_a_block() -> None:
-    """In fp32 the logits and their exponentials; of the rest, the gradient of the input is fp32, and that of the weight is counted as a gradient."""
+    """In fp32 the logits and their exponentials; of the rest, the gradient of the input is fp32,
+    and that of the weight is counted as a gradient.
+    """
     from recipekit.kernels.cross_entropy import token_losses
 
     tokens, width, vocabulary, block = 400, 8, 50_000, 400 * 5000
     for dtype in (torch.float32, torch.bfloat16):
         hidden = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
-        weight, labels = torch.randn(vocabulary, width, dtype=dtype), torch.randint(vocabulary, (tokens,))
+        weight, labels = (
+            torch.randn(vocabulary, width, dtype=dtype),
+            torch.randint(vocabulary, (tokens,)),
+        )
         with Ledger() as ledger:
             token_losses(hidden, weight, None, labels, block=block).sum().backward()
-        assert ledger.peak - weight.nbytes == pytest.approx(memory.BLOCK_BYTES * block, rel=0.01), dtype  # it is seen as a view of it is taken
+        # it is seen as a view of it is taken
+        assert ledger.peak - weight.nbytes == pytest.approx(memory.BLOCK_BYTES * block, rel=0.01), (
+            dtype
+        )
 
 
 def dry_plan(name: str, *argv: str) -> Any:
@@ -316,30 +466,56 @@ def dry_plan(name: str, *argv: str) -> Any:
 
 
 def test_pinned_memory_is_told_with_its_rounding() -> None:
-    """CachingHostAllocator.h takes the next power of two; told not to, it takes what is asked for, of blocks above 16
-    MiB.
+    """CachingHostAllocator.h takes the next power of two; told not to, it takes what is asked for,
+    of blocks above 16 MiB.
     """
-    assert [pinned_bytes(size, False) for size in (0, 1, 2**20, 2**20 + 1, 33 * GIB)] == [0, 1, 2**20, 2**21, 64 * GIB]
-    assert [pinned_bytes(size, True) for size in (2**20 + 1, 16 * 2**20, 16 * 2**20 + 1, 33 * GIB)] == [2**21, 16 * 2**20, 16 * 2**20 + 1, 33 * GIB]
+    assert [pinned_bytes(size, False) for size in (0, 1, 2**20, 2**20 + 1, 33 * GIB)] == [
+        0,
+        1,
+        2**20,
+        2**21,
+        64 * GIB,
+    ]
+    assert [
+        pinned_bytes(size, True) for size in (2**20 + 1, 16 * 2**20, 16 * 2**20 + 1, 33 * GIB)
+    ] == [2**21, 16 * 2**20, 16 * 2**20 + 1, 33 * GIB]
     plan = dry_plan("llama3_1_70b_zero3_nvme", "--world", "8")
     blueprint, layout, load = drawn_up(plan)
-    exact, rounded = (total(rank_terms(blueprint, layout, plan.ds_config, replace(load, exact_pins=told)), HOST) for told in (True, False))
+    exact, rounded = (
+        total(rank_terms(blueprint, layout, plan.ds_config, replace(load, exact_pins=told)), HOST)
+        for told in (True, False)
+    )
     flat = -(-70_553_706_496 // 8) * 4  # fp32 sums of the gradients: one block
-    assert rounded - exact == pytest.approx(64 * GIB - flat, abs=GIB) and 8 * exact < 512e9 < 8 * rounded
+    assert (
+        rounded - exact == pytest.approx(64 * GIB - flat, abs=GIB)
+        and 8 * exact < 512e9 < 8 * rounded
+    )
 
 
 @pytest.mark.parametrize(
     ("device", "world", "verdict"),
     [
-        ("H100-SXM", 8, "verdict  states fit, activations not counted: 20.60 GiB of the 80.00 GiB of NVIDIA H100 80GB HBM3"),
+        (
+            "H100-SXM",
+            8,
+            (
+                "verdict  states fit, activations not counted: 20.60 GiB of the 80.00 GiB of NVIDIA"
+                " H100 80GB HBM3"
+            ),
+        ),
         (
             "L4",
             4,
-            "verdict  does not fit: accelerator memory of NVIDIA L4 = 24.00 GiB: a rank needs at least 37.42 GiB of it, activations not counted (optimizer states",
+            (
+                "verdict  does not fit: accelerator memory of NVIDIA L4 = 24.00 GiB: a rank needs"
+                " at least 37.42 GiB of it, activations not counted (optimizer states"
+            ),
         ),
     ],
 )
-def test_a_dry_run_tells_whether_a_device_suffices(device: str, world: int, verdict: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_whether_a_device_suffices(
+    device: str, world: int, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from recipekit.planner.show import show
 
     show(dry_plan("llama3_1_8b_zero3", "--world", str(world), "--device", device))
@@ -347,20 +523,30 @@ def test_a_dry_run_tells_whether_a_device_suffices(device: str, world: int, verd
 
 
 def test_a_start_refuses_what_certainly_exceeds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU all of it lies in the host's memory, of all ranks of the host together; what is free is said to be
-    little or much.
+    """On a CPU all of it lies in the host's memory, of all ranks of the host together; what is free
+    is said to be little or much.
     """
     from recipekit.runtime import start
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     plan = dry_plan("qwen3_0_6b_zero2", "--world", "2")
     terms = fullest(plan, *drawn_up(plan))
-    needed = total([replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what) for term in terms], HOST)
+    needed = total(
+        [
+            replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what)
+            for term in terms
+        ],
+        HOST,
+    )
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed)
     start.check_memory(plan, torch.device("cpu"))
     monkeypatch.setattr(start, "free_memory", lambda: 2 * needed - 1)
     with pytest.raises(
-        Refusal, match=r"host memory of .* that is free = .*: 2 ranks need at least .* activations not counted \(optimizer states.*Use more ranks"
+        Refusal,
+        match=(
+            r"host memory of .* that is free = .*: 2 ranks need at least .* activations not counted"
+            r" \(optimizer states.*Use more ranks"
+        ),
     ):
         start.check_memory(plan, torch.device("cpu"))
 
@@ -371,15 +557,21 @@ def test_a_dry_run_of_a_small_model_counts_in_mib(capsys: pytest.CaptureFixture[
     show(dry_plan("llama_nano_zero2", "--tiny"))
     said = capsys.readouterr().out
     memory, besides = [line for line in said.splitlines() if line.startswith("memory")]
-    terms, activations = (part.splitlines()[1:] for part in said.partition(memory)[2].split(besides))
+    terms, activations = (
+        part.splitlines()[1:] for part in said.partition(memory)[2].split(besides)
+    )
     assert "GiB" not in besides + "".join(activations) and len(activations) == 3
     assert "GiB" not in memory + "".join(terms) and terms
     always = float(memory.partition("each rank: ")[2].partition(" MiB always")[0])
     kept = sum(float(term.split()[0]) for term in terms if "(" not in term)
-    assert kept == pytest.approx(always, abs=0.05) and all(term.split()[1] == "MiB" for term in terms if not term.startswith("verdict"))
+    assert kept == pytest.approx(always, abs=0.05) and all(
+        term.split()[1] == "MiB" for term in terms if not term.startswith("verdict")
+    )
 
 
-def test_what_a_dry_run_refuses_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_dry_run_refuses_stands_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from recipekit.planner.show import show
     from transformers import BloomConfig
 
@@ -390,29 +582,61 @@ def test_what_a_dry_run_refuses_stands_alone(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(("kind", "options", "states"), [("AdamW", {}, 2), ("SGD", {}, 0), ("RMSprop", {"momentum": 0.9, "centered": True}, 3)])
-def test_room_on_the_disk_is_counted_by_the_states_of_the_optimizer(kind: str, options: dict[str, Any], states: int) -> None:
-    config = strategy("zero2", True) | {"optimizer": {"type": kind, "params": {"lr": "auto"} | options}}
-    plan = make_plan(parse(replace(Recipe(model="meta-llama/Llama-3.2-1B"), ds_config=config), Path("room.py"), ["--tiny"]))
+@pytest.mark.parametrize(
+    ("kind", "options", "states"),
+    [("AdamW", {}, 2), ("SGD", {}, 0), ("RMSprop", {"momentum": 0.9, "centered": True}, 3)],
+)
+def test_room_on_the_disk_is_counted_by_the_states_of_the_optimizer(
+    kind: str, options: dict[str, Any], states: int
+) -> None:
+    config = strategy("zero2", True) | {
+        "optimizer": {"type": kind, "params": {"lr": "auto"} | options}
+    }
+    plan = make_plan(
+        parse(
+            replace(Recipe(model="meta-llama/Llama-3.2-1B"), ds_config=config),
+            Path("room.py"),
+            ["--tiny"],
+        )
+    )
     needs = count_needs(plan, on_gpu=False)
-    assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * states) // 2  # bf16 weights, fp32 masters and states; the export is bf16
+    # bf16 weights, fp32 masters and states; the export is bf16
+    assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * states) // 2
 
 
 def test_room_on_the_disk_is_counted_by_the_states_of_each_weight() -> None:
     """Muon keeps one of a matrix, and two of what is none."""
-    plan = make_plan(parse(Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_muon.json"), Path("room.py"), ["--tiny"]))
+    plan = make_plan(
+        parse(
+            Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_muon.json"),
+            Path("room.py"),
+            ["--tiny"],
+        )
+    )
     needs, groups = count_needs(plan, on_gpu=False), drawn_up(plan)[0]
-    matrices = sum(tensor.numel for tensor in groups.tensors if ".layers." in tensor.name and len(tensor.shape) == 2)
+    matrices = sum(
+        tensor.numel
+        for tensor in groups.tensors
+        if ".layers." in tensor.name and len(tensor.shape) == 2
+    )
     assert needs["checkpoint"] == needs["export"] * (2 + 4 + 4 * 2) // 2 - 4 * matrices
 
 
 def test_room_on_the_disk_has_adafactors_rows_and_columns_once_for_each_holder() -> None:
     """Under ZeRO-3 both ranks have a part of every weight."""
-    config = strategy("zero3", True) | {"optimizer": {"type": "Adafactor", "params": {"lr": "auto"}}}
+    config = strategy("zero3", True) | {
+        "optimizer": {"type": "Adafactor", "params": {"lr": "auto"}}
+    }
     recipe = replace(Recipe(model="meta-llama/Llama-3.2-1B"), ds_config=config)
     plan = make_plan(parse(recipe, Path("room.py"), ["--tiny", "--dry_run", "--world", "2"]))
     trained = [tensor for tensor in drawn_up(plan)[0].tensors if tensor.group is not None]
     lines = sum(sum(tensor.shape) for tensor in trained if len(tensor.shape) == 2)
     vectors = sum(tensor.numel for tensor in trained if len(tensor.shape) == 1)
-    assert count_needs(plan, on_gpu=False)["checkpoint"] == 4 * (sum(tensor.numel for tensor in trained) + 2 * lines + vectors)
-    assert sum(term.size for term in fullest(plan, *drawn_up(plan)) if term.what.startswith("optimizer states")) == 4 * (lines + vectors // 2)
+    assert count_needs(plan, on_gpu=False)["checkpoint"] == 4 * (
+        sum(tensor.numel for tensor in trained) + 2 * lines + vectors
+    )
+    assert sum(
+        term.size
+        for term in fullest(plan, *drawn_up(plan))
+        if term.what.startswith("optimizer states")
+    ) == 4 * (lines + vectors // 2)

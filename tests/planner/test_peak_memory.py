@@ -14,8 +14,10 @@ MORE = 200 * 2**20
 
 
 def train_and_remember(recipe: Recipe, argv: list[str]) -> tuple[Any, list[int]]:
-    """Runs on every rank of a pool: in its second step rank 1 takes so much more that its peak rises. What each asked of
-    itself, in order.
+    """Runs on every rank of a pool: in its second step rank 1 takes so much more that its peak
+    rises.
+
+    What each asked of itself, in order.
     """
     from recipekit import train as loop
     from recipekit.runtime import facts
@@ -32,22 +34,31 @@ def train_and_remember(recipe: Recipe, argv: list[str]) -> tuple[Any, list[int]]
     def hoarding(engine: Any, *arguments: Any, **more: Any) -> Any:
         if torch.distributed.get_rank() == 1 and engine.global_steps == 1:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-            kept.append(torch.ones(facts.peak_memory(engine.device) - resident + MORE, dtype=torch.uint8))
+            kept.append(
+                torch.ones(facts.peak_memory(engine.device) - resident + MORE, dtype=torch.uint8)
+            )
         return step(engine, *arguments, **more)
 
-    with mock.patch.object(line, "peak_memory", remembered), mock.patch.object(loop, "train_step", hoarding):
+    with (
+        mock.patch.object(line, "peak_memory", remembered),
+        mock.patch.object(loop, "train_step", hoarding),
+    ):
         result = train(recipe, argv)
     return result, told
 
 
 def test_the_largest_rank_is_told(pools: Any, tmp_path: Path) -> None:
     recipe = replace(BASE, eval_every=0, warmup_steps=0)
-    first, second = pools.run(2, train_and_remember, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--steps", "3"])
+    first, second = pools.run(
+        2, train_and_remember, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--steps", "3"]
+    )
     assert first[0][0] == second[0][0] == 0, (first, second)
     # asked before a step, whose sum takes it along, and after it
     own, other = (list(zip(told[1][::2], told[1][1::2], strict=True)) for told in (first, second))
     peaks = [line["peak_mem_bytes"] for line in metrics(tmp_path / "run")]
     assert other[1][1] > other[1][0] + MORE // 2
-    assert peaks[:2] == [max(*mine, theirs[0]) for mine, theirs in zip(own[:2], other[:2], strict=True)]
+    assert peaks[:2] == [
+        max(*mine, theirs[0]) for mine, theirs in zip(own[:2], other[:2], strict=True)
+    ]
     assert peaks[2] == max(own[2][1], other[2][1])  # the last line: of all ranks until now
     assert peaks == sorted(peaks)

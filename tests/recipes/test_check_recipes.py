@@ -1,4 +1,6 @@
-"""tools/check_recipes.py and recipes/checked.json: a date and a GPU figure for each recipe, and README.md's column of them."""
+"""tools/check_recipes.py and recipes/checked.json: a date and a GPU figure for each recipe, and
+README.md's column of them.
+"""
 
 import inspect
 import json
@@ -19,7 +21,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import check_recipes
 
 ENTRIES = json.loads(shipped.CHECKED.read_text())
-TODAY = datetime.now(timezone(timedelta(hours=14))).date()  # in the time zone that is ahead of all others
+# in the time zone that is ahead of all others
+TODAY = datetime.now(timezone(timedelta(hours=14))).date()
 FAILS = "import sys\nprint('the last line')\nsys.exit(3)\n"
 README = """# Front
 
@@ -47,7 +50,9 @@ def test_the_column_is_the_file() -> None:
 
 
 def test_a_wheel_has_the_file() -> None:
-    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
     assert shipped.CHECKED.name in data["recipekit.recipes"]
 
 
@@ -56,38 +61,68 @@ def test_a_wheel_has_the_file() -> None:
     [
         ("not measured.", "-"),
         ("2026-11-21, 2 busy CPU cores, torch 2.13.0: 120 steps in 230 s, 1,234 tokens/s.", "-"),
-        ("2026-12-01, 8 x H200, torch 2.13.0, deepspeed\n0.19.8: 200 steps, 61,234\ntokens/s.", "8 x H200: 61,234 tokens/s (2026-12-01)"),
-        ("2026-12-01, 1 x H100-SXM: 1234.5 samples/s.", "1 x H100-SXM: 1234.5 samples/s (2026-12-01)"),
+        (
+            "2026-12-01, 8 x H200, torch 2.13.0, deepspeed\n0.19.8: 200 steps, 61,234\ntokens/s.",
+            "8 x H200: 61,234 tokens/s (2026-12-01)",
+        ),
+        (
+            "2026-12-01, 1 x H100-SXM: 1234.5 samples/s.",
+            "1 x H100-SXM: 1234.5 samples/s (2026-12-01)",
+        ),
         ("2026-12-01, 8 x H200: 200 steps.\n\nAnother paragraph: 9 tokens/s.", "-"),
     ],
 )
 def test_the_gpu_figure_is_read_from_the_docstring(measured: str, figure: str) -> None:
-    assert check_recipes.gpu_figure(f'"""A recipe.\n\nNeeds: 8 x 80 GB GPUs. Measured: {measured}\n"""') == figure
+    assert (
+        check_recipes.gpu_figure(
+            f'"""A recipe.\n\nNeeds: 8 x 80 GB GPUs. Measured: {measured}\n"""'
+        )
+        == figure
+    )
 
 
 def test_a_recipe_is_started_as_the_slow_test_starts_it(tmp_path: Path) -> None:
     launcher, *words = check_recipes.command(FILES["llama_nano_zero2"], tmp_path)
     assert Path(launcher).name == "deepspeed" and words[:3] == ["--num_gpus", "2", "--master_port"]
-    assert words[4:] == [str(FILES["llama_nano_zero2"]), *check_recipes.TINY, "--out", str(tmp_path)]
+    assert words[4:] == [
+        str(FILES["llama_nano_zero2"]),
+        *check_recipes.TINY,
+        "--out",
+        str(tmp_path),
+    ]
     assert ", ".join(f'"{word}"' for word in check_recipes.TINY) in inspect.getsource(slow_test)
 
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two recipes in a folder, which plain Python starts: `one` was checked, `two` never was."""
-    (tmp_path / "checked.json").write_text(json.dumps({"gone": {"cpu": "2026-01-01", "gpu": "-"}, "one": {"cpu": "2026-01-02", "gpu": "-"}}))
+    (tmp_path / "checked.json").write_text(
+        json.dumps(
+            {"gone": {"cpu": "2026-01-01", "gpu": "-"}, "one": {"cpu": "2026-01-02", "gpu": "-"}}
+        )
+    )
     (tmp_path / "README.md").write_text(README)
     for name in ("one", "two"):
-        (tmp_path / f"{name}.py").write_text("import os, sys\nassert '--tiny' in sys.argv and os.environ['DS_ACCELERATOR'] == 'cpu'\n")
+        (tmp_path / f"{name}.py").write_text(
+            "import os, sys\nassert '--tiny' in sys.argv and os.environ['DS_ACCELERATOR'] =="
+            " 'cpu'\n"
+        )
     monkeypatch.setattr(shipped, "RECIPES", tmp_path)
     monkeypatch.setattr(shipped, "CHECKED", tmp_path / "checked.json")
     monkeypatch.setattr(check_recipes, "README", tmp_path / "README.md")
-    monkeypatch.setattr(check_recipes, "command", lambda recipe, out: [sys.executable, str(recipe), *check_recipes.TINY, "--out", str(out)])
+    monkeypatch.setattr(
+        check_recipes,
+        "command",
+        lambda recipe, out: [sys.executable, str(recipe), *check_recipes.TINY, "--out", str(out)],
+    )
     return tmp_path
 
 
 def dates(world: Path) -> dict[str, str]:
-    return {name: entry["cpu"] for name, entry in json.loads((world / "checked.json").read_text()).items()}
+    return {
+        name: entry["cpu"]
+        for name, entry in json.loads((world / "checked.json").read_text()).items()
+    }
 
 
 def test_a_success_writes_its_date_to_the_file_and_the_table(world: Path) -> None:
@@ -97,11 +132,15 @@ def test_a_success_writes_its_date_to_the_file_and_the_table(world: Path) -> Non
     assert (world / "README.md").read_text() == README.replace("GPUs | - |", f"GPUs | {today}; - |")
 
 
-def test_a_failure_keeps_its_date_and_is_named(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_keeps_its_date_and_is_named(
+    world: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (world / "one.py").write_text(FAILS)
     assert check_recipes.main([]) == 1
     shown = capsys.readouterr()
-    assert "the last line" in shown.out and shown.err.splitlines()[1:] == ["one: ended with exit code 3"]
+    assert "the last line" in shown.out and shown.err.splitlines()[1:] == [
+        "one: ended with exit code 3"
+    ]
     assert dates(world) == {"one": "2026-01-02", "two": date.today().isoformat()}
     assert "| 2026-01-02; - |" in (world / "README.md").read_text()
 
@@ -110,17 +149,31 @@ def test_a_recipe_that_never_succeeded_has_no_date(world: Path) -> None:
     (world / "two.py").write_text(FAILS)
     assert check_recipes.main(["two"]) == 1
     assert check_recipes.main(["--no-run"]) == 0
-    assert dates(world) == {"one": "2026-01-02", "two": "-"} and "| -; - |" in (world / "README.md").read_text() and shipped.last_check("two") == ("-", "-")
+    assert (
+        dates(world) == {"one": "2026-01-02", "two": "-"}
+        and "| -; - |" in (world / "README.md").read_text()
+        and shipped.last_check("two") == ("-", "-")
+    )
 
 
 def test_a_recipe_that_does_not_end_fails_with_its_processes(world: Path) -> None:
-    (world / "one.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(77.125)'])\n")
+    (world / "one.py").write_text(
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'import time;"
+        " time.sleep(77.125)'])\n"
+    )
     assert check_recipes.run_tiny(world / "one.py", 1.0) == "did not end within 1 s"
-    left = [process for process in psutil.process_iter(["cmdline"]) if "time.sleep(77.125)" in str(process.info["cmdline"])]
+    left = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "time.sleep(77.125)" in str(process.info["cmdline"])
+    ]
     assert not psutil.wait_procs(left, timeout=5)[1]
 
 
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         check_recipes.main(["llama_nano"])
-    assert ended.value.code == 2 and "llama_nano: not a recipe; recipekit ls lists the names" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and "llama_nano: not a recipe; recipekit ls lists the names" in capsys.readouterr().err
+    )

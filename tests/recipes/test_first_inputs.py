@@ -15,7 +15,10 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 
 RECIPE = Recipe(model="./base", dataset="docs.jsonl", ds_config="zero1.json")
-CHAT_TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<e>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<e>{% endfor %}{% if"
+    " add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +28,21 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("first") / "base"
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=512, eos_token_id=0, **sizes)).save_pretrained(folder)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=1024, max_position_embeddings=512, eos_token_id=0, **sizes)
+    ).save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<e>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<e>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(FOX, trainer)
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
     whole.chat_template = CHAT_TEMPLATE
@@ -38,7 +51,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def words(base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
+def words(
+    base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
+) -> list[str]:
     """The words of an input, whose files are in the current folder."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -88,16 +103,22 @@ def test_there_are_sixty_inputs() -> None:
 
 
 @pytest.mark.parametrize("words", INPUTS, indirect=True)
-def test_a_dry_run_judges_first_inputs(words: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_dry_run_judges_first_inputs(
+    words: list[str], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     says = INPUTS[request.node.callspec.id].says
     before = sorted(tmp_path.rglob("*"))
     found = asked(words)
     assert sorted(tmp_path.rglob("*")) == before, "a question writes nothing"
-    assert found.startswith(says) and bool(found) == bool(says) and len(found.splitlines()) <= 1, found
+    assert found.startswith(says) and bool(found) == bool(says) and len(found.splitlines()) <= 1, (
+        found
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", INPUTS, indirect=True)
 def test_a_start_judges_as_the_dry_run_does(words: list[str], tmp_path: Path, pools: Any) -> None:
-    (found,) = pools.run(1, started, folder=str(tmp_path), words=words, cache=str(tmp_path / "cache"))
+    (found,) = pools.run(
+        1, started, folder=str(tmp_path), words=words, cache=str(tmp_path / "cache")
+    )
     assert found == asked([*words, "--out", "other"] if not found else words)

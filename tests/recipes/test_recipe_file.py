@@ -22,27 +22,65 @@ START = "from recipekit import Recipe, run\n"
 END = '\nif __name__ == "__main__":\n    run(RECIPE)\n'
 # What stands between the first and the last lines of a recipe's file -> what is refused
 WRONG = {
-    "RECIPE = Recipe(learning_rate=1e-4)": "mine.py, line 2: Recipe(learning_rate=0.0001): the field does not exist. Use lr",
-    "RECIPE = Recipe(\n    model='x',\n    num_train_epochs=3)": "mine.py, line 2: Recipe(num_train_epochs=3): the field does not exist. Use ",
-    "RECIPE = Recipe(lora_r=8)": "mine.py, line 2: Recipe(lora_r=8): the field does not exist. Set it in LoraConfig in the recipe's file",
-    "RECIPE = Recipe(warmup_stepz=8)": "mine.py, line 2: Recipe(warmup_stepz=8): the field does not exist. Did you mean warmup_steps?",
-    "RECIPE = Recipe(deepspeed_config='zero3.json')": "mine.py, line 2: Recipe(deepspeed_config='zero3.json'): the field does not exist. Use ds_config",
-    "RECIPE = Recipe(tiny=True)": "mine.py, line 2: Recipe(tiny=True): the field does not exist. Omit it, and write --tiny on the command line",
-    "RECIPE = Recipe(frobnicate=[0] * 99)": "mine.py, line 2: Recipe(frobnicate=...): the field does not exist. recipes/recipekit/spec/recipe.py lists the fields",
-    "RECIPE = Recipe('Qwen/Qwen3-0.6B')": "mine.py, line 2: Recipe('Qwen/Qwen3-0.6B'): every value requires the name of its field. Write NAME=VALUE",
-    "import dataclasses\nRECIPE = dataclasses.replace(Recipe(), epocs=2, report_to='none')": "mine.py, line 3: Recipe(epocs=2): the field does not exist. ",
-    "RECIPE = Recipe(model='x'),": "mine.py: RECIPE: must be a Recipe, not tuple. Remove the comma after Recipe(...)",
-    "RECIPE = [Recipe(model='x'), Recipe(model='y')]": "mine.py: RECIPE: must be a Recipe, not list. Keep one Recipe(...) in a file",
-    "RECIPE = dict(model='x', lr=1e-4)": "mine.py: RECIPE: must be a Recipe, not dict. Write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)",
-    "RECIPE = Recipe": "mine.py: RECIPE: must be a Recipe, not the class Recipe. Write RECIPE = Recipe(...), with the fields in parentheses",
-    "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": "mine.py, line 2: Recipe(checkpoint_every=2): the field does not exist. "
-    "To save checkpoints use save_every=N. To recompute every N-th layer use recompute_every=N",
+    "RECIPE = Recipe(learning_rate=1e-4)": (
+        "mine.py, line 2: Recipe(learning_rate=0.0001): the field does not exist. Use lr"
+    ),
+    "RECIPE = Recipe(\n    model='x',\n    num_train_epochs=3)": (
+        "mine.py, line 2: Recipe(num_train_epochs=3): the field does not exist. Use "
+    ),
+    "RECIPE = Recipe(lora_r=8)": (
+        "mine.py, line 2: Recipe(lora_r=8): the field does not exist. Set it in LoraConfig in the"
+        " recipe's file"
+    ),
+    "RECIPE = Recipe(warmup_stepz=8)": (
+        "mine.py, line 2: Recipe(warmup_stepz=8): the field does not exist. Did you mean"
+        " warmup_steps?"
+    ),
+    "RECIPE = Recipe(deepspeed_config='zero3.json')": (
+        "mine.py, line 2: Recipe(deepspeed_config='zero3.json'): the field does not exist. Use"
+        " ds_config"
+    ),
+    "RECIPE = Recipe(tiny=True)": (
+        "mine.py, line 2: Recipe(tiny=True): the field does not exist. Omit it, and write --tiny on"
+        " the command line"
+    ),
+    "RECIPE = Recipe(frobnicate=[0] * 99)": (
+        "mine.py, line 2: Recipe(frobnicate=...): the field does not exist."
+        " recipes/recipekit/spec/recipe.py lists the fields"
+    ),
+    "RECIPE = Recipe('Qwen/Qwen3-0.6B')": (
+        "mine.py, line 2: Recipe('Qwen/Qwen3-0.6B'): every value requires the name of its field."
+        " Write NAME=VALUE"
+    ),
+    "import dataclasses\nRECIPE = dataclasses.replace(Recipe(), epocs=2, report_to='none')": (
+        "mine.py, line 3: Recipe(epocs=2): the field does not exist. "
+    ),
+    "RECIPE = Recipe(model='x'),": (
+        "mine.py: RECIPE: must be a Recipe, not tuple. Remove the comma after Recipe(...)"
+    ),
+    "RECIPE = [Recipe(model='x'), Recipe(model='y')]": (
+        "mine.py: RECIPE: must be a Recipe, not list. Keep one Recipe(...) in a file"
+    ),
+    "RECIPE = dict(model='x', lr=1e-4)": (
+        "mine.py: RECIPE: must be a Recipe, not dict. Write RECIPE = Recipe(**RECIPE), or"
+        " Recipe(NAME=VALUE, ...)"
+    ),
+    "RECIPE = Recipe": (
+        "mine.py: RECIPE: must be a Recipe, not the class Recipe. Write RECIPE = Recipe(...), with"
+        " the fields in parentheses"
+    ),
+    "RECIPE = Recipe(activation_checkpointing=True, checkpoint_every=2)": (
+        "mine.py, line 2: Recipe(checkpoint_every=2): the field does not exist. "
+        "To save checkpoints use save_every=N. To recompute every N-th layer use recompute_every=N"
+    ),
     "RECIPE = None": "mine.py: RECIPE: must be a Recipe, not NoneType. Write RECIPE = Recipe(...)",
 }
 
 
 @pytest.mark.parametrize("lines", WRONG)
-def test_a_mistake_in_the_file_is_one_line_where_a_tool_reads_it(lines: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_one_line_where_a_tool_reads_it(
+    lines: str, tmp_path: Path
+) -> None:
     path = tmp_path / "mine.py"
     path.write_text(START + lines + END)
     with pytest.raises(Refusal) as refusal:
@@ -53,7 +91,9 @@ def test_a_mistake_in_the_file_is_one_line_where_a_tool_reads_it(lines: str, tmp
 
 
 @pytest.mark.parametrize("index", [0, 9])
-def test_a_mistake_in_the_file_is_one_line_where_the_file_is_the_program(index: int, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_one_line_where_the_file_is_the_program(
+    index: int, tmp_path: Path
+) -> None:
     lines, told = list(WRONG.items())[index]
     done = run_file(tmp_path, START + lines + END)
     assert done.returncode == 1 and done.stdout == ""
@@ -61,10 +101,20 @@ def test_a_mistake_in_the_file_is_one_line_where_the_file_is_the_program(index: 
     assert first == "refused: 1 problem" and line.startswith(f"  1. {told}"), done.stderr
 
 
-def run_file(folder: Path, text: str, *flags: str, name: str = "mine.py") -> subprocess.CompletedProcess[str]:
+def run_file(
+    folder: Path, text: str, *flags: str, name: str = "mine.py"
+) -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(text)
     env = environment() | {"PYTHONPATH": ""}
-    return subprocess.run([sys.executable, name, *flags], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, name, *flags],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,10 +130,16 @@ def run_file(folder: Path, text: str, *flags: str, name: str = "mine.py") -> sub
         ("model=None", "must be of type str, not NoneType"),
     ],
 )
-def test_a_value_of_a_wrong_type_is_one_line_in_a_plan_and_in_lint(field: str, rule: str, tmp_path: Path) -> None:
-    """A text for `no_decay` was taken for its letters, and an adapter that is no function failed after the model was loaded."""
+def test_a_value_of_a_wrong_type_is_one_line_in_a_plan_and_in_lint(
+    field: str, rule: str, tmp_path: Path
+) -> None:
+    """A text for `no_decay` was taken for its letters, and an adapter that is no function failed
+    after the model was loaded.
+    """
     path = tmp_path / "mine.py"
-    path.write_text(f"{START}RECIPE = Recipe(**{{'model': 'Qwen/Qwen3-0.6B'}} | dict({field})){END}")
+    path.write_text(
+        f"{START}RECIPE = Recipe(**{{'model': 'Qwen/Qwen3-0.6B'}} | dict({field})){END}"
+    )
     with pytest.raises(Refusal) as refusal:
         make_plan(parse(recipe_of(path), path, ["--dry_run", "--tiny"]))
     planned, (linted, lines) = refusal.value.problems, lint(None, path)
@@ -95,35 +151,73 @@ def test_a_value_of_a_wrong_type_is_one_line_in_a_plan_and_in_lint(field: str, r
 def test_a_file_that_names_its_recipe_otherwise_is_refused_with_the_name(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(START + "CONFIG = Recipe(model='x')\n")
-    with pytest.raises(Refusal, match=r"sets no RECIPE = Recipe\(\.\.\.\)\. Rename CONFIG to RECIPE"):
+    with pytest.raises(
+        Refusal, match=r"sets no RECIPE = Recipe\(\.\.\.\)\. Rename CONFIG to RECIPE"
+    ):
         recipe_of(path)
 
 
 def test_a_recipe_stays_a_plain_dataclass() -> None:
     recipe = Recipe(model="x", lr=1e-4)
-    assert dataclasses.replace(recipe, steps=5).steps == 5 and dataclasses.replace(recipe).lr == 1e-4
-    for other in (copy.copy(recipe), copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe)), Recipe(**vars(recipe))):
+    assert (
+        dataclasses.replace(recipe, steps=5).steps == 5 and dataclasses.replace(recipe).lr == 1e-4
+    )
+    for other in (
+        copy.copy(recipe),
+        copy.deepcopy(recipe),
+        pickle.loads(pickle.dumps(recipe)),
+        Recipe(**vars(recipe)),
+    ):
         assert other == recipe and type(other) is Recipe
     assert one_recipe(recipe, Path("mine.py")) is recipe
     with pytest.raises(Refusal):
         parse((recipe,), Path("mine.py"), [])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["torch.py", "datasets.py", "random.py", "json.py", "numpy/__init__.py", "yaml.pyc", "tqdm.cpython-311-x86_64-linux-gnu.so"])
-def test_a_file_that_hides_a_library_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.py",
+        "datasets.py",
+        "random.py",
+        "json.py",
+        "numpy/__init__.py",
+        "yaml.pyc",
+        "tqdm.cpython-311-x86_64-linux-gnu.so",
+    ],
+)
+def test_a_file_that_hides_a_library_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     top = name.partition("/")[0]
     (problem,) = shadows(str(tmp_path))
-    assert problem == (top, f"hides {top.partition('.')[0]}: Python searches this folder first", "rename it")
+    assert problem == (
+        top,
+        f"hides {top.partition('.')[0]}: Python searches this folder first",
+        "rename it",
+    )
     (tmp_path / "mine.py").write_text(START + "RECIPE = Recipe(model='x')" + END)
     with pytest.raises(Refusal, match=f"{top}: hides "):
         recipe_of(tmp_path / "mine.py")
 
 
 def test_files_with_names_of_their_own_hide_nothing(tmp_path: Path) -> None:
-    for name in ("test.py", "utils.py", "train.py", "trace.py", "os.py", "sys.py", "torch.txt", "datasets.old.py", "wandb/run", "datasets/a.txt", "data.py"):
+    for name in (
+        "test.py",
+        "utils.py",
+        "train.py",
+        "trace.py",
+        "os.py",
+        "sys.py",
+        "torch.txt",
+        "datasets.old.py",
+        "wandb/run",
+        "datasets/a.txt",
+        "data.py",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert shadows(str(tmp_path)) == [] and shadows(str(tmp_path / "gone")) == []
@@ -133,7 +227,10 @@ def test_files_with_names_of_their_own_hide_nothing(tmp_path: Path) -> None:
 def test_every_package_that_a_start_can_import_is_a_library() -> None:
     """The import names of requirements.txt and of all that these packages require."""
     canonical = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
-    left, needed = re.findall(r"^([\w.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE), set[str]()
+    left, needed = (
+        re.findall(r"^([\w.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE),
+        set[str](),
+    )
     while left:
         name = canonical(left.pop())
         try:
@@ -141,19 +238,45 @@ def test_every_package_that_a_start_can_import_is_a_library() -> None:
         except importlib.metadata.PackageNotFoundError:
             continue  # of another platform
         needed.add(name)
-        left += [match[0] for line in requires or [] if "extra ==" not in line and (match := re.match(r"[\w.-]+", line))]
+        left += [
+            match[0]
+            for line in requires or []
+            if "extra ==" not in line and (match := re.match(r"[\w.-]+", line))
+        ]
     found = importlib.metadata.packages_distributions().items()
-    names = {name for name, distributions in found if {canonical(each) for each in distributions} & needed if name.isidentifier() and name[0] != "_"}
-    assert len(names) > 60 and names - LIBRARIES <= {"coreweave_evaluations", "isympy", "pylab", "tzdata"}  # which nobody imports
+    names = {
+        name
+        for name, distributions in found
+        if {canonical(each) for each in distributions} & needed
+        if name.isidentifier() and name[0] != "_"
+    }
+    # which nobody imports
+    assert len(names) > 60 and names - LIBRARIES <= {
+        "coreweave_evaluations",
+        "isympy",
+        "pylab",
+        "tzdata",
+    }
 
 
-@pytest.mark.parametrize(("hidden", "program"), [("torch.py", "torch.py"), ("random.py", "mine.py"), ("dataclasses.py", "mine.py")])
-def test_a_library_that_is_hidden_from_a_start_is_one_line(hidden: str, program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hidden", "program"),
+    [("torch.py", "torch.py"), ("random.py", "mine.py"), ("dataclasses.py", "mine.py")],
+)
+def test_a_library_that_is_hidden_from_a_start_is_one_line(
+    hidden: str, program: str, tmp_path: Path
+) -> None:
     """Also one that recipekit needs for its own messages."""
     (tmp_path / hidden).write_text("raise RuntimeError('the wrong module')\n")
-    done = run_file(tmp_path, START + "RECIPE = Recipe(model='x')" + END, "--tiny", "--dry_run", name=program)
+    done = run_file(
+        tmp_path, START + "RECIPE = Recipe(model='x')" + END, "--tiny", "--dry_run", name=program
+    )
     told = f"  1. {hidden}: hides {hidden[:-3]}: Python searches this folder first. Rename it"
-    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (1, "", ["refused: 1 problem", told])
+    assert (done.returncode, done.stdout, done.stderr.splitlines()) == (
+        1,
+        "",
+        ["refused: 1 problem", told],
+    )
 
 
 STARTERS = {
@@ -176,16 +299,36 @@ STARTERS = {
         ("launch torchrun", "RECIPE = Recipe(learning_rate=1e-4)"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_line_under_each_starter(starter: str, lines: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_one_line_under_each_starter(
+    starter: str, lines: str, tmp_path: Path
+) -> None:
     """Started from another folder: the program `deepspeed` itself imports from the current one."""
-    told = WRONG.get(lines, "mine/datasets.py: hides datasets: Python searches this folder first. Rename it")
+    told = WRONG.get(
+        lines, "mine/datasets.py: hides datasets: Python searches this folder first. Rename it"
+    )
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "mine.py").write_text(START + (lines if lines in WRONG else "RECIPE = Recipe(model='x')") + END)
+    (tmp_path / "mine" / "mine.py").write_text(
+        START + (lines if lines in WRONG else "RECIPE = Recipe(model='x')") + END
+    )
     if lines not in WRONG:
         (tmp_path / "mine" / "datasets.py").write_text("raise RuntimeError('the wrong module')\n")
-    words = [*STARTERS[starter].format(port=free_port(), python=sys.executable).split(), "mine/mine.py", "--tiny"]
+    words = [
+        *STARTERS[starter].format(port=free_port(), python=sys.executable).split(),
+        "mine/mine.py",
+        "--tiny",
+    ]
     env = environment() | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 1 and f"  1. {told}\n" in done.stdout, done.stdout
-    assert 'mine.py", line' not in done.stdout and "recipekit/" not in done.stdout  # torchrun itself prints a traceback of its own
+    # torchrun itself prints a traceback of its own
+    assert 'mine.py", line' not in done.stdout and "recipekit/" not in done.stdout
     assert done.stdout.count("refused: 1 problem") == 1

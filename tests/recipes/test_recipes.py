@@ -1,4 +1,6 @@
-"""Every recipe in recipes/: says what it does, costs nothing to import, and trains from its one command."""
+"""Every recipe in recipes/: says what it does, costs nothing to import, and trains from its one
+command.
+"""
 
 import ast
 import importlib.util
@@ -53,15 +55,27 @@ def docstring(name: str) -> str:
 
 def num_gpus(name: str) -> int:
     """The ranks that the command in the docstring starts."""
-    found = re.search(rf"\n\n    deepspeed (?:--hostfile hosts --num_nodes (\d+) )?--num_gpus (\d+) recipes/{name}\.py( .*)?\n\n", docstring(name))
-    assert found, f"{FILES[name]}: the docstring holds no line `    deepspeed --num_gpus N recipes/{name}.py`"
+    found = re.search(
+        r"\n\n    deepspeed (?:--hostfile hosts --num_nodes (\d+) )?--num_gpus (\d+)"
+        rf" recipes/{name}\.py( .*)?\n\n",
+        docstring(name),
+    )
+    assert found, (
+        f"{FILES[name]}: the docstring holds no line `    deepspeed --num_gpus N recipes/{name}.py`"
+    )
     return int(found[1] or 1) * int(found[2])
 
 
 def needs(name: str) -> str:
     """The hardware of the docstring's line `Needs: HARDWARE (why). Measured: ...`."""
-    found = re.search(r"^Needs: ([^(.]+?)(?: \(.*\))?\..* ?Measured: .*\.", docstring(name), re.DOTALL | re.MULTILINE)
-    assert found, f"{FILES[name]}: the docstring holds no `Needs: HARDWARE. Measured: WHAT, or not measured.`"
+    found = re.search(
+        r"^Needs: ([^(.]+?)(?: \(.*\))?\..* ?Measured: .*\.",
+        docstring(name),
+        re.DOTALL | re.MULTILINE,
+    )
+    assert found, (
+        f"{FILES[name]}: the docstring holds no `Needs: HARDWARE. Measured: WHAT, or not measured.`"
+    )
     return " ".join(found[1].split())
 
 
@@ -92,21 +106,50 @@ def section(title: str, page: str) -> str:
 
 def test_every_kind_of_strategy_has_a_recipe():
     recipes = [load(name).RECIPE for name in FILES]
-    assert {recipe.ds_config for recipe in recipes} >= {"zero0.json", "zero1.json", "zero2.json", "zero3.json", "zero3_cpu.json", "zero3_nvme.json"}
-    assert any(recipe.tp > 1 for recipe in recipes) and any(recipe.adapt for recipe in recipes) and {recipe.task for recipe in recipes} == TASKS.keys()
+    assert {recipe.ds_config for recipe in recipes} >= {
+        "zero0.json",
+        "zero1.json",
+        "zero2.json",
+        "zero3.json",
+        "zero3_cpu.json",
+        "zero3_nvme.json",
+    }
+    assert (
+        any(recipe.tp > 1 for recipe in recipes)
+        and any(recipe.adapt for recipe in recipes)
+        and {recipe.task for recipe in recipes} == TASKS.keys()
+    )
 
 
 @every_recipe
 def test_recipe_is_one_flat_file(name):
-    """A docstring, imports, RECIPE with only what differs from a default, and `run(RECIPE)` when it is started."""
+    """A docstring, imports, RECIPE with only what differs from a default, and `run(RECIPE)` when it
+    is started.
+    """
     tree = ast.parse(FILES[name].read_text())
     assert ast.unparse(tree.body[-1]) == "if __name__ == '__main__':\n    run(RECIPE)"
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.If) and node is not tree.body[-1]]
-    (call,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPE"]
+    assert not [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.If) and node is not tree.body[-1]
+    ]
+    (call,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "RECIPE"
+    ]
     assert isinstance(call, ast.Call)
-    defaults = {field: item.default for field, item in load(name).RECIPE.__dataclass_fields__.items()}
-    written = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
-    needless = [field for field, value in written.items() if value == defaults[field] and field not in ("model", "dataset", "ds_config")]
+    defaults = {
+        field: item.default for field, item in load(name).RECIPE.__dataclass_fields__.items()
+    }
+    written = {
+        word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)
+    }
+    needless = [
+        field
+        for field, value in written.items()
+        if value == defaults[field] and field not in ("model", "dataset", "ds_config")
+    ]
     assert not needless, f"{needless} repeat the default"
 
 
@@ -137,21 +180,36 @@ for name in sys.argv[1:]:
     assert not heavy, (name, heavy)
     assert threading.active_count() == 1 and dict(os.environ) == before, name
 """
-    subprocess.run([sys.executable, "-c", code, *FILES], cwd=tmp_path, env=environment(), check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code, *FILES],
+        cwd=tmp_path,
+        env=environment(),
+        check=True,
+        timeout=60,
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_catalogue_lists_every_recipe_as_it_is():
-    entries = [" ".join(entry.split()) for entry in re.findall(r"^- (\[.+\n(?:  .+\n)*)", section("The recipes", "recipes/README.md"), re.MULTILINE)]
+    entries = [
+        " ".join(entry.split())
+        for entry in re.findall(
+            r"^- (\[.+\n(?:  .+\n)*)", section("The recipes", "recipes/README.md"), re.MULTILINE
+        )
+    ]
     rows = re.findall(r"^\| `.+$", section("The recipes", "README.md"), re.MULTILINE)
     for found, made in ((entries, catalogue_entry), (rows, hardware_row)):
         belong = [made(name) for name in FILES]
-        assert sorted(found) == sorted(belong), "README.md and recipes/README.md; what belongs there:\n" + "\n".join(belong)
+        assert sorted(found) == sorted(belong), (
+            "README.md and recipes/README.md; what belongs there:\n" + "\n".join(belong)
+        )
 
 
 @every_recipe
 def test_docstring_tells_the_memory_of_the_states(name):
-    """`N.N GiB of states` is what --dry_run predicts to be there all the time on each rank of the docstring's command, host and NVMe included."""
+    """`N.N GiB of states` is what --dry_run predicts to be there all the time on each rank of the
+    docstring's command, host and NVMe included.
+    """
     world = num_gpus(name)
     planned = plan(name, *full_size(name))
     assert planned.model_config is not None
@@ -163,8 +221,12 @@ def test_docstring_tells_the_memory_of_the_states(name):
         assert float(claim[1]) == pytest.approx(states, abs=0.05)
         hardware = re.match(r"(\d+) x (\d+) GB GPUs(?:.* (\d+) GB of host memory)?", needs(name))
         assert hardware and int(hardware[1]) == world
-        assert total(terms, ACCELERATOR) < 0.7 * int(hardware[2]) * 1e9, "a third is left for activations, beside copies and logits"
-        assert world * total(terms, HOST) < 0.95 * int(hardware[3] or 0) * 1e9 or not total(terms, HOST)
+        assert total(terms, ACCELERATOR) < 0.7 * int(hardware[2]) * 1e9, (
+            "a third is left for activations, beside copies and logits"
+        )
+        assert world * total(terms, HOST) < 0.95 * int(hardware[3] or 0) * 1e9 or not total(
+            terms, HOST
+        )
     if "meta-llama/" in planned.recipe.model:
         assert "Gated model" in docstring(name)
 
@@ -180,7 +242,9 @@ def test_dry_run(name, capsys):
     planned = plan(name, *full_size(name), "--show", "json")
     show(planned)
     printed = capsys.readouterr().out
-    assert f"ranks: {planned.mesh}" in printed and "iB always" in printed and '"auto"' not in printed
+    assert (
+        f"ranks: {planned.mesh}" in printed and "iB always" in printed and '"auto"' not in printed
+    )
 
 
 @pytest.mark.parametrize("argv", [["--tp", "2"], ["--pp", "2", "--deepspeed_config", "zero1.json"]])
@@ -190,19 +254,37 @@ def test_a_dry_run_refuses_a_degree_without_a_plan(argv):
 
 
 def test_dry_run_as_a_user_starts_it(tmp_path):
-    argv = [sys.executable, ROOT / "recipes" / "llama3_1_8b_zero1_tp4.py", "--dry-run", "--world", "8"]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    argv = [
+        sys.executable,
+        ROOT / "recipes" / "llama3_1_8b_zero1_tp4.py",
+        "--dry-run",
+        "--world",
+        "8",
+    ]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    assert "8 ranks: dp2_tp4" in done.stdout and "accelerator, each rank: 22.44 GiB always" in done.stdout
+    assert (
+        "8 ranks: dp2_tp4" in done.stdout
+        and "accelerator, each rank: 22.44 GiB always" in done.stdout
+    )
     assert not list(tmp_path.iterdir())
 
 
 def start(argv: list[str | Path], cwd: Path, timeout: float) -> tuple[int | None, str]:
-    """(exit code, output) of a command; after `timeout` seconds its whole process tree is ended, stacks first, and the code is None."""
+    """(exit code, output) of a command; after `timeout` seconds its whole process tree is ended,
+    stacks first, and the code is None.
+    """
     log = cwd / "output.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            argv, cwd=cwd, env=environment() | {"PYTHONFAULTHANDLER": "1"}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            argv,
+            cwd=cwd,
+            env=environment() | {"PYTHONFAULTHANDLER": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout)
@@ -225,7 +307,17 @@ def train_tiny(name: str, out: str) -> int:
     """Runs on every rank of a pool: what the recipe's file does when it is started."""
     from recipekit.train import main
 
-    sys.argv = [str(FILES[name]), "--tiny", "--steps", "3", "--eval_every", "1", "--no-wandb", "--out", out]
+    sys.argv = [
+        str(FILES[name]),
+        "--tiny",
+        "--steps",
+        "3",
+        "--eval_every",
+        "1",
+        "--no-wandb",
+        "--out",
+        out,
+    ]
     return main(make_plan(parse(load(name).RECIPE, FILES[name], sys.argv[1:])))
 
 
@@ -235,22 +327,32 @@ def check_tiny(name: str, out: Path) -> None:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in lines)
-    # Random weights: about ln(vocabulary), or of the labels, or of two answers. A ResNet's head is drawn as torch draws a linear layer, five times as
-    # wide as a transformer's, behind features that BatchNorm makes of size 1: transformers' own, tiny, begins 2 to 16 % above on random pictures.
+    # Random weights: about ln(vocabulary), or of the labels, or of two answers. A ResNet's head is
+    # drawn as torch draws a linear layer, five times as wide as a transformer's, behind features
+    # that BatchNorm makes of size 1: transformers' own, tiny, begins 2 to 16 % above on random
+    # pictures.
     of_norms = load(name).RECIPE.model.startswith("microsoft/resnet")
     assert abs(lines[0]["loss"] / math.log(classes) - 1) < (0.3 if of_norms else 0.1)
     if classes == BYTE_VOCAB:
-        assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]  # on the same rows; batches differ by more than 3 steps teach
-    elif of_norms:  # its rate is SGD's for 1,024 pictures, which three steps on 8 begin with: the weights run away from the statistics
+        # on the same rows; batches differ by more than 3 steps teach
+        assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
+        # its rate is SGD's for 1,024 pictures, which three steps on 8 begin with: the weights run
+        # away from the statistics
+    elif of_norms:
         assert math.isfinite(lines[-1]["eval_loss"])
-    else:  # three steps on crops of 8 pictures teach a vision transformer nothing; tests/loop/test_fashion.py learns
+        # three steps on crops of 8 pictures teach a vision transformer nothing;
+        # tests/loop/test_fashion.py learns
+    else:
         assert abs(lines[-1]["eval_loss"] / math.log(classes) - 1) < 0.1
     assert list((out / "hf").glob("*.safetensors"))
 
 
 def wait_for_ops(name: str, ops: Callable[[str], None]) -> None:
     zero = plan(name, "--tiny", "--world", "2").ds_config["zero_optimization"]
-    offload = {zero.get(block, {}).get("device", "none") for block in ("offload_optimizer", "offload_param")}
+    offload = {
+        zero.get(block, {}).get("device", "none")
+        for block in ("offload_optimizer", "offload_param")
+    }
     for op, needed in (("cpu_adam", offload != {"none"}), ("async_io", "nvme" in offload)):
         if needed:
             ops(op)
@@ -266,11 +368,25 @@ def test_recipe_trains_tiny(name, tmp_path, pools, ops):
 @pytest.mark.slow  # `make quickstart` and tests/launch start the smallest one
 @every_recipe
 def test_recipe_trains_tiny_by_its_command(name, tmp_path, ops):
-    """`deepspeed --num_gpus 2 recipes/NAME.py --tiny --steps 3`, as a user starts it, without network."""
+    """`deepspeed --num_gpus 2 recipes/NAME.py --tiny --steps 3`, as a user starts it, without
+    network.
+    """
     wait_for_ops(name, ops)
     launcher = shutil.which("deepspeed", path=environment()["PATH"])
     assert launcher
-    argv = [launcher, "--num_gpus", "2", "--master_port", str(free_port()), FILES[name], "--tiny", "--steps", "3", "--eval_every", "1"]
+    argv = [
+        launcher,
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+        FILES[name],
+        "--tiny",
+        "--steps",
+        "3",
+        "--eval_every",
+        "1",
+    ]
     code, output = start([*argv, "--out", tmp_path / "run"], tmp_path, timeout=240)
     assert code == 0, f"ended with {code}:\n{output[-8000:]}"
     check_tiny(name, tmp_path / "run")
@@ -286,17 +402,46 @@ def test_lora_starts_from_published_weights_and_exports_adapter_or_merged_model(
 
     config = shrink(json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text()), 264)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(config.pop("model_type"), **config))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+    )
     model.to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    argv = [sys.executable, FILES["qwen3_0_6b_lora_zero3"], "--model", tmp_path / "base", "--tokenizer", "bytes", "--dataset", "builtin", "--subset", ""]
-    argv += ["--steps", "2", "--seq_len", "64", "--global_batch", "2", "--eval_every", "0", "--no-wandb", "--lr", "0.1"]
+    argv = [
+        sys.executable,
+        FILES["qwen3_0_6b_lora_zero3"],
+        "--model",
+        tmp_path / "base",
+        "--tokenizer",
+        "bytes",
+        "--dataset",
+        "builtin",
+        "--subset",
+        "",
+    ]
+    argv += [
+        "--steps",
+        "2",
+        "--seq_len",
+        "64",
+        "--global_batch",
+        "2",
+        "--eval_every",
+        "0",
+        "--no-wandb",
+        "--lr",
+        "0.1",
+    ]
     for extra in ([], ["--merge"]):
-        code, output = start([*argv, *extra, "--out", tmp_path / f"run{len(extra)}"], tmp_path, timeout=240)
+        code, output = start(
+            [*argv, *extra, "--out", tmp_path / f"run{len(extra)}"], tmp_path, timeout=240
+        )
         assert code == 0, f"ended with {code}:\n{output[-8000:]}"
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     before = {name: value.clone() for name, value in base.state_dict().items()}
     ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run1" / "hf").state_dict()
-    theirs = PeftModel.from_pretrained(base, tmp_path / "run0" / "hf").merge_and_unload().state_dict()
+    theirs = (
+        PeftModel.from_pretrained(base, tmp_path / "run0" / "hf").merge_and_unload().state_dict()
+    )
     assert ours.keys() == theirs.keys() == before.keys()
     for name, value in ours.items():
         changed = not torch.equal(value, before[name])

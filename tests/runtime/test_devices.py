@@ -1,4 +1,6 @@
-"""Decisions that follow from a GPU, made on a machine without one: torch.cuda answers as a GPU would, and what is asked of it is seen."""
+"""Decisions that follow from a GPU, made on a machine without one: torch.cuda answers as a GPU
+would, and what is asked of it is seen.
+"""
 
 import os
 import random
@@ -39,7 +41,13 @@ class Asked(list[Any]):
 
     def of(self, owner: Any, **answers: Any) -> "Asked":
         for name, answer in answers.items():
-            self._patch.setattr(owner, name, lambda *given, _name=name, _answer=answer, **named: self.append((_name, *given, *named.values())) or _answer)
+            self._patch.setattr(
+                owner,
+                name,
+                lambda *given, _name=name, _answer=answer, **named: (
+                    self.append((_name, *given, *named.values())) or _answer
+                ),
+            )
         return self
 
 
@@ -48,26 +56,54 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return Asked(monkeypatch)
 
 
-# The start of a rank ----------------------------------------------------------------------------------------------
+# The start of a rank
+# ----------------------------------------------------------------------------------------------
 
 
 def plan_of(**recipe: Any) -> Any:
-    own = {"deterministic": False, "engine": "deepspeed", "precision": "bf16", "seed": 3, "retry_s": 0.0} | recipe
-    return SimpleNamespace(recipe=SimpleNamespace(**own), ds_config={"bf16": {"enabled": True}}, command=SimpleNamespace(local_rank=1, rank=5, world=8))
+    own = {
+        "deterministic": False,
+        "engine": "deepspeed",
+        "precision": "bf16",
+        "seed": 3,
+        "retry_s": 0.0,
+    } | recipe
+    return SimpleNamespace(
+        recipe=SimpleNamespace(**own),
+        ds_config={"bf16": {"enabled": True}},
+        command=SimpleNamespace(local_rank=1, rank=5, world=8),
+    )
 
 
 def quiet_start(asked: Asked, on_gpu: bool) -> None:
-    asked.of(start, gpus_in_use=on_gpu, quiet=None, prepare_ops=None, do_without_shm_op=None, check_memory=None, shared_problems=[], waiting_group=None)
+    asked.of(
+        start,
+        gpus_in_use=on_gpu,
+        quiet=None,
+        prepare_ops=None,
+        do_without_shm_op=None,
+        check_memory=None,
+        shared_problems=[],
+        waiting_group=None,
+    )
     asked.of(start.deepspeed, init_distributed=None).of(start, time_limit=None)
-    asked.of(torch, manual_seed=None).of(torch.cuda, set_device=None, is_bf16_supported=False, get_device_name="Tesla V100")
+    asked.of(torch, manual_seed=None).of(
+        torch.cuda, set_device=None, is_bf16_supported=False, get_device_name="Tesla V100"
+    )
 
 
 def test_a_rank_takes_the_gpu_of_its_number_on_its_host(asked: Asked) -> None:
     quiet_start(asked, on_gpu=True)
     assert start.start(plan_of()) == GPU
     names = [call[0] for call in asked]
-    assert ("set_device", GPU) in asked and ("is_bf16_supported", False) in asked and ("get_device_name", GPU) in asked
-    assert ("manual_seed", 3) in asked and names.index("init_distributed") < names.index("check_memory") < names.index("set_device")
+    assert (
+        ("set_device", GPU) in asked
+        and ("is_bf16_supported", False) in asked
+        and ("get_device_name", GPU) in asked
+    )
+    assert ("manual_seed", 3) in asked and names.index("init_distributed") < names.index(
+        "check_memory"
+    ) < names.index("set_device")
     with pytest.raises(Refusal, match="Tesla V100 does not support bf16"):
         start.start(plan_of(engine="ddp"))
 
@@ -87,16 +123,31 @@ TERMS = [
 ]
 
 
-def memory_asked(asked: Asked, device: torch.device, rank: int, local: tuple[int, int], mesh: Mesh, free: int = 777) -> list[tuple[Any, ...]]:
-    """Returns (place, bytes on a rank, free bytes, ranks, device) of each question whether memory suffices."""
+def memory_asked(
+    asked: Asked,
+    device: torch.device,
+    rank: int,
+    local: tuple[int, int],
+    mesh: Mesh,
+    free: int = 777,
+) -> list[tuple[Any, ...]]:
+    """Returns (place, bytes on a rank, free bytes, ranks, device) of each question whether memory
+    suffices.
+    """
     questions: list[Any] = []
     command = SimpleNamespace(rank=rank, local_rank=local[0], local_ranks=local[1])
     plan: Any = SimpleNamespace(model_config={}, mesh=mesh, command=command)
     asked.of(start, free_memory=free).of(torch.cuda, mem_get_info=(555, 999), get_device_name=H100)
-    asked._patch.setattr(start, "rank_plan", lambda plan, stage: asked.append(("stage", stage)) or TERMS)
+    asked._patch.setattr(
+        start, "rank_plan", lambda plan, stage: asked.append(("stage", stage)) or TERMS
+    )
 
-    def too_much(terms: list[Term], place: str, free: int, ranks: int = 1, on: str = "") -> list[Problem]:
-        sizes = {term.what: (term.size, term.pinned, term.bound) for term in terms if term.place == place}
+    def too_much(
+        terms: list[Term], place: str, free: int, ranks: int = 1, on: str = ""
+    ) -> list[Problem]:
+        sizes = {
+            term.what: (term.size, term.pinned, term.bound) for term in terms if term.place == place
+        }
         questions.append((place, sizes, free, ranks, on.partition(" that is free")[0]))
         return []
 
@@ -105,19 +156,33 @@ def memory_asked(asked: Asked, device: torch.device, rank: int, local: tuple[int
     return questions
 
 
-def test_a_gpu_has_its_own_memory_and_the_host_what_is_pinned(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_has_its_own_memory_and_the_host_what_is_pinned(
+    asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = memory_asked(asked, GPU, 0, (0, 2), Mesh(dp=2))
-    assert first == (ACCELERATOR, {"states": (1000, 0, False), "reduce buckets": (300, 512, False)}, 555, 1, H100)
+    assert first == (
+        ACCELERATOR,
+        {"states": (1000, 0, False), "reduce buckets": (300, 512, False)},
+        555,
+        1,
+        H100,
+    )
     assert second[:4] == (HOST, {"pinned masters": (50, 64, False), "bound": (8, 16, True)}, 777, 2)
     assert ("mem_get_info", GPU) in asked
-    assert "offload pins 0.00 MiB of host memory" in capsys.readouterr().out  # 512 + 64 bytes, without what is a bound
+    # 512 + 64 bytes, without what is a bound
+    assert "offload pins 0.00 MiB of host memory" in capsys.readouterr().out
     memory_asked(asked, GPU, 1, (1, 2), Mesh(dp=2))
     assert not capsys.readouterr().out, "one rank says it"
 
 
 def test_on_a_cpu_all_but_nvme_lies_in_the_hosts_memory(asked: Asked) -> None:
     [only] = memory_asked(asked, CPU, 0, (0, 2), Mesh(dp=2))
-    expected = {"states": (1000, 0, False), "reduce buckets": (300, 0, True), "pinned masters": (50, 0, False), "bound": (8, 0, True)}
+    expected = {
+        "states": (1000, 0, False),
+        "reduce buckets": (300, 0, True),
+        "pinned masters": (50, 0, False),
+        "bound": (8, 0, True),
+    }
     assert only[:4] == (HOST, expected, 777, 2)
 
 
@@ -134,13 +199,18 @@ def test_on_a_cpu_all_but_nvme_lies_in_the_hosts_memory(asked: Asked) -> None:
     ],
     ids=str,
 )
-def test_ranks_of_one_stage_share_the_hosts_memory(asked: Asked, mesh: Mesh, rank: int, local: tuple[int, int], stage: int, alike: int) -> None:
-    """Every rank asks for the terms of its own stage, and as many are counted as are on its host."""
+def test_ranks_of_one_stage_share_the_hosts_memory(
+    asked: Asked, mesh: Mesh, rank: int, local: tuple[int, int], stage: int, alike: int
+) -> None:
+    """Every rank asks for the terms of its own stage, and as many are counted as are on its
+    host.
+    """
     [question] = memory_asked(asked, CPU, rank, local, mesh)
     assert ("stage", stage) in asked and question[3] == alike
 
 
-# What is compiled -------------------------------------------------------------------------------------------------
+# What is compiled
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,7 +226,13 @@ def test_ranks_of_one_stage_share_the_hosts_memory(asked: Asked, mesh: Mesh, ran
 )
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_compiled_follows_from_the_device(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, asks: str, device: torch.device, hip: Any, on: bool, whole: bool
+    asked: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    asks: str,
+    device: torch.device,
+    hip: Any,
+    on: bool,
+    whole: bool,
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
     asked.of(engine, check_torch_compile=[], shared_problems=[], layers_whole=whole)
@@ -167,13 +243,23 @@ def test_what_is_compiled_follows_from_the_device(
     said: list[str] = []
     engine.compile_model(plan, "llama", built, device, said.append)
     assert ("switch", on, True, asks == "on") in asked
-    assert [call for call in asked if call[0] == "check_torch_compile"] == ([("check_torch_compile", device.type == "cuda")] if on else [])
-    assert [call for call in asked if call[0] == "compile_layers"] == ([("compile_layers", ["m"], whole)] if on else [])
-    assert said == (["compile: 2 layers as a whole, 1 norms outside of them, the loss in chunks, at first use"] if on else [])
+    assert [call for call in asked if call[0] == "check_torch_compile"] == (
+        [("check_torch_compile", device.type == "cuda")] if on else []
+    )
+    assert [call for call in asked if call[0] == "compile_layers"] == (
+        [("compile_layers", ["m"], whole)] if on else []
+    )
+    assert said == (
+        ["compile: 2 layers as a whole, 1 norms outside of them, the loss in chunks, at first use"]
+        if on
+        else []
+    )
     recipe.adapt = lambda model: model
     asked.clear()
     engine.compile_model(plan, "llama", built, device, said.append)
-    assert [call for call in asked if call[0] == "compile_layers"] == ([("compile_layers", ["m"], False)] if on else []), "an adapter keeps layers in parts"
+    assert [call for call in asked if call[0] == "compile_layers"] == (
+        [("compile_layers", ["m"], False)] if on else []
+    ), "an adapter keeps layers in parts"
 
 
 def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked: Asked) -> None:
@@ -192,13 +278,22 @@ def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked:
 
 
 @pytest.mark.parametrize(("capability", "found"), [((6, 1), 1), ((7, 0), 0), ((9, 0), 0)])
-def test_triton_makes_kernels_from_a_capability_on(asked: Asked, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], found: int) -> None:
-    asked.of(torch.cuda, is_available=True, get_device_capability=capability, get_device_name="Tesla P100")
+def test_triton_makes_kernels_from_a_capability_on(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], found: int
+) -> None:
+    asked.of(
+        torch.cuda,
+        is_available=True,
+        get_device_capability=capability,
+        get_device_name="Tesla P100",
+    )
     monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(ops, "_check_headers", lambda what: [])
     monkeypatch.setattr(ops.shutil, "which", lambda name: name)
     problems = ops.check_torch_compile(True)
-    assert len(problems) == found and all("Tesla P100 of compute capability 6.1" in problem.where for problem in problems)
+    assert len(problems) == found and all(
+        "Tesla P100 of compute capability 6.1" in problem.where for problem in problems
+    )
     asked.clear()
     assert ops.check_torch_compile(False) == [] and not asked
 
@@ -210,22 +305,37 @@ def test_a_compiler_is_looked_for_by_the_device(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ops.shutil, "which", lambda name: None)
     monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [problem.where for problem in ops.check_torch_compile(True)] == ["compiler gcc or clang", "triton"]
+    assert [problem.where for problem in ops.check_torch_compile(True)] == [
+        "compiler gcc or clang",
+        "triton",
+    ]
     assert [problem.where for problem in ops.check_torch_compile(False)] == ["compiler g++"]
     monkeypatch.setenv("CC", "mycc -m64")
     monkeypatch.setenv("CXX", "mycxx")
-    assert [next(problem.where for problem in ops.check_torch_compile(on)) for on in (True, False)] == ["compiler mycc", "compiler mycxx"]
+    assert [
+        next(problem.where for problem in ops.check_torch_compile(on)) for on in (True, False)
+    ] == ["compiler mycc", "compiler mycxx"]
 
 
-# Torch's engines --------------------------------------------------------------------------------------------------
+# Torch's engines
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [GPU, CPU])
-def test_ddp_is_made_for_the_device_and_sums_everywhere_alike(asked: Asked, device: torch.device) -> None:
-    made = SimpleNamespace(register_comm_hook=lambda *given: asked.append(("hook", *given)), _set_ddp_sink_clone=lambda on: asked.append(("clone", on)))
+def test_ddp_is_made_for_the_device_and_sums_everywhere_alike(
+    asked: Asked, device: torch.device
+) -> None:
+    made = SimpleNamespace(
+        register_comm_hook=lambda *given: asked.append(("hook", *given)),
+        _set_ddp_sink_clone=lambda on: asked.append(("clone", on)),
+    )
     named: dict[str, Any] = {}
-    asked._patch.setattr(torch_engine, "DistributedDataParallel", lambda module, **given: named.update(given) or made)
-    asked._patch.setattr(torch_engine, "_Spare", lambda module, device: asked.append(("spare", device)) or module)
+    asked._patch.setattr(
+        torch_engine, "DistributedDataParallel", lambda module, **given: named.update(given) or made
+    )
+    asked._patch.setattr(
+        torch_engine, "_Spare", lambda module, device: asked.append(("spare", device)) or module
+    )
     groups: Any = SimpleNamespace(dp_group="group")
     assert torch_engine._ddp(nn.Linear(2, 2), groups, device) is made
     assert named == {
@@ -235,36 +345,64 @@ def test_ddp_is_made_for_the_device_and_sums_everywhere_alike(asked: Asked, devi
         "gradient_as_bucket_view": True,
         "find_unused_parameters": True,
     }
-    assert asked == [("spare", device), ("hook", "group", torch_engine.allreduce_hook), ("clone", False)]
+    assert asked == [
+        ("spare", device),
+        ("hook", "group", torch_engine.allreduce_hook),
+        ("clone", False),
+    ]
 
 
 @pytest.mark.parametrize("device", [GPU, CPU])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(asked: Asked, device: torch.device, precision: str) -> None:
-    """NCCL has a mean, gloo has not; the loss is scaled in fp16 only, on the device's own scaler."""
+def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(
+    asked: Asked, device: torch.device, precision: str
+) -> None:
+    """NCCL has a mean, gloo has not; the loss is scaled in fp16 only, on the device's own
+    scaler.
+    """
     model: Any = nn.Linear(2, 2)
     model.set_reduce_scatter_unused_params = lambda on: asked.append(("unused", on))
     model.set_force_sum_reduction_for_comms = lambda on: asked.append(("sum", on))
     scalers: list[Any] = []
-    asked._patch.setattr(torch_engine.torch.amp, "GradScaler", lambda kind, enabled: scalers.append((kind, enabled)))
+    asked._patch.setattr(
+        torch_engine.torch.amp, "GradScaler", lambda kind, enabled: scalers.append((kind, enabled))
+    )
     asked.of(torch_engine, _optimizer="optimizer", parameter_groups="groups")
     asked._patch.setattr(torch_engine, "TorchEngine", lambda **given: given)
     built: Any = SimpleNamespace(model=model, blueprint=SimpleNamespace(trained={}))
     config = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
     groups: Any = SimpleNamespace(dp_group="group")
     made: Any = torch_engine.make(built, groups, "fsdp2", precision, config, device)
-    assert [call for call in asked if call[0] in ("unused", "sum")] == [("unused", True)] + ([("sum", True)] if device == CPU else [])
+    assert [call for call in asked if call[0] in ("unused", "sum")] == [("unused", True)] + (
+        [("sum", True)] if device == CPU else []
+    )
     assert ("_optimizer", "groups", config, "group", True) in asked
     assert scalers == [(device.type, precision == "fp16")]
-    assert (made["autocast"], made["accumulation"], made["clipping"], made["group"], made["device"]) == (None, 3, 0.5, "group", device)
+    assert (
+        made["autocast"],
+        made["accumulation"],
+        made["clipping"],
+        made["group"],
+        made["device"],
+    ) == (None, 3, 0.5, "group", device)
     asked.of(torch_engine, _ddp="wrapped")
     made = torch_engine.make(built, groups, "ddp", precision, config, device)
-    assert (made["called"], made["autocast"]) == ("wrapped", torch_engine.half(precision)) and ("_optimizer", "groups", config, "group", False) in asked
+    assert (made["called"], made["autocast"]) == ("wrapped", torch_engine.half(precision)) and (
+        "_optimizer",
+        "groups",
+        config,
+        "group",
+        False,
+    ) in asked
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)])
-def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(asked: Asked, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str, dtype: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", None)]
+)
+def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str, dtype: Any
+) -> None:
     asked.of(torch_engine.DeviceMesh, from_group="mesh")
     groups: Any = SimpleNamespace(dp_group="group")
     divided: dict[str, Any] = {}
@@ -272,11 +410,14 @@ def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(asked: Asked, monkeypatch:
     torch_engine.divider(groups, precision, kind)(torch.nn.Linear(2, 2))
     policy = divided["mp_policy"]
     assert divided["mesh"] == "mesh" and not divided["ignored_params"]
-    assert (policy.param_dtype, policy.reduce_dtype) == ((None, None) if dtype is None else (dtype, torch.float32))
+    assert (policy.param_dtype, policy.reduce_dtype) == (
+        (None, None) if dtype is None else (dtype, torch.float32)
+    )
     assert asked == [("from_group", "group", kind, ("dp",))]
 
 
-# Facts, and what is told of them ----------------------------------------------------------------------------------
+# Facts, and what is told of them
+# ----------------------------------------------------------------------------------
 
 
 def test_peak_memory_is_what_the_devices_allocator_took(asked: Asked) -> None:
@@ -292,21 +433,34 @@ def test_a_device_has_its_name(asked: Asked) -> None:
     assert facts.device_name() == facts.platform.machine() != H100
 
 
-@pytest.mark.parametrize(("name", "device", "says"), [("Strange", GPU, "peak unknown: Strange"), ("x86_64", CPU, ""), (H100, GPU, "")])
-def test_an_unknown_peak_is_told_of_a_gpu(asked: Asked, name: str, device: torch.device, says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device", "says"),
+    [("Strange", GPU, "peak unknown: Strange"), ("x86_64", CPU, ""), (H100, GPU, "")],
+)
+def test_an_unknown_peak_is_told_of_a_gpu(
+    asked: Asked, name: str, device: torch.device, says: str
+) -> None:
     asked.of(prepare, step_flops="flops")
     recipe = SimpleNamespace(model="m", adapt=None)
     built = SimpleNamespace(attention="sdpa")
     loaded: Any = SimpleNamespace(
-        plan=SimpleNamespace(recipe=recipe), engine=SimpleNamespace(device=device), model_config={}, built=built, task=SimpleNamespace(facts=None)
+        plan=SimpleNamespace(recipe=recipe),
+        engine=SimpleNamespace(device=device),
+        model_config={},
+        built=built,
+        task=SimpleNamespace(facts=None),
     )
     said: list[str] = []
     flops, peak = prepare.speed_limits(loaded, name, said.append)
-    assert (flops, peak) == (("flops", prepare.DEVICES[H100].flops) if name == H100 else (None, None))
+    assert (flops, peak) == (
+        ("flops", prepare.DEVICES[H100].flops) if name == H100 else (None, None)
+    )
     assert len(said) == bool(says) and all(says in line for line in said)
 
 
-def test_a_build_has_the_facts_of_its_cards(asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_build_has_the_facts_of_its_cards(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cards = [
         SimpleNamespace(major=9, minor=0, total_memory=80),
         SimpleNamespace(major=8, minor=9, total_memory=24),
@@ -317,23 +471,39 @@ def test_a_build_has_the_facts_of_its_cards(asked: Asked, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     asked.of(torch.backends.cudnn, version=92000).of(torch.cuda, get_arch_list=["sm_90"])
     found = build_facts.build_facts(tmp_path / "none")
-    assert (found["capabilities"], found["device_memory"], found["cudnn"], found["archs"]) == (["8.9", "9.0"], [80, 24, 80], "9.20.0", ["sm_90"])
+    assert (found["capabilities"], found["device_memory"], found["cudnn"], found["archs"]) == (
+        ["8.9", "9.0"],
+        [80, 24, 80],
+        "9.20.0",
+        ["sm_90"],
+    )
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = build_facts.build_facts(tmp_path / "none")
     assert (found["capabilities"], found["device_memory"], found["cudnn"]) == (None, None, None)
 
 
-# Random generators, pinned memory, clocks -------------------------------------------------------------------------
+# Random generators, pinned memory, clocks
+# -------------------------------------------------------------------------
 
 
-def test_the_devices_generator_is_saved_and_restored(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_devices_generator_is_saved_and_restored(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked.of(torch.cuda, is_available=True, get_rng_state="device state", set_rng_state=None)
     states = save.generator_states()
-    assert states["cuda"] == "device state" and states.keys() == {"torch", "python", "numpy", "cuda"}
+    assert states["cuda"] == "device state" and states.keys() == {
+        "torch",
+        "python",
+        "numpy",
+        "cuda",
+    }
     drawn = torch.rand(3).tolist(), random.random(), np.random.rand()
     load.restore_generator_states(states)
-    assert asked[-1] == ("set_rng_state", "device state") and (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
+    assert (
+        asked[-1] == ("set_rng_state", "device state")
+        and (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked.clear()
     load.restore_generator_states(save.generator_states())
@@ -341,7 +511,13 @@ def test_the_devices_generator_is_saved_and_restored(asked: Asked, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("group", "there"), [({"fused": True}, True), ({"capturable": True}, True), ({"fused": None, "capturable": False}, False), ({}, False)]
+    ("group", "there"),
+    [
+        ({"fused": True}, True),
+        ({"capturable": True}, True),
+        ({"fused": None, "capturable": False}, False),
+        ({}, False),
+    ],
 )
 def test_a_count_lies_where_the_step_looks_for_it(group: dict[str, Any], there: bool) -> None:
     """The meta device stands for one beside the host."""
@@ -353,7 +529,9 @@ def test_a_count_lies_where_the_step_looks_for_it(group: dict[str, Any], there: 
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_batches_are_pinned_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, available: bool) -> None:
+def test_batches_are_pinned_where_there_is_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, available: bool
+) -> None:
     from recipekit.data import lanes
 
     pinned: list[torch.Tensor] = []
@@ -361,19 +539,35 @@ def test_batches_are_pinned_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     domains: Any = SimpleNamespace(step=0, domains=["one"], deal=lambda rows: [], state=dict)
     made = {"input_ids": torch.zeros(1), "labels": torch.ones(1)}
-    batches, _ = next(lanes.steps(domains, lambda mine: [made, made], Request(dataset="x", global_batch=4), {}, 2, 0))
-    assert len(pinned) == (4 if available else 0) and len(batches) == 2 and batches[0].keys() == made.keys()
+    batches, _ = next(
+        lanes.steps(
+            domains, lambda mine: [made, made], Request(dataset="x", global_batch=4), {}, 2, 0
+        )
+    )
+    assert (
+        len(pinned) == (4 if available else 0)
+        and len(batches) == 2
+        and batches[0].keys() == made.keys()
+    )
     assert Domains is lanes.Domains
 
 
-def test_a_timed_instruction_waits_for_the_device_before_and_after(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timed_instruction_waits_for_the_device_before_and_after(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter([10.0, 11.0, 13.0, 14.0, 17.0])
     monkeypatch.setattr(timeline.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(timeline, "get_accelerator", lambda: SimpleNamespace(synchronize=lambda: asked.append("wait")))
+    monkeypatch.setattr(
+        timeline,
+        "get_accelerator",
+        lambda: SimpleNamespace(synchronize=lambda: asked.append("wait")),
+    )
     asked.of(timeline.dist, barrier=None)
 
     class Engine:
-        _INSTRUCTION_MAP = dict.fromkeys(timeline.KINDS, lambda engine, **given: asked.append("work"))
+        _INSTRUCTION_MAP = dict.fromkeys(
+            timeline.KINDS, lambda engine, **given: asked.append("work")
+        )
 
     engine: Any = Engine()
     forward = next(kind for kind, name in timeline.KINDS.items() if name == "forward")
@@ -381,40 +575,71 @@ def test_a_timed_instruction_waits_for_the_device_before_and_after(asked: Asked,
         for phase in (0, 1):
             engine._INSTRUCTION_MAP[forward](engine, phase=phase)
     assert [call for call in asked if isinstance(call, str)] == ["wait", "work", "wait"] * 2
-    assert spans == [timeline.Span("forward", 0, 0, 1.0, 3.0), timeline.Span("forward", 1, 0, 4.0, 7.0)]
+    assert spans == [
+        timeline.Span("forward", 0, 0, 1.0, 3.0),
+        timeline.Span("forward", 1, 0, 4.0, 7.0),
+    ]
     assert engine._INSTRUCTION_MAP is Engine._INSTRUCTION_MAP
 
 
-# Plans and hosts --------------------------------------------------------------------------------------------------
+# Plans and hosts
+# --------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_is_for_the_device_that_is_named_else_seen(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_is_for_the_device_that_is_named_else_seen(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command: Any = SimpleNamespace(device="")
-    asked.of(torch.cuda, is_available=True, get_device_name="seen", get_device_properties=SimpleNamespace(total_memory=7))
+    asked.of(
+        torch.cuda,
+        is_available=True,
+        get_device_name="seen",
+        get_device_properties=SimpleNamespace(total_memory=7),
+    )
     assert show.seen_device(command) == ("seen", 7)
     assert show.seen_device(SimpleNamespace(device="H100-SXM"))[0] == H100  # type: ignore[index, arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert show.seen_device(command) is None
     chosen: list[Any] = []
-    monkeypatch.setattr(show, "choose_attention", lambda *given: chosen.append(given) or ("sdpa", ""))
+    monkeypatch.setattr(
+        show, "choose_attention", lambda *given: chosen.append(given) or ("sdpa", "")
+    )
     recipe = SimpleNamespace(attention="auto", model="m", facts=None, micro_batch=2, seq_len=9)
-    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+    for precision, dtype in (
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp32", torch.float32),
+    ):
         for seen, device in ((None, "cpu"), (("x", 1), "cuda")):
             monkeypatch.setattr(show, "seen_device", lambda command, seen=seen: seen)
-            show.attention_of(SimpleNamespace(recipe=recipe, model_config={}, precision=precision, command=None))  # type: ignore[arg-type]
+            show.attention_of(
+                SimpleNamespace(recipe=recipe, model_config={}, precision=precision, command=None)
+            )  # type: ignore[arg-type]
             assert chosen.pop()[4:] == (dtype, torch.device(device), (2, 9))
 
 
-def test_the_states_of_a_cpu_rank_lie_in_the_hosts_memory(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_of_a_cpu_rank_lie_in_the_hosts_memory(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from recipekit.plan import make_plan
     from recipekit.spec.command import parse
     from recipekit.spec.recipe import Recipe
 
-    plan = make_plan(parse(Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_cpu.json"), Path("needs.py"), ["--tiny"]))
+    plan = make_plan(
+        parse(
+            Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_cpu.json"),
+            Path("needs.py"),
+            ["--tiny"],
+        )
+    )
     terms = show.fullest(plan, *show.drawn_up(plan))
     accelerator, host = (show.total(terms, place) for place in (ACCELERATOR, HOST))
     assert accelerator > 0 and host > 0
-    asked.of(torch.cuda, get_device_properties=SimpleNamespace(total_memory=accelerator), get_device_name=H100)
+    asked.of(
+        torch.cuda,
+        get_device_properties=SimpleNamespace(total_memory=accelerator),
+        get_device_name=H100,
+    )
     assert needs.count_needs(plan, on_gpu=False)["host"] == host + accelerator and not asked
     assert needs.count_needs(plan, on_gpu=True)["host"] == host
     asked.of(torch.cuda, get_device_properties=SimpleNamespace(total_memory=accelerator - 1))
@@ -426,26 +651,46 @@ def card(number: int, used: int = 0) -> Gpu:
     return Gpu(number, f"GPU-{number}", "L4", 24 << 30, used, "580.1")
 
 
-@pytest.mark.parametrize(("ranks", "rules"), [(1, []), (2, ["holds 12.0 GiB"]), (3, ["holds 12.0 GiB"]), (4, ["this host has 3 GPUs", "holds 12.0 GiB"])])
-def test_gpus_of_other_ranks_are_not_looked_at(monkeypatch: pytest.MonkeyPatch, ranks: int, rules: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "rules"),
+    [
+        (1, []),
+        (2, ["holds 12.0 GiB"]),
+        (3, ["holds 12.0 GiB"]),
+        (4, ["this host has 3 GPUs", "holds 12.0 GiB"]),
+    ],
+)
+def test_gpus_of_other_ranks_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, rules: list[str]
+) -> None:
     """Of three cards the second is in use: one rank does not take it."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpus, "gpus", lambda: [card(0, 2 << 30), card(1, 12 << 30), card(2)])
-    monkeypatch.setattr(gpus, "check_shared_memory", lambda folder: [Row("shared memory", str(folder))])
+    monkeypatch.setattr(
+        gpus, "check_shared_memory", lambda folder: [Row("shared memory", str(folder))]
+    )
     found = list(gpus.check_devices(ranks))
     problems = [problem for problem in found if isinstance(problem, Problem)]
-    assert len(problems) == len(rules) and all(rule in problem.rule for rule, problem in zip(rules, problems, strict=True))
+    assert len(problems) == len(rules) and all(
+        rule in problem.rule for rule, problem in zip(rules, problems, strict=True)
+    )
     assert Row("shared memory", "/dev/shm") in found and "3 x L4 24.0 GiB" in found[0][1]
 
 
-def test_gpus_are_in_use_where_torch_was_built_for_them_and_sees_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_in_use_where_torch_was_built_for_them_and_sees_one(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for built, accelerator, sees, expected in (
         ("13.0", None, True, True),
         ("13.0", "cuda", True, True),
         ("13.0", "cpu", True, False),
         ("13.0", None, False, False),
     ):
-        monkeypatch.setattr(torch_builds, "installed", lambda platform="cuda", built=built: built if platform == "cuda" else None)
+        monkeypatch.setattr(
+            torch_builds,
+            "installed",
+            lambda platform="cuda", built=built: built if platform == "cuda" else None,
+        )
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
         if accelerator:
             monkeypatch.setenv("DS_ACCELERATOR", accelerator)
@@ -453,33 +698,51 @@ def test_gpus_are_in_use_where_torch_was_built_for_them_and_sees_one(asked: Aske
         assert torch_builds.gpus_in_use() is expected
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     asked.of(torch.cuda, is_available=True)
-    monkeypatch.setattr(torch_builds, "installed", lambda platform="cuda": "6.3" if platform == "hip" else None)
+    monkeypatch.setattr(
+        torch_builds, "installed", lambda platform="cuda": "6.3" if platform == "hip" else None
+    )
     assert torch_builds.gpus_in_use()
     monkeypatch.setattr(torch_builds, "installed", lambda platform="cuda": None)
     assert not torch_builds.gpus_in_use()
 
 
-@pytest.mark.parametrize(("on_gpu", "told"), [(True, {}), (True, {"NCCL_DEBUG": "WARN"}), (False, {})])
-def test_ranks_meet_over_nccl_where_there_are_gpus(asked: Asked, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, told: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("on_gpu", "told"), [(True, {}), (True, {"NCCL_DEBUG": "WARN"}), (False, {})]
+)
+def test_ranks_meet_over_nccl_where_there_are_gpus(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, told: dict[str, str]
+) -> None:
     for name in ("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    asked.of(speed, gpus_in_use=on_gpu).of(torch.cuda, set_device=None, synchronize=None).of(torch, set_num_threads=None, zeros="message")
-    asked.of(speed.dist, init_process_group=None, all_reduce=None).of(speed.dist.distributed_c10d, _set_pg_timeout=None)
+    asked.of(speed, gpus_in_use=on_gpu).of(torch.cuda, set_device=None, synchronize=None).of(
+        torch, set_num_threads=None, zeros="message"
+    )
+    asked.of(speed.dist, init_process_group=None, all_reduce=None).of(
+        speed.dist.distributed_c10d, _set_pg_timeout=None
+    )
     assert speed.join() == {"network": ""}
     device = GPU if on_gpu else CPU
     calls = [call for call in asked if call[0] != "gpus_in_use"]
-    assert ("init_process_group", "nccl" if on_gpu else "gloo", speed.JOIN if on_gpu else speed.LIMIT) in calls
-    assert ("zeros", 1, device) in calls and (("set_device", GPU) in calls) == (("synchronize", GPU) in calls) == on_gpu
+    assert (
+        "init_process_group",
+        "nccl" if on_gpu else "gloo",
+        speed.JOIN if on_gpu else speed.LIMIT,
+    ) in calls
+    assert ("zeros", 1, device) in calls and (("set_device", GPU) in calls) == (
+        ("synchronize", GPU) in calls
+    ) == on_gpu
     assert ("_set_pg_timeout", speed.LIMIT) in calls
     assert ("NCCL_DEBUG_FILE" in os.environ) == (on_gpu and not told)
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_deepspeed_is_told_of_the_cpu_where_there_is_nothing_else(asked: Asked, monkeypatch: pytest.MonkeyPatch, sees: bool) -> None:
+def test_deepspeed_is_told_of_the_cpu_where_there_is_nothing_else(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
     for name in ("DS_ACCELERATOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "x")  # so that it is put back
         monkeypatch.delenv(name)
@@ -487,4 +750,7 @@ def test_deepspeed_is_told_of_the_cpu_where_there_is_nothing_else(asked: Asked, 
     asked.of(torch.accelerator, is_available=sees)
     _single_process_defaults()
     assert os.environ.get("DS_ACCELERATOR") == (None if sees else "cpu")
-    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")] == ["0", "0", "1", "127.0.0.1", "77"]
+    assert [
+        os.environ[name]
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    ] == ["0", "0", "1", "127.0.0.1", "77"]

@@ -1,4 +1,6 @@
-"""The failure of one rank: told at once with its traceback and its name, and the end of every rank within seconds, whatever its peers wait in."""
+"""The failure of one rank: told at once with its traceback and its name, and the end of every rank
+within seconds, whatever its peers wait in.
+"""
 
 import json
 import os
@@ -25,9 +27,11 @@ from recipekit.storage.manifest import faults
 from wandb_file import read_exit_codes
 
 START = 600.0  # seconds that ranks may take to start where others use the cores
-TOLD, GONE = 5.0, 15.0  # seconds after the exception: the traceback is on the terminal, no rank is left
+# seconds after the exception: the traceback is on the terminal, no rank is left
+TOLD, GONE = 5.0, 15.0
 
-# A recipe that fails on one rank as it would under NCCL: leaving the group blocks, and no peer sees a connection close, since a child holds the sockets open.
+# A recipe that fails on one rank as it would under NCCL: leaving the group blocks, and no peer sees
+# a connection close, since a child holds the sockets open.
 BREAKS = """
 import os, time
 from dataclasses import replace
@@ -77,26 +81,63 @@ if __name__ == "__main__":
 
 def by_launch(recipe: Path, *flags: object, ranks: int) -> list[str]:
     spawn = "torchrun" if ranks == 2 else "deepspeed"  # the quicker one for the quick test
-    return [sys.executable, "-m", "launch", "--spawn", spawn, "--gpus", str(ranks), str(recipe), *map(str, flags)]
+    return [
+        sys.executable,
+        "-m",
+        "launch",
+        "--spawn",
+        spawn,
+        "--gpus",
+        str(ranks),
+        str(recipe),
+        *map(str, flags),
+    ]
 
 
 def by_torchrun(recipe: Path, *flags: object, ranks: int) -> list[str]:
-    return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), "--master_port", str(free_port()), str(recipe), *map(str, flags)]
+    return [
+        str(BIN / "torchrun"),
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        str(recipe),
+        *map(str, flags),
+    ]
 
 
 @pytest.fixture
-def broken(tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]) -> Iterator[Callable[..., Job]]:
-    """Starts a job of which one rank fails; returns it when no rank is left, having held the two promises."""
+def broken(
+    tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]
+) -> Iterator[Callable[..., Job]]:
+    """Starts a job of which one rank fails; returns it when no rank is left, having held the two
+    promises.
+    """
     compiling.wait()  # what is promised in seconds is promised for an idle machine
     jobs: list[Job] = []
 
-    def broken(command: Callable[..., list[str]], where: str, rank: int, ranks: int, *flags: object) -> Job:
+    def broken(
+        command: Callable[..., list[str]], where: str, rank: int, ranks: int, *flags: object
+    ) -> Job:
         (tmp_path / "breaks.py").write_text(BREAKS)
-        words = command(Path("breaks.py"), "--tiny", "--steps", 2, "--out", "run", "--eval_every", 0, *flags, ranks=ranks)
+        words = command(
+            Path("breaks.py"),
+            "--tiny",
+            "--steps",
+            2,
+            "--out",
+            "run",
+            "--eval_every",
+            0,
+            *flags,
+            ranks=ranks,
+        )
         path = os.pathsep.join(str(folder) for folder in (ROOT, ROOT / "recipes", *FOLDERS))
         job = Job(tmp_path, words, BREAKS_IN=where, BREAKS_ON=str(rank), PYTHONPATH=path)
         jobs.append(job)
-        job.wait_for(lambda: (tmp_path / "failed").exists() or job.process.poll() is not None, START)
+        job.wait_for(
+            lambda: (tmp_path / "failed").exists() or job.process.poll() is not None, START
+        )
         assert (tmp_path / "failed").exists(), job.output[-8000:]
         began = float((tmp_path / "failed").read_text())
         assert (tmp_path / f"pid_{rank}").exists()
@@ -108,7 +149,10 @@ def broken(tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Pop
             gone = gone or (not any(map(alive, pids)) and time.time() - began)
             time.sleep(0.05)
         busy = contention()
-        print(f"told after {told:.1f} s, gone after {gone:.1f} s, contention {busy:.1f}\n{job.output[-6000:]}")
+        print(
+            f"told after {told:.1f} s, gone after {gone:.1f} s, contention"
+            f" {busy:.1f}\n{job.output[-6000:]}"
+        )
         assert 0 < told < TOLD * busy, "the traceback"
         assert 0 < gone < GONE * busy, "the ranks"
         return job
@@ -128,11 +172,17 @@ def alive(pid: int) -> bool:
 def named(job: Job, command: Any, where: str, rank: int, ranks: int) -> None:
     """The traceback is there as a whole, and everyone says which rank it was."""
     error = f"ValueError: broken on purpose in the {where}"
-    assert "Traceback (most recent call last):" in job.output and "in fail\n" in job.output and error in job.output
+    assert (
+        "Traceback (most recent call last):" in job.output
+        and "in fail\n" in job.output
+        and error in job.output
+    )
     if command is by_launch:
         assert f"rank {rank} on localhost ended with 1: {error}" in job.output
     else:
-        peers = [line for line in job.output.splitlines() if f"ended, because rank {rank} on " in line]
+        peers = [
+            line for line in job.output.splitlines() if f"ended, because rank {rank} on " in line
+        ]
         assert len(peers) == ranks - 1 and all(line.endswith(error) for line in peers), job.output
     if command is by_torchrun:
         assert f"(local_rank: {rank})" in job.output.partition("Root Cause")[2]
@@ -143,7 +193,14 @@ def named(job: Job, command: Any, where: str, rank: int, ranks: int) -> None:
 WAYS = [
     pytest.param(by_launch, "backward", 1, 2, id="launch", marks=pytest.mark.slow),
     *(
-        pytest.param(command, where, rank, ranks, marks=pytest.mark.slow, id=f"{name}, {where}, rank {rank} of {ranks}")
+        pytest.param(
+            command,
+            where,
+            rank,
+            ranks,
+            marks=pytest.mark.slow,
+            id=f"{name}, {where}, rank {rank} of {ranks}",
+        )
         for name, command, where, rank, ranks in [
             ("launch", by_launch, "forward", 0, 2),
             ("deepspeed", deepspeed, "forward", 1, 2),
@@ -161,7 +218,9 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("command", "where", "rank", "ranks"), WAYS)
-def test_an_exception_on_one_rank_ends_all(broken: Callable[..., Job], command: Any, where: str, rank: int, ranks: int) -> None:
+def test_an_exception_on_one_rank_ends_all(
+    broken: Callable[..., Job], command: Any, where: str, rank: int, ranks: int
+) -> None:
     job = broken(command, where, rank, ranks, "--no-wandb", "--grace", 3600)
     assert job.wait(60) == 1
     named(job, command, where, rank, ranks)
@@ -170,7 +229,9 @@ def test_an_exception_on_one_rank_ends_all(broken: Callable[..., Job], command: 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [by_launch, deepspeed])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_refusal_of_one_rank_ends_all(broken: Callable[..., Job], command: Any, rank: int) -> None:
+def test_a_refusal_of_one_rank_ends_all(
+    broken: Callable[..., Job], command: Any, rank: int
+) -> None:
     job = broken(command, "refusal", rank, 2, "--no-wandb", "--grace", 3600)
     assert job.wait(60) == 1
     assert "Traceback" not in job.output
@@ -188,9 +249,16 @@ def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path:
     for step in checkpoints(tmp_path / "run"):
         assert faults(tmp_path / "run" / "checkpoints" / f"step_{step:08d}") == []
     job.close()
-    again = Job(tmp_path, deepspeed(Path("breaks.py"), "--tiny", "--steps", 2, "--out", "run", "--eval_every", 0), BREAKS_IN="", BREAKS_ON="none")
+    again = Job(
+        tmp_path,
+        deepspeed(Path("breaks.py"), "--tiny", "--steps", 2, "--out", "run", "--eval_every", 0),
+        BREAKS_IN="",
+        BREAKS_ON="none",
+    )
     try:
-        again.wait_for(lambda: len(metrics(tmp_path / "run")) == 2 or again.process.poll() is not None, START)
+        again.wait_for(
+            lambda: len(metrics(tmp_path / "run")) == 2 or again.process.poll() is not None, START
+        )
         assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2], again.output[-8000:]
     finally:
         again.close()
@@ -205,39 +273,71 @@ def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path:
         pytest.param(by_torchrun, 0, id="torchrun, rank 0", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_is_named_with_the_way_on(tmp_path: Path, ops: Callable[[str], None], command: Any, rank: int) -> None:
-    """What kill -9, or the kernel for want of memory, leaves on the terminal under a plain launcher."""
-    flags = ("--tiny", "--steps", 10**6, "--save_every", 20, "--eval_every", 0, "--no-wandb", "--out", tmp_path / "run")
+def test_a_killed_rank_is_named_with_the_way_on(
+    tmp_path: Path, ops: Callable[[str], None], command: Any, rank: int
+) -> None:
+    """What kill -9, or the kernel for want of memory, leaves on the terminal under a plain
+    launcher.
+    """
+    flags = (
+        "--tiny",
+        "--steps",
+        10**6,
+        "--save_every",
+        20,
+        "--eval_every",
+        0,
+        "--no-wandb",
+        "--out",
+        tmp_path / "run",
+    )
     job = Job(tmp_path, command(NANO, *flags, ranks=2))
     try:
         job.wait_for(lambda: checkpoints(tmp_path / "run") or job.process.poll() is not None, START)
-        ranks = {process.environ()["RANK"]: process for process in job.processes() if str(NANO) in command_line(process) and "RANK" in process.environ()}
+        ranks = {
+            process.environ()["RANK"]: process
+            for process in job.processes()
+            if str(NANO) in command_line(process) and "RANK" in process.environ()
+        }
         ranks[str(rank)].kill()
         assert job.wait(START) != 0
     finally:
         job.close()
     step = int((tmp_path / "run" / "checkpoints" / "latest").read_text().removeprefix("step_"))
     (line,) = [line for line in job.output.splitlines() if "lost rank" in line]
-    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(f". The same command resumes from step {step}"), line
+    assert line.startswith(f"rank {1 - rank}: lost rank {rank} on ") and line.endswith(
+        f". The same command resumes from step {step}"
+    ), line
     assert "onnection" not in job.output
 
 
 def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
-    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command starts from the beginning"
+    assert (
+        way_on("auto", tmp_path)
+        == "no checkpoint is complete yet: the same command starts from the beginning"
+    )
     step = tmp_path / "checkpoints" / "step_00000012"
     step.mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
-    assert way_on("auto", tmp_path) == "no checkpoint is complete yet: the same command starts from the beginning"
+    assert (
+        way_on("auto", tmp_path)
+        == "no checkpoint is complete yet: the same command starts from the beginning"
+    )
     (step / "manifest.json").write_text(json.dumps({"step": 12}))
     assert way_on("auto", tmp_path) == "the same command resumes from step 12"
     assert way_on("never", tmp_path) == "the same command with --resume auto resumes from step 12"
 
 
-# Ranks that do nothing but watch each other ------------------------------------------------------------------------
+# Ranks that do nothing but watch each other
+# ------------------------------------------------------------------------
 
 
-def watch(own: dict[str, str], log: str, body: Callable[[Peers], None], before: Callable[[], None] | None) -> None:
-    """One rank, forked: it meets the others, runs `body`, and leaves; `before` comes ahead of all."""
+def watch(
+    own: dict[str, str], log: str, body: Callable[[Peers], None], before: Callable[[], None] | None
+) -> None:
+    """One rank, forked: it meets the others, runs `body`, and leaves; `before` comes ahead of
+    all.
+    """
     os.environ.clear()
     os.environ.update(own)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -263,19 +363,33 @@ def ranks(tmp_path: Path, pools: Any) -> Callable[..., list[tuple[int | None, st
     """(exit code, output) of each of three such ranks, of which `stuck` are not waited for."""
 
     def ranks(
-        body: Callable[[Peers], None], stuck: tuple[int, ...] = (), world: int = 3, before: Callable[[], None] | None = None
+        body: Callable[[Peers], None],
+        stuck: tuple[int, ...] = (),
+        world: int = 3,
+        before: Callable[[], None] | None = None,
     ) -> list[tuple[int | None, str]]:
-        place = environment() | {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        place = environment() | {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
         logs = [tmp_path / f"rank_{rank}" for rank in range(world)]
         started = [
-            FORKS.Process(target=watch, args=(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log), body, before)) for rank, log in enumerate(logs)
+            FORKS.Process(
+                target=watch,
+                args=(place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, str(log), body, before),
+            )
+            for rank, log in enumerate(logs)
         ]
         for process in started:
             process.start()
         try:
             for rank, process in enumerate(started):
                 process.join(0 if rank in stuck else 60)
-            return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
+            return [
+                (process.exitcode, log.read_text())
+                for process, log in zip(started, logs, strict=True)
+            ]
         finally:
             for process in started:
                 process.kill()
@@ -302,10 +416,18 @@ def rank_2_raises(peers: Peers) -> None:
 def test_blocked_ranks_follow_the_one_that_failed(ranks: Callable[..., Any]) -> None:
     *others, (code, said) = ranks(rank_2_raises)
     lines = said.splitlines()
-    assert code == 1 and lines[0] == "[rank2]: Traceback (most recent call last):" and lines[-2:] == ["[rank2]: MemoryError: no room", "[rank2]: for more"]
+    assert (
+        code == 1
+        and lines[0] == "[rank2]: Traceback (most recent call last):"
+        and lines[-2:] == ["[rank2]: MemoryError: no room", "[rank2]: for more"]
+    )
     for rank, (code, said) in enumerate(others):
         assert code == 1
-        assert said == f"rank {rank}: ended, because rank 2 on {os.uname().nodename} failed: MemoryError: no room\n"
+        assert (
+            said
+            == f"rank {rank}: ended, because rank 2 on {os.uname().nodename} failed: MemoryError:"
+            " no room\n"
+        )
 
 
 def rank_0_raises(peers: Peers) -> None:
@@ -325,13 +447,18 @@ def test_rank_0_holds_the_store_until_all_have_seen_its_mark(ranks: Callable[...
     for rank, (code, said) in enumerate(others, 1):
         assert code == 1
         assert said.startswith(f"last words of {rank}\n")
-        assert said.endswith(f"rank {rank}: ended, because rank 0 on {os.uname().nodename} failed: MemoryError: no room\n")
+        assert said.endswith(
+            f"rank {rank}: ended, because rank 0 on {os.uname().nodename} failed: MemoryError: no"
+            " room\n"
+        )
 
 
 def rank_2_is_killed_on_another_host(peers: Peers) -> None:
     host = "one" if os.environ["RANK"] == "0" else "two"
     platform.node = lambda: host
-    peers._here = {rank: place for rank, place in peers._here.items() if (rank == 0) == (host == "one")}
+    peers._here = {
+        rank: place for rank, place in peers._here.items() if (rank == 0) == (host == "one")
+    }
     if os.environ["RANK"] == "2":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
@@ -358,8 +485,12 @@ def rank_1_looks_late() -> None:
         failure.began = late
 
 
-def test_a_rank_that_is_killed_before_another_has_looked_is_missed(ranks: Callable[..., Any]) -> None:
-    (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host, before=rank_1_looks_late)
+def test_a_rank_that_is_killed_before_another_has_looked_is_missed(
+    ranks: Callable[..., Any],
+) -> None:
+    (code, said), (other_code, told), _ = ranks(
+        rank_2_is_killed_on_another_host, before=rank_1_looks_late
+    )
     assert (code, other_code) == (75, 75), said + told
 
 
@@ -373,7 +504,9 @@ def rank_1_is_killed_after_rank_0_has_done(peers: Peers) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_done_leaves_the_telling_to_another(ranks: Callable[..., Any]) -> None:
     (code, said), _, (other_code, told) = ranks(rank_1_is_killed_after_rank_0_has_done)
-    assert (code, said, other_code) == (75, "", 75) and told.startswith("rank 2: lost rank 1 on "), said + told
+    assert (code, said, other_code) == (75, "", 75) and told.startswith(
+        "rank 2: lost rank 1 on "
+    ), said + told
 
 
 def rank_0_is_killed(peers: Peers) -> None:
@@ -407,13 +540,17 @@ def rank_2_is_killed_in_a_collective(peers: Peers) -> None:
         pytest.param(rank_2_is_killed_in_a_collective, 2, id="rank 2, in a collective"),
     ],
 )
-def test_a_killed_rank_is_named_once(ranks: Callable[..., Any], body: Callable[[Peers], None], lost: int) -> None:
+def test_a_killed_rank_is_named_once(
+    ranks: Callable[..., Any], body: Callable[[Peers], None], lost: int
+) -> None:
     results = ranks(body)
     assert results[lost] == (-signal.SIGKILL, "")
     others = [result for rank, result in enumerate(results) if rank != lost]
     assert [code for code, _ in others] == [75, 75]
     silent, told = sorted(said for _, said in others)
-    assert re.match(rf"rank [012]: lost rank {lost} on {os.uname().nodename} \(pid ", told) and told.endswith(". This is the way on\n"), told
+    assert re.match(
+        rf"rank [012]: lost rank {lost} on {os.uname().nodename} \(pid ", told
+    ) and told.endswith(". This is the way on\n"), told
     assert told.count("\n") == 1 and silent == ""
 
 
@@ -426,7 +563,11 @@ def two_are_killed(peers: Peers) -> None:
 @pytest.mark.slow
 def test_two_killed_ranks_are_named_in_one_line(ranks: Callable[..., Any]) -> None:
     (code, said), *_ = ranks(two_are_killed)
-    assert code == 75 and f"lost ranks 1, 2 on {os.uname().nodename} (pid " in said and said.count("\n") == 1
+    assert (
+        code == 75
+        and f"lost ranks 1, 2 on {os.uname().nodename} (pid " in said
+        and said.count("\n") == 1
+    )
 
 
 def a_disk_fails(peers: Peers) -> None:
@@ -438,21 +579,32 @@ def a_disk_fails(peers: Peers) -> None:
 def a_connection_breaks(peers: Peers) -> None:
     """The host of the peer is gone, so nobody leaves a mark before."""
     if os.environ["RANK"] == "1":
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5521")
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5521"
+        )
     time.sleep(60)
 
 
 def nobody_answers(peers: Peers) -> None:
     if os.environ["RANK"] == "1":
-        raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete")
+        raise RuntimeError(
+            "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
+            " operation to complete"
+        )
     time.sleep(60)
 
 
 @pytest.mark.parametrize(
     "body",
-    [a_connection_breaks, pytest.param(a_disk_fails, marks=pytest.mark.slow), pytest.param(nobody_answers, marks=pytest.mark.slow)],
+    [
+        a_connection_breaks,
+        pytest.param(a_disk_fails, marks=pytest.mark.slow),
+        pytest.param(nobody_answers, marks=pytest.mark.slow),
+    ],
 )
-def test_a_fault_from_outside_ends_all_ranks_with_75(ranks: Callable[..., Any], body: Callable[[Peers], None]) -> None:
+def test_a_fault_from_outside_ends_all_ranks_with_75(
+    ranks: Callable[..., Any], body: Callable[[Peers], None]
+) -> None:
     assert [code for code, _ in ranks(body)] == [75] * 3
 
 
@@ -502,7 +654,9 @@ def hung(peers: Peers) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_rank_ends_though_the_store_hangs(ranks: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_failed_rank_ends_though_the_store_hangs(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
     began = time.monotonic()
     (code, _), (failed, said), _ = ranks(hung, stuck=(0, 2))
     assert code is None and failed == 1 and "MemoryError" in said
@@ -520,7 +674,9 @@ def test_a_clean_end_waits_for_the_last_rank(ranks: Callable[..., Any]) -> None:
 
 
 def two_starts(peers: Peers) -> None:
-    """As after a restart by an agent: another start, on a store that still holds the mark of the one before."""
+    """As after a restart by an agent: another start, on a store that still holds the mark of the
+    one before.
+    """
     import torch.distributed as dist
     from recipekit.parallel.groups import waiting_group
 

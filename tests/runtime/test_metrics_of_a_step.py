@@ -1,4 +1,6 @@
-"""The line of metrics.jsonl of one step, of tasks that count tokens and of tasks that count samples, old lines and new ones."""
+"""The line of metrics.jsonl of one step, of tasks that count tokens and of tasks that count
+samples, old lines and new ones.
+"""
 
 import json
 from pathlib import Path
@@ -24,14 +26,27 @@ UNITS = [(name, facts.unit) for name, facts in TASKS.items()]
 
 
 def line_of(task: str, ramp: str = "2:16") -> dict[str, Any]:
-    """The line of step 3, of 6 tokens or samples in 2 seconds, after 7 of them in all; from two corpora."""
-    recipe = SimpleNamespace(batch_ramp=ramp, bad_rows="stop", ramp=SimpleNamespace(rows=lambda step: 16))
-    engine = SimpleNamespace(device=torch.device("cpu"), optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}]))
+    """The line of step 3, of 6 tokens or samples in 2 seconds, after 7 of them in all; from two
+    corpora.
+    """
+    recipe = SimpleNamespace(
+        batch_ramp=ramp, bad_rows="stop", ramp=SimpleNamespace(rows=lambda step: 16)
+    )
+    engine = SimpleNamespace(
+        device=torch.device("cpu"), optimizer=SimpleNamespace(param_groups=[{"lr": 0.5}])
+    )
     plan = SimpleNamespace(recipe=recipe, mesh=Mesh(), last_step=9, command=SimpleNamespace(rank=0))
-    ready: Any = SimpleNamespace(plan=plan, engine=engine, state={"tokens": 7}, flops=None, peak=None)
-    ready.epochs, ready.tracker = SimpleNamespace(complete=lambda state: {}, report=lambda state, say: None), SimpleNamespace(say=print)
+    ready: Any = SimpleNamespace(
+        plan=plan, engine=engine, state={"tokens": 7}, flops=None, peak=None
+    )
+    ready.epochs, ready.tracker = (
+        SimpleNamespace(complete=lambda state: {}, report=lambda state, say: None),
+        SimpleNamespace(say=print),
+    )
     ready.task = SimpleNamespace(facts=TASKS[task])
-    ready.sums = SimpleNamespace(by_domain=torch.tensor([[8.0, 0.0], [4.0, 0.0]], dtype=torch.float64))
+    ready.sums = SimpleNamespace(
+        by_domain=torch.tensor([[8.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
+    )
     return metrics_of(ready, 3, RESULT, STATE, 2.0, 0.1, None)
 
 
@@ -40,29 +55,51 @@ def test_a_step_has_the_keys_of_its_unit_alone(task: str, unit: str) -> None:
     """An absent key has no panel in W&B, which copies the line as it is."""
     line = line_of(task)
     expected = {unit: 7, f"{unit}_per_s": 3.0, f"step_{unit}": 6, f"{unit}/a": 30, f"{unit}/b": 10}
-    assert {key: value for key, value in line.items() if "tokens" in key or "samples" in key} == expected
+    assert {
+        key: value for key, value in line.items() if "tokens" in key or "samples" in key
+    } == expected
     assert line["loss/a"] == 2.0 and "loss/b" not in line and line["global_batch"] == 16
     assert {key.replace("/a", "/NAME").replace("/b", "/NAME") for key in line} <= page().keys()
     assert not {"step_tokens", "step_samples", "global_batch"} & line_of(task, ramp="").keys()
 
 
 def test_only_images_and_pairs_count_samples() -> None:
-    assert {name for name, unit in UNITS if unit == "samples"} == {"preference", "reward", "image_classification"}
+    assert {name for name, unit in UNITS if unit == "samples"} == {
+        "preference",
+        "reward",
+        "image_classification",
+    }
 
 
 SAME = {"grad_norm": 1.0, "lr": 0.1, "step_s": 2.0, "data_wait_s": 0.5, "peak_mem_bytes": 2**30}
-TEXT = [{"step": step, "loss": 3.0 / step, "tokens": 10 * step, "tokens_per_s": 5.0, **SAME} for step in (1, 2, 3, 4)]
-NEW = [{"step": step, "loss": 3.0 / step, "samples": 10 * step, "samples_per_s": 5.0, **SAME} for step in (1, 2, 3, 4)]
-OLD = [line | {"tokens": line["samples"], "tokens_per_s": line["samples_per_s"]} for line in NEW]  # of images until November 2026
+TEXT = [
+    {"step": step, "loss": 3.0 / step, "tokens": 10 * step, "tokens_per_s": 5.0, **SAME}
+    for step in (1, 2, 3, 4)
+]
+NEW = [
+    {"step": step, "loss": 3.0 / step, "samples": 10 * step, "samples_per_s": 5.0, **SAME}
+    for step in (1, 2, 3, 4)
+]
+# of images until November 2026
+OLD = [line | {"tokens": line["samples"], "tokens_per_s": line["samples_per_s"]} for line in NEW]
 
 
-@pytest.mark.parametrize(("lines", "unit"), [(TEXT, "tokens"), (NEW, "samples"), (OLD, "samples"), (OLD[:2] + NEW[2:], "samples")])
-def test_readers_take_old_lines_and_new_ones(lines: list[dict[str, Any]], unit: str, tmp_path: Path) -> None:
-    """The summary, the block, the progress line, the picture and a comparison of runs; a run that was resumed has lines of both kinds."""
+@pytest.mark.parametrize(
+    ("lines", "unit"),
+    [(TEXT, "tokens"), (NEW, "samples"), (OLD, "samples"), (OLD[:2] + NEW[2:], "samples")],
+)
+def test_readers_take_old_lines_and_new_ones(
+    lines: list[dict[str, Any]], unit: str, tmp_path: Path
+) -> None:
+    """The summary, the block, the progress line, the picture and a comparison of runs; a run that
+    was resumed has lines of both kinds.
+    """
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cut_metrics(tmp_path / "metrics.jsonl", 4) == "" and read_metrics(tmp_path) == lines
     assert [unit_of(line) for line in lines] == [unit] * 4
-    assert numbers(lines) == numbers(TEXT if unit == "tokens" else NEW) and all(line[unit] for line in numbers(lines))
+    assert numbers(lines) == numbers(TEXT if unit == "tokens" else NEW) and all(
+        line[unit] for line in numbers(lines)
+    )
 
     assert pace(lines) == (5.0, unit)
     block = block_of(lines, FACTS, tmp_path, "the end").splitlines()

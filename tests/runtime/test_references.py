@@ -1,4 +1,6 @@
-"""The file of what a start says of pairs: what it holds stays, several runs add to it, and a damaged one is made again."""
+"""The file of what a start says of pairs: what it holds stays, several runs add to it, and a
+damaged one is made again.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,10 @@ def kept(file: Path, **numbers: float) -> Kept:
     """What a run holds that has asked of the pairs whose keys are given."""
     references = References()
     keys = np.array([int(key[1:]) for key in numbers], dtype=np.uint64)
-    references.add(keys, np.array([[value, -value] for value in numbers.values()], dtype=np.float32).reshape(-1, 2))
+    references.add(
+        keys,
+        np.array([[value, -value] for value in numbers.values()], dtype=np.float32).reshape(-1, 2),
+    )
     return Kept(file, references)
 
 
@@ -42,10 +47,16 @@ def test_what_a_file_holds_stays_and_what_others_found_is_added(tmp_path):
     other.cover("b", 4, 6)
     other.write()
     everything = {1: -1.0, 2: -2.0, 3: -3.0, LARGE: -9.0}
-    assert held(other) == held(read(file)) == everything, "the run goes on with the numbers of the file"
+    assert held(other) == held(read(file)) == everything, (
+        "the run goes on with the numbers of the file"
+    )
     assert read(file).covered == {"a": [0, 10], "b": [4, 6]}
     values, there = read(file).references(np.array([3, 7, LARGE, 1], dtype=np.uint64))
-    assert there.tolist() == [True, False, True, True] and values[there].tolist() == [[-3.0, 3.0], [-9.0, 9.0], [-1.0, 1.0]] and np.isnan(values[1]).all()
+    assert (
+        there.tolist() == [True, False, True, True]
+        and values[there].tolist() == [[-3.0, 3.0], [-9.0, 9.0], [-1.0, 1.0]]
+        and np.isnan(values[1]).all()
+    )
     assert {path.name for path in file.parent.iterdir()} == {file.name, f"{file.name}.lock"}
 
 
@@ -73,7 +84,12 @@ def test_steps_are_covered_as_far_as_they_were_asked(tmp_path):
     one = kept(tmp_path / "numbers.safetensors")
     assert not one.covers("a", 0, 10) and one.covers("a", 10, 10)
     one.cover("a", 4, 10)
-    assert one.covers("a", 4, 10) and one.covers("a", 6, 8) and not one.covers("a", 0, 10) and not one.covers("b", 4, 10)
+    assert (
+        one.covers("a", 4, 10)
+        and one.covers("a", 6, 8)
+        and not one.covers("a", 0, 10)
+        and not one.covers("b", 4, 10)
+    )
     one.cover("a", 10, 20)
     assert one.covers("a", 4, 20)
     one.cover("a", 30, 40)
@@ -83,7 +99,12 @@ def test_steps_are_covered_as_far_as_they_were_asked(tmp_path):
 
 def test_other_weights_have_another_mark(tmp_path):
     """Whatever file they lie in. It covers both ends of each tensor."""
-    tensors = {"matrix": torch.randn(50, 40), "vector": torch.randn(7), "number": torch.tensor(3.0), "half": torch.randn(4, 4).bfloat16()}
+    tensors = {
+        "matrix": torch.randn(50, 40),
+        "vector": torch.randn(7),
+        "number": torch.tensor(3.0),
+        "half": torch.randn(4, 4).bfloat16(),
+    }
 
     def mark(parts: list[dict[str, torch.Tensor]], name: str) -> str:
         files = [tmp_path / f"{name}{number}.safetensors" for number in range(len(parts))]
@@ -94,9 +115,18 @@ def test_other_weights_have_another_mark(tmp_path):
     whole = mark([tensors], "whole")
     assert whole == mark([{name: tensors[name]} for name in reversed(tensors)], "parts")
     others = []
-    for name, place in (("matrix", (0, 5)), ("matrix", (49, 39)), ("vector", (0,)), ("vector", (6,)), ("half", (3, 3))):
+    for name, place in (
+        ("matrix", (0, 5)),
+        ("matrix", (49, 39)),
+        ("vector", (0,)),
+        ("vector", (6,)),
+        ("half", (3, 3)),
+    ):
         changed = tensors[name].clone()
         changed[place] += 1
         others.append(mark([tensors | {name: changed}], "other"))
-    others += [mark([tensors | {"vector": tensors["vector"].double()}], "other"), mark([tensors | {"matrix": tensors["matrix"].view(40, 50)}], "other")]
+    others += [
+        mark([tensors | {"vector": tensors["vector"].double()}], "other"),
+        mark([tensors | {"matrix": tensors["matrix"].view(40, 50)}], "other"),
+    ]
     assert len({whole, *others}) == len(others) + 1

@@ -1,4 +1,6 @@
-"""Stop anywhere, resume anywhere: the run goes on bit for bit, from the newest checkpoint that is whole, or says why it does not."""
+"""Stop anywhere, resume anywhere: the run goes on bit for bit, from the newest checkpoint that is
+whole, or says why it does not.
+"""
 
 import contextlib
 import dataclasses
@@ -40,7 +42,8 @@ BASE = Recipe(
     export=False,
 )
 slow = pytest.mark.slow
-TYPED = ("micro_batch", "global_batch", "seq_len", "eval_rows")  # numbers that --tiny must leave alone
+# numbers that --tiny must leave alone
+TYPED = ("micro_batch", "global_batch", "seq_len", "eval_rows")
 
 
 class Printed(io.StringIO):
@@ -49,10 +52,17 @@ class Printed(io.StringIO):
 
 
 def train(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
-    """Runs on every rank of a pool: (exit code or refusal, what was printed), as `run` would start it, of this rank."""
+    """Runs on every rank of a pool: (exit code or refusal, what was printed), as `run` would start
+    it, of this rank.
+    """
     from recipekit.train import main
 
-    sys.argv = ["resume.py", "--tiny", *[word for name in TYPED for word in (f"--{name}", str(getattr(recipe, name)))], *argv]
+    sys.argv = [
+        "resume.py",
+        "--tiny",
+        *[word for name in TYPED for word in (f"--{name}", str(getattr(recipe, name)))],
+        *argv,
+    ]
     with contextlib.redirect_stdout(Printed()) as printed, contextlib.redirect_stderr(printed):
         try:
             result: int | str = main(make_plan(parse(recipe, Path(sys.argv[0]), sys.argv[1:])))
@@ -63,9 +73,13 @@ def train(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
 
 @pytest.fixture
 def go(pools: Any) -> Callable[..., str]:
-    """Starts the recipe on two ranks, says what rank 0 printed; every rank must end with the same result, at first 0."""
+    """Starts the recipe on two ranks, says what rank 0 printed; every rank must end with the same
+    result, at first 0.
+    """
 
-    def go(out: Path, *argv: object, recipe: Recipe = BASE, world: int = 2, refused: bool = False) -> str:
+    def go(
+        out: Path, *argv: object, recipe: Recipe = BASE, world: int = 2, refused: bool = False
+    ) -> str:
         results = pools.run(world, train, recipe=recipe, argv=["--out", str(out), *map(str, argv)])
         assert len({result for result, _ in results}) == 1, results
         result, printed = results[0]
@@ -77,9 +91,13 @@ def go(pools: Any) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was stopped at step 4 of 6, with checkpoints of steps 2 and 4; copy it, do not change it."""
+    """The folder of a run that was stopped at step 4 of 6, with checkpoints of steps 2 and 4; copy
+    it, do not change it.
+    """
     out = tmp_path_factory.mktemp("half") / "run"
-    results = pools.run(2, train, recipe=BASE, argv=["--out", str(out), "--stop_at", "4", "--save_every", "2"])
+    results = pools.run(
+        2, train, recipe=BASE, argv=["--out", str(out), "--stop_at", "4", "--save_every", "2"]
+    )
     assert [result for result, _ in results] == [0, 0], results
     return out
 
@@ -107,7 +125,11 @@ LAYOUTS = [
     pytest.param({"ds_config": "zero3.json"}, id="zero3", marks=slow),
     pytest.param({"ds_config": "zero1.json", "tp": 2}, id="zero1 tp2", marks=slow),
     pytest.param({"ds_config": "zero2.json", "model": GPT2}, id="zero2 dropout", marks=slow),
-    pytest.param({"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True}, id="zero3 dropout, recomputed", marks=slow),
+    pytest.param(
+        {"ds_config": "zero3.json", "model": GPT2, "activation_checkpointing": True},
+        id="zero3 dropout, recomputed",
+        marks=slow,
+    ),
     pytest.param({"ds_config": "zero0.json", "model": GPT2}, id="zero0 dropout", marks=slow),
     pytest.param({"ds_config": "zero3.json", "tp": 2}, id="zero3 tp2", marks=slow),
     pytest.param({"ds_config": strategy("zero1")}, id="zero1 fp32", marks=slow),
@@ -117,18 +139,33 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go: Callable[..., str], ops: Callable[[str], None], tmp_path: Path, layout: dict[str, Any]) -> None:
-    """On NVMe the matrices lie in swap files and the vectors, smaller than DeepSpeed swaps, do not; stock 0.19.8 restores the files only."""
-    for op in {"zero2_cpu.json": ["cpu_adam"], "zero3_nvme.json": ["cpu_adam", "async_io"]}.get(str(layout["ds_config"]), []):
+def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(
+    go: Callable[..., str], ops: Callable[[str], None], tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    """On NVMe the matrices lie in swap files and the vectors, smaller than DeepSpeed swaps, do not;
+    stock 0.19.8 restores the files only.
+    """
+    for op in {"zero2_cpu.json": ["cpu_adam"], "zero3_nvme.json": ["cpu_adam", "async_io"]}.get(
+        str(layout["ds_config"]), []
+    ):
         ops(op)
     check_resume(go, tmp_path, dataclasses.replace(BASE, **layout, export=True))
 
 
 @slow
 @pytest.mark.parametrize("bf16", [True, False])
-def test_a_run_on_several_hosts_is_resumed_bit_for_bit(go: Callable[..., str], tmp_path: Path, bf16: bool) -> None:
-    """What a host keeps besides of the weights (hpZ) is made anew from the checkpoint: four ranks, as two hosts."""
-    check_resume(go, tmp_path, dataclasses.replace(BASE, ds_config=strategy("zero3_hosts", bf16), export=True), world=4)
+def test_a_run_on_several_hosts_is_resumed_bit_for_bit(
+    go: Callable[..., str], tmp_path: Path, bf16: bool
+) -> None:
+    """What a host keeps besides of the weights (hpZ) is made anew from the checkpoint: four ranks,
+    as two hosts.
+    """
+    check_resume(
+        go,
+        tmp_path,
+        dataclasses.replace(BASE, ds_config=strategy("zero3_hosts", bf16), export=True),
+        world=4,
+    )
 
 
 def check_resume(go: Callable[..., str], tmp_path: Path, recipe: Recipe, world: int = 2) -> None:
@@ -138,13 +175,22 @@ def check_resume(go: Callable[..., str], tmp_path: Path, recipe: Recipe, world: 
     printed = go(tmp_path / "stopped", recipe=recipe, world=world)
     assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000003" in printed
     assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
-    assert [line["step"] for line in metrics(tmp_path / "stopped") if "eval_loss" in line] == [2, 4, 6]
-    weights = [(tmp_path / name / "hf" / "model.safetensors").read_bytes() for name in ("stopped", "unbroken")]
+    assert [line["step"] for line in metrics(tmp_path / "stopped") if "eval_loss" in line] == [
+        2,
+        4,
+        6,
+    ]
+    weights = [
+        (tmp_path / name / "hf" / "model.safetensors").read_bytes()
+        for name in ("stopped", "unbroken")
+    ]
     assert weights[0] == weights[1]
 
 
 @slow
-def test_wandb_holds_what_metrics_jsonl_holds_after_a_resume_that_went_back(go: Callable[..., str], tmp_path: Path) -> None:
+def test_wandb_holds_what_metrics_jsonl_holds_after_a_resume_that_went_back(
+    go: Callable[..., str], tmp_path: Path
+) -> None:
     """Steps 4 and 5 were recorded, then lost with their checkpoint, and taken again."""
     out = tmp_path / "run"
     recipe = dataclasses.replace(BASE, wandb=True)
@@ -190,7 +236,9 @@ def lose_the_manifest(step: Path) -> Path:
     return step / "manifest.json"
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, lose_a_file, truncate_a_file, spoil_the_manifest, lose_the_manifest])
+@pytest.mark.parametrize(
+    "damage", [flip_a_bit, lose_a_file, truncate_a_file, spoil_the_manifest, lose_the_manifest]
+)
 def test_damage_is_found_and_its_file_named(run: Path, damage: Callable[[Path], Path]) -> None:
     step = run / "checkpoints" / "step_00000004"
     assert faults(step) == []
@@ -198,7 +246,9 @@ def test_damage_is_found_and_its_file_named(run: Path, damage: Callable[[Path], 
     assert [fault.split(" ")[0] for fault in faults(step)] == [file.name]
 
 
-def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
+def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
+) -> None:
     file = flip_a_bit(run / "checkpoints" / "step_00000004")
     printed = go(run)
     assert f"step_00000004 is damaged, passed over: {file.name} has changed" in printed
@@ -206,7 +256,9 @@ def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(go: Callable[.
     assert numbers(metrics(run)) == unbroken
 
 
-def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(go: Callable[..., str], run: Path) -> None:
+def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(
+    go: Callable[..., str], run: Path
+) -> None:
     """Starting anew would throw away the record of the run."""
     before = (run / "metrics.jsonl").read_bytes()
     for step in (2, 4):
@@ -216,7 +268,9 @@ def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(go: Callable[...
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(go: Callable[..., str], run: Path, unbroken: list) -> None:
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_beginning(
+    go: Callable[..., str], run: Path, unbroken: list
+) -> None:
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / ".staging" / "step_00000002").mkdir(parents=True)
     go(run)
@@ -225,7 +279,9 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_begin
 
 
 @pytest.mark.parametrize("keep", [pytest.param(1, marks=slow), 2])
-def test_pruning_after_a_step_back_never_leaves_only_damaged_checkpoints(go: Callable[..., str], run: Path, keep: int) -> None:
+def test_pruning_after_a_step_back_never_leaves_only_damaged_checkpoints(
+    go: Callable[..., str], run: Path, keep: int
+) -> None:
     flip_a_bit(run / "checkpoints" / "step_00000004")
     go(run, "--stop_at", 3, "--save_every", 1, "--keep", keep)
     assert checkpoints(run) == [2, 3][-keep:]
@@ -234,7 +290,9 @@ def test_pruning_after_a_step_back_never_leaves_only_damaged_checkpoints(go: Cal
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5]
 
 
-def test_going_back_by_hand_leaves_the_later_checkpoints_behind(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
+def test_going_back_by_hand_leaves_the_later_checkpoints_behind(
+    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
+) -> None:
     """`--resume STEP` is a new future: a later start must not go on from a step of the old one."""
     printed = go(run, "--resume", run / "checkpoints" / "step_00000002", "--stop_at", 3)
     assert f"resumed from {run}/checkpoints/step_00000002" in printed
@@ -249,16 +307,27 @@ def test_save_every_and_keep(go: Callable[..., str], tmp_path: Path) -> None:
         go(tmp_path / str(keep), "--save_every", 2, "--steps", 5, "--keep", keep)
         assert checkpoints(tmp_path / str(keep)) == left
         assert (tmp_path / str(keep) / "checkpoints" / "latest").read_text() == "step_00000005"
-        assert {path.name for path in (tmp_path / str(keep) / "checkpoints").iterdir()} == {"latest", *(f"step_{step:08d}" for step in left)}
+        assert {path.name for path in (tmp_path / str(keep) / "checkpoints").iterdir()} == {
+            "latest",
+            *(f"step_{step:08d}" for step in left),
+        }
 
 
-def test_every_kth_step_and_the_best_are_kept_in_addition(go: Callable[..., str], tmp_path: Path) -> None:
-    """Steps 2 and 4 are evaluated, so the newest, 5, cannot be the best. Step 3 is saved for --keep_every alone."""
+def test_every_kth_step_and_the_best_are_kept_in_addition(
+    go: Callable[..., str], tmp_path: Path
+) -> None:
+    """Steps 2 and 4 are evaluated, so the newest, 5, cannot be the best.
+
+    Step 3 is saved for --keep_every alone.
+    """
     go(tmp_path, "--save_every", 2, "--keep", 1, "--keep_every", 3, "--keep_best", "--stop_at", 5)
     losses = {line["step"]: line["eval_loss"] for line in metrics(tmp_path) if "eval_loss" in line}
     best = min(losses, key=lambda step: losses[step])
     assert checkpoints(tmp_path) == sorted({best, 3, 5}) and sorted(losses) == [2, 4]
-    states = [json.loads((tmp_path / "checkpoints" / f"step_{step:08d}" / "state.json").read_text()) for step in (best, 3, 5)]
+    states = [
+        json.loads((tmp_path / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
+        for step in (best, 3, 5)
+    ]
     assert [state["eval_loss"] for state in states] == [losses[best], None, None]
 
 
@@ -276,22 +345,47 @@ def test_never_puts_the_run_aside_and_overwrites_nothing(go: Callable[..., str],
         assert f"the run that was in {run} is now in {run}.{number}" in printed
         assert [line["step"] for line in metrics(run)] == list(range(1, number + 1))
     aside = run.with_name("run.1")
-    assert {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()} == files
+    assert {
+        path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file()
+    } == files
     assert len(metrics(run.with_name("run.2"))) == 1
 
 
-CHANGES = {"lr": "0.001", "seed": "5", "steps": "9", "model": "Qwen/Qwen3-0.6B", "weight_decay": "0.3", "global_batch": "8", "seq_len": "32"}
+CHANGES = {
+    "lr": "0.001",
+    "seed": "5",
+    "steps": "9",
+    "model": "Qwen/Qwen3-0.6B",
+    "weight_decay": "0.3",
+    "global_batch": "8",
+    "seq_len": "32",
+}
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, out: Path, *argv: object) -> Any:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    typed = [word for name in TYPED if f"--{name}" not in argv for word in (f"--{name}", getattr(BASE, name))]
-    return make_plan(parse(BASE, Path("resume.py"), [str(word) for word in ("--tiny", "--out", out, *typed, *argv)]))
+    typed = [
+        word
+        for name in TYPED
+        if f"--{name}" not in argv
+        for word in (f"--{name}", getattr(BASE, name))
+    ]
+    return make_plan(
+        parse(
+            BASE, Path("resume.py"), [str(word) for word in ("--tiny", "--out", out, *typed, *argv)]
+        )
+    )
 
 
-def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(
+    half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Refusal) as refused:
-        planned(monkeypatch, half, *[word for name, value in CHANGES.items() for word in (f"--{name}", value)])
+        planned(
+            monkeypatch,
+            half,
+            *[word for name, value in CHANGES.items() for word in (f"--{name}", value)],
+        )
     said = str(refused.value)
     for name, value in CHANGES.items():
         assert f"{name} = {value}: the run in {half} has {getattr(BASE, name)}" in said
@@ -299,40 +393,85 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(half: Pa
     for way in ("--out NEW", f"--resume {half}", "--resume never"):
         assert said.count(way) == 1 and way in said.splitlines()[0]
     with pytest.raises(Refusal) as refused:
-        planned(monkeypatch, half, "--steps", 1)  # which lowers the warm-up of the recipe: no number that the user typed
+        # which lowers the warm-up of the recipe: no number that the user typed
+        planned(monkeypatch, half, "--steps", 1)
     (problem,) = refused.value.problems
-    assert problem.where == "steps = 1" and problem.fix.startswith(f"resume with --steps {BASE.steps}, start a new run")
+    assert problem.where == "steps = 1" and problem.fix.startswith(
+        f"resume with --steps {BASE.steps}, start a new run"
+    )
 
 
-def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(
+    half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Refusal) as refused:
         planned(monkeypatch, half, "--batch_ramp", "5:8")
     (problem,) = refused.value.problems
-    assert problem.where == "batch_ramp = 5:8" and problem.rule == f"the run in {half} has nothing" and f"--resume {half}" in problem.fix
-    assert planned(monkeypatch, half, "--batch_ramp", "5:8", "--resume", half).recipe.ramp.table == ((1, 4), (5, 8))
-    spaced = [identity(dataclasses.replace(BASE, batch_ramp=table), None) for table in ("3:8,5:16", " 3 : 8, 5:16")]
+    assert (
+        problem.where == "batch_ramp = 5:8"
+        and problem.rule == f"the run in {half} has nothing"
+        and f"--resume {half}" in problem.fix
+    )
+    assert planned(
+        monkeypatch, half, "--batch_ramp", "5:8", "--resume", half
+    ).recipe.ramp.table == ((1, 4), (5, 8))
+    spaced = [
+        identity(dataclasses.replace(BASE, batch_ramp=table), None)
+        for table in ("3:8,5:16", " 3 : 8, 5:16")
+    ]
     assert spaced[0] == spaced[1] and spaced[0]["batch_ramp"] == "3:8, 5:16"
 
 
-def test_a_trial_is_told_from_the_run_itself(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--tiny` changes many numbers; what differs then is said once. So are the flags that a run goes on with."""
+def test_a_trial_is_told_from_the_run_itself(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--tiny` changes many numbers; what differs then is said once.
+
+    So are the flags that a run goes on with.
+    """
     (tmp_path / "half").mkdir()
     saved = json.loads((half / "run.json").read_text())
-    for tiny, says in ((False, r"--tiny: the run in .* was started without it. Omit it to resume"), (True, rf"seed = 5: the run in .* has {BASE.seed}")):
-        (tmp_path / "half" / "run.json").write_text(json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}}))
+    for tiny, says in (
+        (False, r"--tiny: the run in .* was started without it. Omit it to resume"),
+        (True, rf"seed = 5: the run in .* has {BASE.seed}"),
+    ):
+        (tmp_path / "half" / "run.json").write_text(
+            json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}})
+        )
         with pytest.raises(Refusal, match=says) as refused:
             planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
-    assert f"Resume with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run" in str(refused.value)
+    assert (
+        f"Resume with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run"
+        in str(refused.value)
+    )
 
 
 def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = ("--micro_batch", 2, "--save_every", 1, "--keep", 5, "--stop_at", 5, "--deepspeed_config", "zero3.json", "--eval_every", 1, "--no-export")
+    free = (
+        "--micro_batch",
+        2,
+        "--save_every",
+        1,
+        "--keep",
+        5,
+        "--stop_at",
+        5,
+        "--deepspeed_config",
+        "zero3.json",
+        "--eval_every",
+        1,
+        "--no-export",
+    )
     assert planned(monkeypatch, half, *free).resume_from == half
     assert planned(monkeypatch, half, "--tp", 2).resume_from == half
 
 
-def test_a_run_from_before_recompute_every_goes_on(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
-    """Its run.json has the field checkpoint_every, and the command now recomputes every second layer."""
+def test_a_run_from_before_recompute_every_goes_on(
+    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
+) -> None:
+    """Its run.json has the field checkpoint_every, and the command now recomputes every second
+    layer.
+    """
     facts = json.loads((run / "run.json").read_text())
     facts["recipe"]["checkpoint_every"] = facts["recipe"].pop("recompute_every") or 1
     (run / "run.json").write_text(json.dumps(facts))
@@ -343,15 +482,20 @@ def test_a_run_from_before_recompute_every_goes_on(go: Callable[..., str], run: 
     assert recipe["recompute_every"] == 2 and "checkpoint_every" not in recipe
 
 
-def test_a_path_accepts_the_differences(go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]) -> None:
-    """A longer schedule, other optimizer numbers: from the next step on they are what the optimizer uses."""
+def test_a_path_accepts_the_differences(
+    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
+) -> None:
+    """A longer schedule, other optimizer numbers: from the next step on they are what the optimizer
+    uses.
+    """
     go(run, "--resume", run, "--steps", 8, "--lr", 1e-3, "--stop_at", 5, "--schedule", "constant")
     lines = metrics(run)
     assert numbers(lines[:4]) == unbroken[:4]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[4]["lr"] == 1e-3
     assert lines[4]["loss"] == unbroken[4]["loss"], "step 5 starts from the same weights and rows"
-    go(run, "--steps", 8, "--lr", 1e-3, "--schedule", "constant", "--stop_at", 6)  # accepted once, it is the run
+    # accepted once, it is the run
+    go(run, "--steps", 8, "--lr", 1e-3, "--schedule", "constant", "--stop_at", 6)
 
 
 def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
@@ -364,8 +508,15 @@ def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
     def watching(engine: Any, *rest: Any) -> Any:
         result = train_step(engine, *rest)
         groups = engine.optimizer.param_groups
-        seen.update({"lr": groups[0]["lr"], "betas": tuple(groups[0]["betas"]), "eps": groups[0]["eps"]})
-        seen.update({"weight_decay": [group["weight_decay"] for group in groups], "clip": getattr(engine.optimizer, "clip_grad", None)})
+        seen.update(
+            {"lr": groups[0]["lr"], "betas": tuple(groups[0]["betas"]), "eps": groups[0]["eps"]}
+        )
+        seen.update(
+            {
+                "weight_decay": [group["weight_decay"] for group in groups],
+                "clip": getattr(engine.optimizer, "clip_grad", None),
+            }
+        )
         return result
 
     loop.train_step = watching
@@ -377,19 +528,51 @@ def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("file", ["zero1", pytest.param("zero0", marks=slow), pytest.param("zero3", marks=slow)])
-def test_accepted_optimizer_numbers_reach_the_optimizer(go: Callable[..., str], pools: Any, tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    "file", ["zero1", pytest.param("zero0", marks=slow), pytest.param("zero3", marks=slow)]
+)
+def test_accepted_optimizer_numbers_reach_the_optimizer(
+    go: Callable[..., str], pools: Any, tmp_path: Path, file: str
+) -> None:
     """DeepSpeed restores the saved ones."""
     recipe = dataclasses.replace(BASE, ds_config=f"{file}.json", schedule="constant")
     go(tmp_path / "run", "--stop_at", 2, recipe=recipe)
-    flags = ["--weight_decay", "0.25", "--beta1", "0.8", "--beta2", "0.9", "--eps", "1e-5", "--gradient_clipping", "0.5", "--lr", "0.002"]
-    for seen in pools.run(2, engine_numbers, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--resume", str(tmp_path / "run"), "--stop_at", "3", *flags]):
+    flags = [
+        "--weight_decay",
+        "0.25",
+        "--beta1",
+        "0.8",
+        "--beta2",
+        "0.9",
+        "--eps",
+        "1e-5",
+        "--gradient_clipping",
+        "0.5",
+        "--lr",
+        "0.002",
+    ]
+    for seen in pools.run(
+        2,
+        engine_numbers,
+        recipe=recipe,
+        argv=[
+            "--out",
+            str(tmp_path / "run"),
+            "--resume",
+            str(tmp_path / "run"),
+            "--stop_at",
+            "3",
+            *flags,
+        ],
+    ):
         assert seen["lr"] == 0.002 and seen["betas"] == (0.8, 0.9) and seen["eps"] == 1e-5
         assert set(seen["weight_decay"]) == {0.25, 0.0}
         assert seen["clip"] == 0.5
 
 
-def test_a_path_in_another_folder_starts_a_new_run_from_it(go: Callable[..., str], half: Path, tmp_path: Path, unbroken: list[dict[str, Any]]) -> None:
+def test_a_path_in_another_folder_starts_a_new_run_from_it(
+    go: Callable[..., str], half: Path, tmp_path: Path, unbroken: list[dict[str, Any]]
+) -> None:
     before = {path: path.stat().st_mtime_ns for path in half.rglob("*")}
     go(tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
     assert numbers(metrics(tmp_path / "new")) == unbroken[2:]
@@ -397,10 +580,20 @@ def test_a_path_in_another_folder_starts_a_new_run_from_it(go: Callable[..., str
 
 
 @pytest.mark.parametrize(
-    "flag", [("--seed", 9), pytest.param(("--seq_len", 32), marks=slow), pytest.param(("--global_batch", 8), marks=slow)], ids=lambda flag: flag[0]
+    "flag",
+    [
+        ("--seed", 9),
+        pytest.param(("--seq_len", 32), marks=slow),
+        pytest.param(("--global_batch", 8), marks=slow),
+    ],
+    ids=lambda flag: flag[0],
 )
-def test_a_path_accepts_other_data(go: Callable[..., str], half: Path, tmp_path: Path, flag: tuple[str, int]) -> None:
-    """The saved position is of another stream, so the new stream is read from its beginning, and the log says so."""
+def test_a_path_accepts_other_data(
+    go: Callable[..., str], half: Path, tmp_path: Path, flag: tuple[str, int]
+) -> None:
+    """The saved position is of another stream, so the new stream is read from its beginning, and
+    the log says so.
+    """
     recipe = dataclasses.replace(BASE, **{flag[0].removeprefix("--"): flag[1]})
     printed = go(tmp_path / "new", "--resume", half, recipe=recipe)
     assert "read from the beginning" in printed
@@ -416,25 +609,46 @@ def test_a_path_accepts_other_data(go: Callable[..., str], half: Path, tmp_path:
     ],
 )
 def test_another_layout_goes_on_with_the_same_tokens(
-    go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]], argv: list, world: int, told: str
+    go: Callable[..., str],
+    run: Path,
+    unbroken: list[dict[str, Any]],
+    argv: list,
+    world: int,
+    told: str,
 ) -> None:
-    """bf16: the losses differ by its rounding. What fp32 gives, in more layouts, is in test_convert.py."""
+    """bf16: the losses differ by its rounding.
+
+    What fp32 gives, in more layouts, is in test_convert.py.
+    """
     printed = go(run, *argv, world=world)
-    assert f"converting {run}/checkpoints/step_00000004 from dp2, ZeRO-1" in printed and told in printed
+    assert (
+        f"converting {run}/checkpoints/step_00000004 from dp2, ZeRO-1" in printed
+        and told in printed
+    )
     lines = metrics(run)
     assert [line["tokens"] for line in lines] == [line["tokens"] for line in unbroken]
-    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in unbroken], rel=1e-3)
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [line["loss"] for line in unbroken], rel=1e-3
+    )
     assert not (run / "checkpoints" / ".converted").exists()
 
 
-def test_another_model_is_refused_even_with_a_path(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_is_refused_even_with_a_path(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Refusal, match="is from another model"):
         planned(monkeypatch, tmp_path / "new", "--resume", half, "--model", "Qwen/Qwen3-0.6B")
 
 
-@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "someone/unknown"], ids=["shipped", "not shipped"])
-def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """At the first start its shape is the one we ship, or not known; then the hub's own config.json, with more in it, lies in the cache."""
+@pytest.mark.parametrize(
+    "model", ["Qwen/Qwen3-0.6B", "someone/unknown"], ids=["shipped", "not shipped"]
+)
+def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """At the first start its shape is the one we ship, or not known; then the hub's own
+    config.json, with more in it, lies in the cache.
+    """
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -442,9 +656,13 @@ def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(tmp_path: Pat
     recipe = dataclasses.replace(BASE, model=model, out=str(out))
     first = make_plan(parse(recipe, Path("resume.py"), []))
     out.mkdir()
-    (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))
+    (out / "run.json").write_text(
+        json.dumps({"identity": identity(first.recipe, first.model_config)})
+    )
     (out / "checkpoints").mkdir()
-    snapshot = tmp_path / "home" / "hub" / f"models--{model.replace('/', '--')}" / "snapshots" / "abc"
+    snapshot = (
+        tmp_path / "home" / "hub" / f"models--{model.replace('/', '--')}" / "snapshots" / "abc"
+    )
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
@@ -455,15 +673,21 @@ def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(tmp_path: Pat
         assert second.model_config != first.model_config and second.resume_from == out
 
 
-def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_folder_that_holds_another_model_now_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text())
     out, folder = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    recipe = dataclasses.replace(BASE, model=str(folder), init="random", out=str(out), tokenizer="bytes")
+    recipe = dataclasses.replace(
+        BASE, model=str(folder), init="random", out=str(out), tokenizer="bytes"
+    )
     first = make_plan(parse(recipe, Path("resume.py"), []))
     (out / "checkpoints").mkdir(parents=True)
-    (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config)}))
+    (out / "run.json").write_text(
+        json.dumps({"identity": identity(first.recipe, first.model_config)})
+    )
     assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.5}))
     for resume, said in (("auto", "model_config = "), (str(out), "is from another model")):
@@ -474,23 +698,32 @@ def test_a_model_folder_that_holds_another_model_now_is_refused(tmp_path: Path, 
 def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> None:
     """Its rows were normalised together; of another model it may change."""
     out = tmp_path / "run"
-    recipe = dataclasses.replace(BASE, out=str(out), init="random", tokenizer="bytes", micro_batch=2, global_batch=8)
+    recipe = dataclasses.replace(
+        BASE, out=str(out), init="random", tokenizer="bytes", micro_batch=2, global_batch=8
+    )
     first = make_plan(parse(recipe, Path("resume.py"), []))
     (out / "checkpoints").mkdir(parents=True)
     for has_norms in (False, True):
-        (out / "run.json").write_text(json.dumps({"identity": identity(first.recipe, first.model_config, has_norms)}))
+        (out / "run.json").write_text(
+            json.dumps({"identity": identity(first.recipe, first.model_config, has_norms)})
+        )
         assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
         for resume in ("auto", str(out)):
             again = parse(recipe, Path("resume.py"), ["--micro_batch", "4", "--resume", resume])
             if has_norms:
-                said = r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took its statistics of. Resume with --micro_batch 2"
+                said = (
+                    r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took"
+                    r" its statistics of. Resume with --micro_batch 2"
+                )
                 with pytest.raises(Refusal, match=said):
                     make_plan(again)
             else:
                 assert make_plan(again).resume_from == out
 
 
-def test_a_path_that_is_no_run_is_refused(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_no_run_is_refused(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Refusal, match="must be a run folder or one of its step folders"):
         planned(monkeypatch, tmp_path / "new", "--resume", tmp_path)
     other = shutil.copytree(half, tmp_path / "other")
@@ -498,8 +731,12 @@ def test_a_path_that_is_no_run_is_refused(half: Path, tmp_path: Path, monkeypatc
         planned(monkeypatch, other, "--resume", half)
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again_from_the_other(half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is what a restart after an early crash types; a run that has a checkpoint is one to be kept."""
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_from_the_other(
+    half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is what a restart after an early crash types; a run that has a checkpoint is one to be
+    kept.
+    """
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     (tmp_path / "new" / "run.json").write_text(json.dumps({"recipe": {"resume": str(half)}}))
     assert planned(monkeypatch, tmp_path / "new", "--resume", half).resume_from == half
@@ -571,7 +808,9 @@ def test_a_second_job_on_the_same_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_saved_state_is_that_of_its_own_step(half: Path) -> None:
-    """Tokens and data position of a checkpoint belong to the step in its name, though the prefetch thread is ahead."""
+    """Tokens and data position of a checkpoint belong to the step in its name, though the prefetch
+    thread is ahead.
+    """
     for step in (2, 4):
         state = json.loads((half / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())
         assert state["step"] == step

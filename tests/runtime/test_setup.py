@@ -1,4 +1,6 @@
-"""What happens before the first step leaves nothing behind, and what it tells of the device is exact."""
+"""What happens before the first step leaves nothing behind, and what it tells of the device is
+exact.
+"""
 
 import os
 import subprocess
@@ -13,8 +15,15 @@ from pool import environment
 
 
 def what_the_shm_op_leaves() -> tuple[list[str], bool]:
-    """Runs on every rank of a pool, after its start: the names that DeepSpeed's CPU collectives give to shared memory, and whether their op is loaded."""
-    names = [path.name for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*")]
+    """Runs on every rank of a pool, after its start: the names that DeepSpeed's CPU collectives
+    give to shared memory, and whether their op is loaded.
+    """
+    names = [
+        path.name
+        for path in Path("/dev/shm").glob(
+            f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*"
+        )
+    ]
     return names, hasattr(torch.ops.deepspeed, "inference_all_reduce_")
 
 
@@ -34,17 +43,27 @@ def test_ranks_take_no_shared_memory(pools: Any) -> None:
 
 @pytest.mark.slow
 def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], None]) -> None:
-    """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a collective."""
+    """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a
+    collective.
+    """
     argv = ["--tiny", "--retry_s", "7200"]
     code = (
-        "import sys, torch; from pathlib import Path; from recipekit.spec.command import parse; from recipekit.spec.recipe import Recipe; from recipekit.plan import make_plan\n"
+        "import sys, torch; from pathlib import Path; from recipekit.spec.command import parse;"
+        " from recipekit.spec.recipe import Recipe; from recipekit.plan import make_plan\n"
         "from recipekit.run import _single_process_defaults; _single_process_defaults()\n"
         "from recipekit.runtime.start import start\n"
-        "start(make_plan(parse(Recipe(model='meta-llama/Llama-3.2-1B'), Path('x.py'), sys.argv[1:])))\n"
+        "start(make_plan(parse(Recipe(model='meta-llama/Llama-3.2-1B'), Path('x.py'),"
+        " sys.argv[1:])))\n"
         "print(torch.distributed.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"
         "torch.distributed.destroy_process_group()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, *argv], env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) >= 7200 + 600
 

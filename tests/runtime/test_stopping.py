@@ -1,4 +1,6 @@
-"""Stopping: every signal and every lost launcher ends all ranks in time, after the step in progress, and leaves no process."""
+"""Stopping: every signal and every lost launcher ends all ranks in time, after the step in
+progress, and leaves no process.
+"""
 
 import os
 import signal
@@ -12,7 +14,8 @@ import psutil
 import pytest
 from recipekit.runtime.stopping import Grace, Stopper, grace_of
 
-LIMIT = 20.0  # seconds for anything a test waits for; the promises are asserted by the tests themselves
+# seconds for anything a test waits for; the promises are asserted by the tests themselves
+LIMIT = 20.0
 
 # A rank without torch: 20 ms steps until it is told to stop, then a "checkpoint" of 0.3 s.
 RANK = """
@@ -72,9 +75,16 @@ class Job:
         return self.folder / name
 
     def start(self, *words: object, ranked: bool = False) -> subprocess.Popen[str]:
-        environment = {key: value for key, value in os.environ.items() if key not in {"RANK", "LOCAL_RANK"}} | ({"RANK": "0"} if ranked else {})
+        environment = {
+            key: value for key, value in os.environ.items() if key not in {"RANK", "LOCAL_RANK"}
+        } | ({"RANK": "0"} if ranked else {})
         process = subprocess.Popen(
-            [str(word) for word in words], env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, start_new_session=True
+            [str(word) for word in words],
+            env=environment,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
         )
         self.started.append(process)
         return process
@@ -88,7 +98,9 @@ class Job:
     def start_tree(self, body: str, runner: str = "deepspeed") -> tuple[int, int, list[int]]:
         """The pids of runner, launcher and ranks."""
         rank, launcher = self.write("rank.py", RANK + body), self.write("launcher.py", LAUNCHER)
-        process = self.start(sys.executable, self.write(runner, RUNNER), launcher, rank, self.folder, 10)
+        process = self.start(
+            sys.executable, self.write(runner, RUNNER), launcher, rank, self.folder, 10
+        )
         self.wait_for(lambda: len(self.pids()) == 2)
         time.sleep(1)  # the watch has looked at least once
         [launch] = psutil.Process(process.pid).children()
@@ -125,7 +137,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
         pid
         for process in job.started
         if process.poll() is None
-        for pid in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        for pid in [
+            process.pid,
+            *(child.pid for child in psutil.Process(process.pid).children(recursive=True)),
+        ]
     }
     for pid in pids | set(job.pids()):
         if alive(pid):
@@ -145,7 +160,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
         (signal.SIGXCPU, 152),  # limits of CPU time
     ],
 )
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(job: Job, number: int, code: int) -> None:
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    job: Job, number: int, code: int
+) -> None:
     rank = job.start_rank("train()")
     rank.send_signal(number)
     assert rank.communicate(timeout=LIMIT)[1] == ""
@@ -186,19 +203,26 @@ def test_the_third_ctrl_c_ends_the_rank_at_once(job: Job) -> None:
         assert rank.poll() is None
         rank.send_signal(signal.SIGINT)
         time.sleep(1.2)
-    assert rank.communicate(timeout=LIMIT)[1] == "rank 0: third Ctrl-C: ended at once, without a checkpoint\n"
+    assert (
+        rank.communicate(timeout=LIMIT)[1]
+        == "rank 0: third Ctrl-C: ended at once, without a checkpoint\n"
+    )
     assert rank.returncode == 130
     assert job.saved() == []
 
 
 def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job: Job) -> None:
-    rank = job.start_rank("with Stopper(grace):\n    report('pid', os.getpid())\n    block_in_c()", grace=1.5)
+    rank = job.start_rank(
+        "with Stopper(grace):\n    report('pid', os.getpid())\n    block_in_c()", grace=1.5
+    )
     began = time.monotonic()
     rank.send_signal(signal.SIGTERM)
     said = rank.communicate(timeout=LIMIT)[1]
     assert 1.5 < time.monotonic() - began < LIMIT
     assert rank.returncode == 143
-    assert said.startswith("rank 0: stuck: no step boundary within 1.5 s after SIGTERM. Stacks of all threads:\n")
+    assert said.startswith(
+        "rank 0: stuck: no step boundary within 1.5 s after SIGTERM. Stacks of all threads:\n"
+    )
     assert "in block_in_c" in said
 
 
@@ -219,11 +243,24 @@ def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job
         (Grace(seconds=900, granted=300), 40, 900),
     ],
 )
-def test_the_grace_follows_the_slowest_step_and_the_scheduler(grace: Grace, slowest: float, seconds: float) -> None:
+def test_the_grace_follows_the_slowest_step_and_the_scheduler(
+    grace: Grace, slowest: float, seconds: float
+) -> None:
     assert grace.after(slowest) == seconds
 
 
-@pytest.mark.parametrize(("text", "granted"), [("600", 600.0), ("0.5", 0.5), ("", None), ("0", None), ("-3", None), ("nan", None), ("soon", None)])
+@pytest.mark.parametrize(
+    ("text", "granted"),
+    [
+        ("600", 600.0),
+        ("0.5", 0.5),
+        ("", None),
+        ("0", None),
+        ("-3", None),
+        ("nan", None),
+        ("soon", None),
+    ],
+)
 def test_the_granted_seconds_come_from_the_environment(text: str, granted: float | None) -> None:
     assert grace_of(None, {"LAUNCH_GRACE": text}) == Grace(None, granted)
     assert grace_of(7.0, {"LAUNCH_GRACE": text}) == Grace(7.0, granted)
@@ -246,8 +283,13 @@ sys.exit(stopper.exit_code)
 
 
 @pytest.mark.parametrize(("asked", "first"), [(1, 20), (2, 0.6)])
-def test_a_step_longer_than_the_least_grace_ends_with_its_checkpoint(job: Job, asked: int, first: float) -> None:
-    """In the first step and in a later one. The ranks agree on a stop at the beginning of a step, so one more step follows."""
+def test_a_step_longer_than_the_least_grace_ends_with_its_checkpoint(
+    job: Job, asked: int, first: float
+) -> None:
+    """In the first step and in a later one.
+
+    The ranks agree on a stop at the beginning of a step, so one more step follows.
+    """
     rank = job.start_rank(f"asked, first = {asked}, {first}{SLOW}")
     rank.send_signal(signal.SIGTERM)
     assert rank.communicate(timeout=LIMIT) == (None, "")
@@ -255,10 +297,15 @@ def test_a_step_longer_than_the_least_grace_ends_with_its_checkpoint(job: Job, a
 
 
 def test_a_stuck_rank_ends_before_the_scheduler_kills_it(job: Job) -> None:
-    rank = job.start_rank("with Stopper(grace_of(None, {'LAUNCH_GRACE': '3'})):\n    report('pid', os.getpid())\n    block_in_c()")
+    rank = job.start_rank(
+        "with Stopper(grace_of(None, {'LAUNCH_GRACE': '3'})):\n    report('pid', os.getpid())\n   "
+        " block_in_c()"
+    )
     began = time.monotonic()
     rank.send_signal(signal.SIGTERM)
-    assert "stuck: no step boundary within 1.5 s after SIGTERM" in rank.communicate(timeout=LIMIT)[1]
+    assert (
+        "stuck: no step boundary within 1.5 s after SIGTERM" in rank.communicate(timeout=LIMIT)[1]
+    )
     assert 1.5 < time.monotonic() - began < LIMIT
 
 
@@ -278,13 +325,16 @@ def test_an_announced_checkpoint_may_outlast_the_grace(job: Job) -> None:
 
 def test_what_another_rank_was_told_is_passed_on(job: Job) -> None:
     rank = job.start_rank(
-        "with Stopper(grace) as stopper:\n    report('pid', os.getpid())\n    stopper.request('SIGINT')\n    stopper.request('SIGTERM')\nsys.exit(stopper.exit_code)"
+        "with Stopper(grace) as stopper:\n    report('pid', os.getpid())\n   "
+        " stopper.request('SIGINT')\n    stopper.request('SIGTERM')\nsys.exit(stopper.exit_code)"
     )
     assert rank.wait(LIMIT) == 130
 
 
 def test_outside_the_stopper_signals_act_as_before(job: Job) -> None:
-    rank = job.start_rank("with Stopper(grace):\n    pass\nreport('pid', os.getpid())\ntime.sleep(30)")
+    rank = job.start_rank(
+        "with Stopper(grace):\n    pass\nreport('pid', os.getpid())\ntime.sleep(30)"
+    )
     rank.send_signal(signal.SIGTERM)
     assert rank.wait(LIMIT) == -signal.SIGTERM
 
@@ -333,7 +383,9 @@ def test_ranks_go_at_once_when_their_launcher_goes_during_start_up(job: Job, who
     os.kill(gone, signal.SIGKILL)
     assert job.wait_for(lambda: not any(map(alive, ranks))) < 2
     said = job.started[0].communicate(timeout=LIMIT)[1]
-    assert sorted(said.splitlines()) == [f"rank {rank}: the launcher (pid {gone}) has gone: ended" for rank in (0, 1)]
+    assert sorted(said.splitlines()) == [
+        f"rank {rank}: the launcher (pid {gone}) has gone: ended" for rank in (0, 1)
+    ]
 
 
 def test_signals_after_the_launcher_has_gone_are_harmless(job: Job) -> None:
@@ -357,7 +409,12 @@ def test_an_unrelated_ancestor_may_go(job: Job) -> None:
 
 def test_a_shell_that_set_the_rank_by_hand_may_go(job: Job) -> None:
     rank = job.write("rank.py", RANK + "train()")
-    shell = job.start("sh", "-c", f"'{sys.executable}' '{rank}' '{job.folder}' 10 2>/dev/null & sleep 1.5; exit 0", ranked=True)
+    shell = job.start(
+        "sh",
+        "-c",
+        f"'{sys.executable}' '{rank}' '{job.folder}' 10 2>/dev/null & sleep 1.5; exit 0",
+        ranked=True,
+    )
     job.wait_for(lambda: (job.folder / "rank0.pid").exists())
     assert shell.wait(LIMIT) == 0
     time.sleep(1.5)
@@ -369,7 +426,8 @@ def test_plain_python_has_no_launcher_to_lose(job: Job) -> None:
     starter = job.start(
         sys.executable,
         "-c",
-        f"import subprocess, time; subprocess.Popen([{sys.executable!r}, {str(rank)!r}, {str(job.folder)!r}, '10'], stderr=-3); time.sleep(1.5)",
+        f"import subprocess, time; subprocess.Popen([{sys.executable!r}, {str(rank)!r},"
+        f" {str(job.folder)!r}, '10'], stderr=-3); time.sleep(1.5)",
     )
     job.wait_for(lambda: (job.folder / "rank.pid").exists())
     assert starter.wait(LIMIT) == 0

@@ -1,4 +1,6 @@
-"""Trials of a W&B sweep, started by `wandb agent`'s own code: each has a folder and a W&B run, also after a kill."""
+"""Trials of a W&B sweep, started by `wandb agent`'s own code: each has a folder and a W&B run, also
+after a kill.
+"""
 
 import sys
 import time
@@ -54,7 +56,12 @@ def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Agent]:
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     made = Agent.__new__(Agent)
-    made._in_jupyter, made._function, made._forward_signals, made._run_processes = False, None, False, {}
+    made._in_jupyter, made._function, made._forward_signals, made._run_processes = (
+        False,
+        None,
+        False,
+        {},
+    )
     made._sweep_command = ["${env}", sys.executable, "${program}", *FLAGS, "${args}"]
     yield made
     for trial in made._run_processes.values():
@@ -70,8 +77,12 @@ def wait(true: Callable[[], object], seconds: float) -> None:
 
 
 @pytest.mark.slow
-def test_four_trials_have_four_folders_and_four_runs(agent: Agent, tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """The second trial is killed, and the agent starts it again; the fourth repeats the first one's parameters."""
+def test_four_trials_have_four_folders_and_four_runs(
+    agent: Agent, tmp_path: Path, ops: Callable[[str], None]
+) -> None:
+    """The second trial is killed, and the agent starts it again; the fourth repeats the first one's
+    parameters.
+    """
     sweep = tmp_path / "runs" / f"llama_nano_zero2_tiny_sweep_{SWEEP}"
     for run in POINTS:
         agent._command_run(command(run))
@@ -83,7 +94,9 @@ def test_four_trials_have_four_folders_and_four_runs(agent: Agent, tmp_path: Pat
             assert 3 <= done < 6
             agent._command_run(command("run2") | {"type": "resume"})
         assert agent._run_processes[run]._popen.wait(240) == 0
-    assert sorted(path.name for path in sweep.iterdir() if not path.name.startswith(".")) == sorted(POINTS)
+    assert sorted(path.name for path in sweep.iterdir() if not path.name.startswith(".")) == sorted(
+        POINTS
+    )
     for run, point in POINTS.items():
         assert [line["step"] for line in metrics(sweep / run)] == [1, 2, 3, 4, 5, 6]
         assert {file.stem for file in wandb_files(sweep / run)} == {f"run-{run}"}
@@ -91,4 +104,6 @@ def test_four_trials_have_four_folders_and_four_runs(agent: Agent, tmp_path: Pat
         recipe = read_config(sweep / run)["recipe"]
         assert {name: recipe[name] for name in point} == point
     losses = {run: [line["loss"] for line in metrics(sweep / run)] for run in POINTS}
-    assert losses["run1"] == losses["run4"] and len({tuple(values) for values in losses.values()}) == 3
+    assert (
+        losses["run1"] == losses["run4"] and len({tuple(values) for values in losses.values()}) == 3
+    )

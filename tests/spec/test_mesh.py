@@ -1,4 +1,6 @@
-"""The layout of the ranks: DeepSpeed's own, a partition of the world, and refused when it does not fit."""
+"""The layout of the ranks: DeepSpeed's own, a partition of the world, and refused when it does not
+fit.
+"""
 
 from itertools import product
 
@@ -19,7 +21,12 @@ def test_ranks_lie_as_deepspeeds_topology_lays_them():
     mesh = make_mesh(24, pp=3, tp=2)
     for rank in range(24):
         theirs = topology.get_coord(rank)
-        assert mesh.coords(rank) == {"pp": theirs.pipe, "dp": theirs.data, "sp": 0, "tp": theirs.model}
+        assert mesh.coords(rank) == {
+            "pp": theirs.pipe,
+            "dp": theirs.data,
+            "sp": 0,
+            "tp": theirs.model,
+        }
     assert sorted(mesh.groups("tp")) == sorted(topology.get_axis_comm_lists("model"))
     assert sorted(mesh.groups("dp")) == sorted(topology.get_axis_comm_lists("data"))
     assert sorted(mesh.groups("pp")) == sorted(topology.get_axis_comm_lists("pipe"))
@@ -44,7 +51,15 @@ def test_groups_partition_the_world(dp, tp, pp, sp, axes):
         size *= getattr(mesh, axis)
     for group in groups:
         assert len(group) == size and group == sorted(group)
-        assert len({tuple(mesh.coords(rank)[axis] for axis in AXES if axis not in axes) for rank in group}) == 1
+        assert (
+            len(
+                {
+                    tuple(mesh.coords(rank)[axis] for axis in AXES if axis not in axes)
+                    for rank in group
+                }
+            )
+            == 1
+        )
 
 
 @given(degree, degree, degree, degree)
@@ -57,15 +72,30 @@ def test_coords_are_unique_and_within_the_degrees(dp, tp, pp, sp):
 
 @pytest.mark.parametrize(
     ("mesh", "name"),
-    [(Mesh(), "dp1"), (Mesh(dp=2, tp=2), "dp2_tp2"), (Mesh(dp=1, tp=2, pp=4), "dp1_tp2_pp4"), (Mesh(dp=4, sp=2, ep=2), "dp4_sp2_ep2")],
+    [
+        (Mesh(), "dp1"),
+        (Mesh(dp=2, tp=2), "dp2_tp2"),
+        (Mesh(dp=1, tp=2, pp=4), "dp1_tp2_pp4"),
+        (Mesh(dp=4, sp=2, ep=2), "dp4_sp2_ep2"),
+    ],
 )
 def test_text_names_the_run(mesh, name):
     assert str(mesh) == name
 
 
-@given(st.integers(1, 64), st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 8), st.integers(-1, 8))
+@given(
+    st.integers(1, 64),
+    st.integers(-1, 8),
+    st.integers(-1, 8),
+    st.integers(-1, 8),
+    st.integers(-1, 8),
+)
 def test_mesh_fits_or_is_refused(world, tp, pp, sp, ep):
-    fits = min(tp, pp, sp, ep) >= 1 and world % (tp * pp * sp) == 0 and (world // (tp * pp * sp)) % ep == 0
+    fits = (
+        min(tp, pp, sp, ep) >= 1
+        and world % (tp * pp * sp) == 0
+        and (world // (tp * pp * sp)) % ep == 0
+    )
     if fits:
         mesh = make_mesh(world, tp=tp, pp=pp, sp=sp, ep=ep)
         assert mesh.world == world and (mesh.tp, mesh.pp, mesh.sp, mesh.ep) == (tp, pp, sp, ep)
@@ -80,11 +110,29 @@ def test_mesh_fits_or_is_refused(world, tp, pp, sp, ep):
         (
             12,
             {"pp": 4, "tp": 2},
-            "pp(4) * tp(2) = 8: does not divide the 12 ranks. Choose degrees whose product is 1 or 2 or 3 or 4 or 6 or 12, or start a multiple of 8 ranks",
+            (
+                "pp(4) * tp(2) = 8: does not divide the 12 ranks. Choose degrees whose product is 1"
+                " or 2 or 3 or 4 or 6 or 12, or start a multiple of 8 ranks"
+            ),
         ),
-        (1, {"tp": 2}, "tp(2) = 2: does not divide the 1 rank. Choose degrees whose product is 1, or start a multiple of 2 ranks"),
-        (8, {"tp": 2, "ep": 3}, "ep = 3: does not divide the 4 data-parallel ranks. Use --ep 1 or 2 or 4"),
-        (2, {"tp": 0, "ep": -1}, "tp = 0: must be at least 1. Use --tp 1\nep = -1: must be at least 1. Use --ep 1"),
+        (
+            1,
+            {"tp": 2},
+            (
+                "tp(2) = 2: does not divide the 1 rank. Choose degrees whose product is 1, or start"
+                " a multiple of 2 ranks"
+            ),
+        ),
+        (
+            8,
+            {"tp": 2, "ep": 3},
+            "ep = 3: does not divide the 4 data-parallel ranks. Use --ep 1 or 2 or 4",
+        ),
+        (
+            2,
+            {"tp": 0, "ep": -1},
+            "tp = 0: must be at least 1. Use --tp 1\nep = -1: must be at least 1. Use --ep 1",
+        ),
     ],
 )
 def test_refusals_name_the_rule_and_the_fix(world, degrees, text):
@@ -99,9 +147,11 @@ def test_refusals_name_the_rule_and_the_fix(world, degrees, text):
         (8, dict(tp=4, pp=1, sp=1, ep=1), dict(tp=4, pp=1, sp=1, ep=1)),
         (2, dict(tp=4, pp=1, sp=1, ep=1), dict(tp=2, pp=1, sp=1, ep=1)),
         (1, dict(tp=4, pp=2, sp=2, ep=8), dict(tp=1, pp=1, sp=1, ep=1)),
-        (4, dict(tp=2, pp=2, sp=2, ep=1), dict(tp=2, pp=2, sp=1, ep=1)),  # sp gives way before pp and tp
+        # sp gives way before pp and tp
+        (4, dict(tp=2, pp=2, sp=2, ep=1), dict(tp=2, pp=2, sp=1, ep=1)),
         (4, dict(tp=4, pp=4, sp=1, ep=1), dict(tp=4, pp=1, sp=1, ep=1)),  # pp before tp
-        (4, dict(tp=2, pp=1, sp=1, ep=8), dict(tp=2, pp=1, sp=1, ep=2)),  # ep ranks are taken out of dp
+        # ep ranks are taken out of dp
+        (4, dict(tp=2, pp=1, sp=1, ep=8), dict(tp=2, pp=1, sp=1, ep=2)),
         (2, dict(tp=2, pp=2, sp=1, ep=2), dict(tp=2, pp=1, sp=1, ep=1)),
         (6, dict(tp=4, pp=1, sp=1, ep=1), dict(tp=3, pp=1, sp=1, ep=1)),
     ],
@@ -128,11 +178,14 @@ def test_typed_degrees_never_change_and_the_others_fit(world, wanted, typed):
 @pytest.mark.parametrize(
     ("world", "wanted", "whole", "fitted"),
     [
-        (6, dict(tp=4, pp=1, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=2, pp=1, sp=1, ep=1)),  # 3 divides the ranks, and no heads
-        (8, dict(tp=8, pp=4, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=4, pp=2, sp=1, ep=1)),  # what tp leaves is pp's
+        # 3 divides the ranks, and no heads
+        (6, dict(tp=4, pp=1, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=2, pp=1, sp=1, ep=1)),
+        # what tp leaves is pp's
+        (8, dict(tp=8, pp=4, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=4, pp=2, sp=1, ep=1)),
         (9, dict(tp=1, pp=1, sp=1, ep=4), {"ep": (4,)}, dict(tp=1, pp=1, sp=1, ep=1)),
         (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (16, 128)}, dict(tp=1, pp=1, sp=2, ep=1)),
-        (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (0, 0)}, dict(tp=1, pp=1, sp=6, ep=1)),  # not known: divided by all
+        # not known: divided by all
+        (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (0, 0)}, dict(tp=1, pp=1, sp=6, ep=1)),
         (6, dict(tp=4, pp=4, sp=1, ep=1), {}, dict(tp=3, pp=2, sp=1, ep=1)),
     ],
 )
@@ -147,17 +200,29 @@ def test_degrees_divide_what_they_cut(world, wanted, whole, fitted):
     st.dictionaries(st.sampled_from(("tp", "sp", "ep")), st.tuples(st.integers(0, 24))),
 )
 def test_lowered_degrees_are_the_largest_that_fit_in_this_order(world, wanted, typed, whole):
-    """Against all that fit, one after the other: tp is the largest of any, pp of those with that tp, then ep, then sp."""
+    """Against all that fit, one after the other: tp is the largest of any, pp of those with that
+    tp, then ep, then sp.
+    """
 
     def fits(tp, pp, ep, sp):
         cut = {"tp": tp, "pp": pp, "ep": ep, "sp": sp}
-        divides = all(number % cut[axis] == 0 for axis, numbers in whole.items() if axis not in typed for number in numbers)
+        divides = all(
+            number % cut[axis] == 0
+            for axis, numbers in whole.items()
+            if axis not in typed
+            for number in numbers
+        )
         return divides and world % (tp * pp * sp) == 0 and world // (tp * pp * sp) % ep == 0
 
-    choices = [[wanted[axis]] if axis in typed else range(1, wanted[axis] + 1) for axis in ("tp", "pp", "ep", "sp")]
+    choices = [
+        [wanted[axis]] if axis in typed else range(1, wanted[axis] + 1)
+        for axis in ("tp", "pp", "ep", "sp")
+    ]
     possible = [chosen for chosen in product(*choices) if fits(*chosen)]
     if possible:
-        assert fit_degrees(world, wanted, frozenset(typed), whole) == dict(zip(("tp", "pp", "ep", "sp"), max(possible), strict=True))
+        assert fit_degrees(world, wanted, frozenset(typed), whole) == dict(
+            zip(("tp", "pp", "ep", "sp"), max(possible), strict=True)
+        )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,11 @@ from recipekit.spec.refusal import Refusal
 
 FILE = Path("mine.py")
 FIELDS = {item.name for item in dataclasses.fields(Recipe)}
-FLAGS = {item.name for item in dataclasses.fields(Recipe) if "help" in item.metadata} | {*COMMAND_ONLY, "deepspeed_config", "local_rank"}
+FLAGS = {item.name for item in dataclasses.fields(Recipe) if "help" in item.metadata} | {
+    *COMMAND_ONLY,
+    "deepspeed_config",
+    "local_rank",
+}
 
 
 def refused(*words: str) -> str:
@@ -26,18 +30,34 @@ def refused(*words: str) -> str:
 
 
 def names_of(module: str, name: str) -> set[str]:
-    """The fields of a class of a library, read from its source: to import the library takes seconds."""
+    """The fields of a class of a library, read from its source: to import the library takes
+    seconds.
+    """
     spec = importlib.util.find_spec(module.partition(".")[0])
     assert spec is not None and spec.origin is not None
     path = Path(spec.origin).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
-    (body,) = [node.body for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name]
-    return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) if not node.target.id.startswith("_")}
+    (body,) = [
+        node.body
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return {
+        node.target.id
+        for node in body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if not node.target.id.startswith("_")
+    }
 
 
 @pytest.mark.parametrize(
     ("module", "name", "some", "least"),
     [
-        ("transformers.training_args", "TrainingArguments", {"logging_steps", "warmup_steps", "hub_token"}, 100),
+        (
+            "transformers.training_args",
+            "TrainingArguments",
+            {"logging_steps", "warmup_steps", "hub_token"},
+            100,
+        ),
         ("peft.tuners.lora.config", "LoraConfig", {"r", "lora_alpha", "use_dora"}, 25),
         ("trl.trainer.sft_config", "SFTConfig", {"packing", "max_length"}, 15),
         ("trl.trainer.dpo_config", "DPOConfig", {"beta", "precompute_ref_log_probs"}, 15),
@@ -45,7 +65,9 @@ def names_of(module: str, name: str) -> set[str]:
         ("trl.trainer.model_config", "ModelConfig", {"model_name_or_path", "lora_r"}, 15),
     ],
 )
-def test_every_name_of_another_program_has_an_answer(module: str, name: str, some: set[str], least: int) -> None:
+def test_every_name_of_another_program_has_an_answer(
+    module: str, name: str, some: set[str], least: int
+) -> None:
     names = names_of(module, name)
     assert some <= names and len(names) >= least
     assert names - FLAGS - ADVICE.keys() - WITHOUT == set()
@@ -54,28 +76,69 @@ def test_every_name_of_another_program_has_an_answer(module: str, name: str, som
 def test_advice_names_flags_that_exist_and_none_twice() -> None:
     assert not ADVICE.keys() & WITHOUT
     assert ADVICE.keys() & FLAGS == {"deepspeed_config"}  # no field of the same name
-    told = {word.strip(",;:.)").removeprefix("--").removeprefix("no-") for text in ADVICE.values() for word in text.split() if word.startswith("--")}
+    told = {
+        word.strip(",;:.)").removeprefix("--").removeprefix("no-")
+        for text in ADVICE.values()
+        for word in text.split()
+        if word.startswith("--")
+    }
     assert told <= FLAGS and len(told) > 25
 
 
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
-        ("--lora_r 8", "Set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
-        ("--lora_rank 8", "Set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
-        ("--lora-target-linear true", "Set it in LoraConfig in the recipe's file, in adapt() as in recipes/qwen3_0_6b_lora_zero3.py"),
+        (
+            "--lora_r 8",
+            (
+                "Set it in LoraConfig in the recipe's file, in adapt() as in"
+                " recipes/qwen3_0_6b_lora_zero3.py"
+            ),
+        ),
+        (
+            "--lora_rank 8",
+            (
+                "Set it in LoraConfig in the recipe's file, in adapt() as in"
+                " recipes/qwen3_0_6b_lora_zero3.py"
+            ),
+        ),
+        (
+            "--lora-target-linear true",
+            (
+                "Set it in LoraConfig in the recipe's file, in adapt() as in"
+                " recipes/qwen3_0_6b_lora_zero3.py"
+            ),
+        ),
         ("--logging_steps 10", "Leave it out: OUT/metrics.jsonl has every step"),
         ("--logging-first-step", "Leave it out: OUT/metrics.jsonl has every step"),
-        ("--packing false", "Leave it out: rows are always packed, and documents never attend to each other"),
-        ("--sample_packing=true", "Leave it out: rows are always packed, and documents never attend to each other"),
+        (
+            "--packing false",
+            "Leave it out: rows are always packed, and documents never attend to each other",
+        ),
+        (
+            "--sample_packing=true",
+            "Leave it out: rows are always packed, and documents never attend to each other",
+        ),
         ("--model_name_or_path ./base", "Use --model"),
         ("--base_model ./base", "Use --model"),
         ("--sequence_len 2048", "Use --seq_len"),
         ("--warmup_ratio 0.1", "Use --warmup_steps"),
         ("--load_in_4bit", "Leave it out: recipes have no such setting"),
         ("--deepspeed x.json", "Use --deepspeed_config"),
-        ("--checkpoint_every 100", "To save checkpoints use --save_every N. To recompute every N-th layer use --recompute_every N"),
-        ("--checkpoint-every=2", "To save checkpoints use --save_every N. To recompute every N-th layer use --recompute_every N"),
+        (
+            "--checkpoint_every 100",
+            (
+                "To save checkpoints use --save_every N. To recompute every N-th layer use"
+                " --recompute_every N"
+            ),
+        ),
+        (
+            "--checkpoint-every=2",
+            (
+                "To save checkpoints use --save_every N. To recompute every N-th layer use"
+                " --recompute_every N"
+            ),
+        ),
         ("--recompute_num_layers 2", "Use --recompute_every N to recompute every N-th layer"),
         ("--lr_scale x", "It is a field: set lr_scale=... in the recipe's file"),
         ("--no-train", "List the flags with: python mine.py --help"),
@@ -91,9 +154,29 @@ def test_a_flag_of_another_program_is_answered_by_the_flag_to_use(typed: str, fi
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        *(("lerning_rate", ""), ("lora_r", ""), ("packing", ""), ("no_train", ""), ("mp", ""), ("xx", ""), ("lr_", "lr"), ("sqe_len", "seq_len")),
-        *(("warmup_stpes", "warmup_steps"), ("sav", "save_every"), ("keep", "keep"), ("keep_bets", "keep_best"), ("messages", "messages_field")),
-        *(("activation_checkpoint", "activation_checkpointing"), ("gradient", "gradient_clipping"), ("modle", "model"), ("a", "")),
+        *(
+            ("lerning_rate", ""),
+            ("lora_r", ""),
+            ("packing", ""),
+            ("no_train", ""),
+            ("mp", ""),
+            ("xx", ""),
+            ("lr_", "lr"),
+            ("sqe_len", "seq_len"),
+        ),
+        *(
+            ("warmup_stpes", "warmup_steps"),
+            ("sav", "save_every"),
+            ("keep", "keep"),
+            ("keep_bets", "keep_best"),
+            ("messages", "messages_field"),
+        ),
+        *(
+            ("activation_checkpoint", "activation_checkpointing"),
+            ("gradient", "gradient_clipping"),
+            ("modle", "model"),
+            ("a", ""),
+        ),
     ],
 )
 def test_only_a_close_name_is_suggested(typed: str, meant: str) -> None:
@@ -104,7 +187,17 @@ def test_only_a_close_name_is_suggested(typed: str, meant: str) -> None:
 def test_advice_for_flags_is_advice_for_fields() -> None:
     assert as_fields(advice("learning_rate")) == "use lr"
     assert as_fields(advice("report_to")) == "use wandb or wandb=False"
-    assert as_fields(advice("checkpoint_every")) == "to save checkpoints use save_every=N. To recompute every N-th layer use recompute_every=N"
-    assert as_fields(advice("zero_stage")) == "the JSON sets the ZeRO stage: use ds_config zero3.json"
+    assert (
+        as_fields(advice("checkpoint_every"))
+        == "to save checkpoints use save_every=N. To recompute every N-th layer use"
+        " recompute_every=N"
+    )
+    assert (
+        as_fields(advice("zero_stage")) == "the JSON sets the ZeRO stage: use ds_config zero3.json"
+    )
     assert not [text for text in ADVICE.values() if "--" in as_fields(text)]
-    assert json.dumps(sorted(FIELDS & ADVICE.keys())) == '["adapt", "ds_config", "lr_scale", "matrices", "no_decay", "pp_plan", "tp_local", "tp_plan"]'
+    assert (
+        json.dumps(sorted(FIELDS & ADVICE.keys()))
+        == '["adapt", "ds_config", "lr_scale", "matrices", "no_decay", "pp_plan", "tp_local",'
+        ' "tp_plan"]'
+    )

@@ -1,4 +1,6 @@
-"""Paths that are written: expanded, or refused where they are no paths of this machine; the folders of jobs and trials."""
+"""Paths that are written: expanded, or refused where they are no paths of this machine; the folders
+of jobs and trials.
+"""
 
 import os
 import platform
@@ -26,7 +28,16 @@ from launch.run_folder import out_of
 
 JOBS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 IS_ADDRESS = "must be a path on this machine, not an address"
-ADDRESSES = ["s3://bucket/run", "gs://b/r", "hdfs://nn:8020/r", "az://c/r", "abfss://c@a.dfs/r", "S3://b", "file:///r", "s3:/b/r"]
+ADDRESSES = [
+    "s3://bucket/run",
+    "gs://b/r",
+    "hdfs://nn:8020/r",
+    "az://c/r",
+    "abfss://c@a.dfs/r",
+    "S3://b",
+    "file:///r",
+    "s3:/b/r",
+]
 ADDRESSES += ["worker-1:/data/r", "me@worker-1:r", "$BUCKET/r", "${BUCKET}", "./s3://b/r"]
 REFUSED = {
     "$NOWHERE/r": "the variable NOWHERE is not set",
@@ -55,7 +66,13 @@ READ = {
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NOWHERE", "WANDB_SWEEP_ID", "WANDB_RUN_ID", *JOBS):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/srv/me", "SCRATCH": "/scratch/me", "BUCKET": "s3://b", "TILDE": "~", "EMPTY": ""}.items():
+    for name, value in {
+        "HOME": "/srv/me",
+        "SCRATCH": "/scratch/me",
+        "BUCKET": "s3://b",
+        "TILDE": "~",
+        "EMPTY": "",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
@@ -79,22 +96,39 @@ def test_what_is_no_path_of_this_machine_is_refused(text: str) -> None:
     assert refused("--out", text) == [(f"out = {text}", REFUSED[text])]
 
 
-def test_every_path_that_a_run_writes_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_path_that_a_run_writes_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The token cache, and what DeepSpeed writes."""
     monkeypatch.chdir(tmp_path)
     assert refused("--token_cache", "s3://b/c") == [("--token_cache s3://b/c", IS_ADDRESS)]
-    assert refused("--token_cache", "$NOWHERE") == [("--token_cache $NOWHERE", "the variable NOWHERE is not set")]
-    text = (ROOT / "ds_configs" / "zero3_nvme.json").read_text().replace('"nvme_swap"', '"gs://b/c"')
+    assert refused("--token_cache", "$NOWHERE") == [
+        ("--token_cache $NOWHERE", "the variable NOWHERE is not set")
+    ]
+    text = (
+        (ROOT / "ds_configs" / "zero3_nvme.json").read_text().replace('"nvme_swap"', '"gs://b/c"')
+    )
     (tmp_path / "own.json").write_text(text)
-    keys = [f"zero_optimization.offload_{what}.nvme_path = gs://b/c" for what in ("optimizer", "param")]
+    keys = [
+        f"zero_optimization.offload_{what}.nvme_path = gs://b/c" for what in ("optimizer", "param")
+    ]
     assert refused("--deepspeed_config", "own.json") == [(key, IS_ADDRESS) for key in keys]
     monkeypatch.setenv("SCRATCH", str(tmp_path))
     (tmp_path / "own.json").write_text(text.replace("gs://b/c", "$SCRATCH"))
     offload = plan("--deepspeed_config", "own.json").ds_config["zero_optimization"]
-    assert offload["offload_param"]["nvme_path"] == offload["offload_optimizer"]["nvme_path"] == str(tmp_path)
+    assert (
+        offload["offload_param"]["nvme_path"]
+        == offload["offload_optimizer"]["nvme_path"]
+        == str(tmp_path)
+    )
     for block, name in (("csv_monitor", "output_path"), ("flops_profiler", "output_file")):
-        (tmp_path / "own.json").write_text(f'{{"zero_optimization": {{"stage": 0}}, "{block}": {{"enabled": true, "{name}": "s3://b/c"}}}}')
-        assert (f"{block}.{name} = s3://b/c", IS_ADDRESS) in refused("--deepspeed_config", "own.json")
+        (tmp_path / "own.json").write_text(
+            f'{{"zero_optimization": {{"stage": 0}}, "{block}": {{"enabled": true, "{name}":'
+            ' "s3://b/c"}}'
+        )
+        assert (f"{block}.{name} = s3://b/c", IS_ADDRESS) in refused(
+            "--deepspeed_config", "own.json"
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"own.json"}
 
 
@@ -104,24 +138,50 @@ def test_every_path_that_a_run_writes_is_looked_at(tmp_path: Path, monkeypatch: 
         ("HF_HOME", "s3://b/hub", IS_ADDRESS),
         ("HF_DATASETS_CACHE", "$NOWHERE/x", "the variable NOWHERE is not set"),
         ("TORCH_EXTENSIONS_DIR", "gs://b/ops", IS_ADDRESS),
-        ("TORCH_EXTENSIONS_DIR", "~/ops", "must be a path without ~ and $, because programs would create a folder with that literal name"),
-        ("WANDB_CACHE_DIR", "$SCRATCH/wandb", "must be a path without ~ and $, because programs would create a folder with that literal name"),
+        (
+            "TORCH_EXTENSIONS_DIR",
+            "~/ops",
+            (
+                "must be a path without ~ and $, because programs would create a folder with that"
+                " literal name"
+            ),
+        ),
+        (
+            "WANDB_CACHE_DIR",
+            "$SCRATCH/wandb",
+            (
+                "must be a path without ~ and $, because programs would create a folder with that"
+                " literal name"
+            ),
+        ),
         ("HF_HOME", "~/hub", ""),  # huggingface_hub expands both
         ("HF_HUB_CACHE", "$SCRATCH/hub", ""),
         ("TORCH_EXTENSIONS_DIR", "/scratch/ops", ""),
     ],
 )
-def test_the_folders_of_caches_are_looked_at(monkeypatch: pytest.MonkeyPatch, name: str, value: str, rule: str) -> None:
+def test_the_folders_of_caches_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, rule: str
+) -> None:
     monkeypatch.setenv(name, value)
-    assert [(problem.where, problem.rule) for problem in check_variables(os.environ)] == ([(f"{name} = {value}", rule)] if rule else [])
+    assert [(problem.where, problem.rule) for problem in check_variables(os.environ)] == (
+        [(f"{name} = {value}", rule)] if rule else []
+    )
 
 
 @pytest.mark.parametrize(
     ("dataset", "where", "rule"),
     [
         ("s3://b/x.jsonl", "s3://b/x.jsonl", "only https:// and http:// addresses can be read"),
-        ("a=gs://b/x.parquet?key=1@1; b=builtin@1", "gs://b/x.parquet", "only https:// and http:// addresses can be read"),
-        ("https://h/x.jsonl, hf://datasets/a/b", "hf://datasets/a/b", "only https:// and http:// addresses can be read"),
+        (
+            "a=gs://b/x.parquet?key=1@1; b=builtin@1",
+            "gs://b/x.parquet",
+            "only https:// and http:// addresses can be read",
+        ),
+        (
+            "https://h/x.jsonl, hf://datasets/a/b",
+            "hf://datasets/a/b",
+            "only https:// and http:// addresses can be read",
+        ),
         ("https://h/x.jsonl, x.jsonl", "x.jsonl", "a path cannot be combined with addresses"),
     ],
 )
@@ -137,7 +197,10 @@ def test_data_that_no_run_reads_is_refused_by_a_plan(dataset: str, where: str, r
         ("convert_checkpoint.py", "from-hf", "run"),
         ("quickstart.py", "--out"),
         ("doctor.py", "--out"),
-        *((f"bench/{name}.py", "--json") for name in ("bench_checkpoint", "bench_convert", "bench_data", "bench_loop")),
+        *(
+            (f"bench/{name}.py", "--json")
+            for name in ("bench_checkpoint", "bench_convert", "bench_data", "bench_loop")
+        ),
         ("bench/bench_loss.py", "--page"),
         ("bench/bench_gpu.py", "--out"),
         ("drill/drill_checkpoint.py", "--folder"),
@@ -147,14 +210,27 @@ def test_data_that_no_run_reads_is_refused_by_a_plan(dataset: str, where: str, r
 def test_tools_refuse_addresses(tmp_path: Path, words: tuple[str, ...]) -> None:
     tool = [sys.executable, str(ROOT / "tools" / words[0]), *words[1:]]
     for text in ("s3://b/r", "$NOWHERE/r"):
-        done = subprocess.run([*tool, text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 2 and done.stderr.splitlines()[-1].count(f": {text}: {REFUSED.get(text, IS_ADDRESS)}. ") == 1
+        done = subprocess.run(
+            [*tool, text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (
+            done.returncode == 2
+            and done.stderr.splitlines()[-1].count(f": {text}: {REFUSED.get(text, IS_ADDRESS)}. ")
+            == 1
+        )
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_ID", "417"), ("PBS_JOBID", "8[2].host"), ("LAUNCH_JOB_ID", "a-b")])
-def test_a_job_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    assert refused("--out", "runs/{job_id}") == [("out = runs/{job_id}", "{job_id} requires a job of a scheduler")]
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SLURM_JOB_ID", "417"), ("PBS_JOBID", "8[2].host"), ("LAUNCH_JOB_ID", "a-b")],
+)
+def test_a_job_has_a_folder_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    assert refused("--out", "runs/{job_id}") == [
+        ("out = runs/{job_id}", "{job_id} requires a job of a scheduler")
+    ]
     assert str(plan("--out", "runs/{job_id}", "--dry_run").out) == "runs/{job_id}"
     monkeypatch.setenv(name, value)
     assert str(plan("--out", "runs/{job_id}/{JOB_ID}").out) == f"runs/{value}/{value}"
@@ -163,28 +239,43 @@ def test_a_job_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def test_each_trial_of_a_sweep_has_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused("--out", "{wandb_run_id}")[0][1] == "{wandb_run_id} requires WANDB_RUN_ID, as `wandb agent` sets it"
+    assert (
+        refused("--out", "{wandb_run_id}")[0][1]
+        == "{wandb_run_id} requires WANDB_RUN_ID, as `wandb agent` sets it"
+    )
     assert refused("--out", "{run}") == [("out = {run}", "{run} is not a known placeholder")]
     monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
-    assert refused()[0] == ("WANDB_SWEEP_ID = s1", "WANDB_RUN_ID is not set, so this trial has no separate folder")
+    assert refused()[0] == (
+        "WANDB_SWEEP_ID = s1",
+        "WANDB_RUN_ID is not set, so this trial has no separate folder",
+    )
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
     assert str(plan().out) == "runs/llama_nano_zero2_tiny_sweep_s1/r1"
     assert "out: mine/r1, the folder of this trial of W&B sweep s1" in plan("--out", "mine").notes
     assert str(plan("--out", "a/{WANDB_RUN_ID}/b").out) == "a/r1/b"
     monkeypatch.delenv("WANDB_SWEEP_ID")
-    assert str(plan().out) == "runs/llama_nano_zero2_tiny" and str(plan("--out", "a_{wandb_run_id}").out) == "a_r1"
+    assert (
+        str(plan().out) == "runs/llama_nano_zero2_tiny"
+        and str(plan("--out", "a_{wandb_run_id}").out) == "a_r1"
+    )
 
 
 @pytest.mark.parametrize("is_trial", [False, True])
-def test_the_launcher_reads_a_run_folder_as_the_recipe_does(monkeypatch: pytest.MonkeyPatch, is_trial: bool) -> None:
-    """Its logs are beside the run; for a text that ranks refuse they are where they are without the flag."""
+def test_the_launcher_reads_a_run_folder_as_the_recipe_does(
+    monkeypatch: pytest.MonkeyPatch, is_trial: bool
+) -> None:
+    """Its logs are beside the run; for a text that ranks refuse they are where they are without the
+    flag.
+    """
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     if is_trial:
         monkeypatch.setenv("WANDB_SWEEP_ID", "s1")
     for text in ["", *READ, "runs/{job_id}", "a/{wandb_run_id}", "{WANDB_RUN_ID}/$SCRATCH"]:
         flags = ["--out", text] if text else []
-        assert out_of(("recipes/x.py", *flags)) == parse(Recipe(), Path("recipes/x.py"), flags).out, text
+        assert (
+            out_of(("recipes/x.py", *flags)) == parse(Recipe(), Path("recipes/x.py"), flags).out
+        ), text
     for text in (*REFUSED, "{unknown}"):
         assert out_of(("recipes/x.py", "--out", text)) == Path("runs/x"), text
 
@@ -204,12 +295,18 @@ def agree_on(outs: list[str]) -> list[str]:
     try:
         check_same_out(Path(outs[dist.get_rank()]))
     except Refusal as refusal:
-        return [re.sub(" on [^:]+:", " on HOST:", str(problem)).replace(platform.node(), "HOST") for problem in refusal.problems]
+        return [
+            re.sub(" on [^:]+:", " on HOST:", str(problem)).replace(platform.node(), "HOST")
+            for problem in refusal.problems
+        ]
     return []
 
 
 def test_ranks_with_other_run_folders_are_named(pools: Any) -> None:
     """As by a variable that differs between hosts: every rank refuses, and none waits."""
     assert pools.run(2, agree_on, outs=["runs/x", "runs/x"]) == [[], []]
-    refused = "out = /b/x on HOST: rank 0 on HOST has /a/x. Write a path without variables, or give all hosts the same values"
+    refused = (
+        "out = /b/x on HOST: rank 0 on HOST has /a/x. Write a path without variables, or give all"
+        " hosts the same values"
+    )
     assert pools.run(2, agree_on, outs=["/a/x", "/b/x"]) == [[refused], [refused]]

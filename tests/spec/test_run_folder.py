@@ -12,11 +12,21 @@ from recipekit.plan import Plan, make_plan
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import DATA_FILES, FACTS, facts_of_run, files_of_run, identity, put_aside, read_metrics
+from recipekit.spec.run_folder import (
+    DATA_FILES,
+    FACTS,
+    facts_of_run,
+    files_of_run,
+    identity,
+    put_aside,
+    read_metrics,
+)
 
 import launch.run_folder as launch
 
-RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=60, seq_len=64)
+RECIPE = Recipe(
+    model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=60, seq_len=64
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,13 +59,20 @@ def texts(file: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("out", "relation"), [("m", "is"), ("m/run", "is inside"), (".", "contains"), ("link", "is")])
+@pytest.mark.parametrize(
+    ("out", "relation"), [("m", "is"), ("m/run", "is inside"), (".", "contains"), ("link", "is")]
+)
 def test_out_is_not_mixed_with_the_model(tmp_path: Path, out: str, relation: str) -> None:
     folder = model(tmp_path / "m")
     (tmp_path / "link").symlink_to(folder)
     (found,) = problems("--model", "./m", "--out", out)
-    assert found == f"out = {out}: {relation} the folder of --model ./m. Set --out to a separate folder"
-    assert planned("--model", "./m", "--out", "m2").out == Path("m2"), "a name that only begins alike"
+    assert (
+        found
+        == f"out = {out}: {relation} the folder of --model ./m. Set --out to a separate folder"
+    )
+    assert planned("--model", "./m", "--out", "m2").out == Path("m2"), (
+        "a name that only begins alike"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,18 +91,25 @@ def test_out_is_not_mixed_with_the_data(tmp_path: Path, dataset: str, out: str) 
     texts(tmp_path / "data" / "a.jsonl")
     texts(tmp_path / "other" / "b.jsonl")
     found = problems("--dataset", dataset, "--out", out)
-    assert all("the data of --dataset" in line and line.endswith("Set --out to a separate folder") for line in found), found
+    assert all(
+        "the data of --dataset" in line and line.endswith("Set --out to a separate folder")
+        for line in found
+    ), found
     assert planned("--dataset", dataset, "--out", "runs/mine").out == Path("runs/mine")
 
 
 def test_the_default_run_folder_inside_the_data_is_refused_too(tmp_path: Path) -> None:
     texts(tmp_path / "a.jsonl")
-    assert problems("--dataset", ".") == ["out = runs/mine: is inside the data of --dataset . Set --out to a separate folder"]
+    assert problems("--dataset", ".") == [
+        "out = runs/mine: is inside the data of --dataset . Set --out to a separate folder"
+    ]
 
 
 @pytest.mark.parametrize(("out", "relation"), [(ROOT, "is"), (ROOT.parent, "contains")])
 def test_out_is_not_the_repository(out: Path, relation: str) -> None:
-    assert problems("--out", out) == [f"out = {out}: {relation} the repository. Set --out to a separate folder"]
+    assert problems("--out", out) == [
+        f"out = {out}: {relation} the repository. Set --out to a separate folder"
+    ]
     assert planned("--out", ROOT / "runs" / "mine").out == ROOT / "runs" / "mine"
 
 
@@ -113,17 +137,23 @@ def with_manifest(step: Path) -> Path:
     [
         (["checkpoints/step_00000004"], "checkpoints/step_00000004"),
         (["checkpoints/step_00000004", "checkpoints/step_100000000"], "checkpoints/step_100000000"),
-        (["checkpoints/step_00000004", "checkpoints/step_00000005_best"], "checkpoints/step_00000004"),
+        (
+            ["checkpoints/step_00000004", "checkpoints/step_00000005_best"],
+            "checkpoints/step_00000004",
+        ),
         (["step_00000004"], "step_00000004"),  # copied into the run folder itself
     ],
 )
-def test_checkpoints_without_a_run_json_are_never_started_over(tmp_path: Path, there: list[str], newest: str) -> None:
+def test_checkpoints_without_a_run_json_are_never_started_over(
+    tmp_path: Path, there: list[str], newest: str
+) -> None:
     for name in there:
         with_manifest(Path("runs/mine", name))
     (found,) = problems()
-    assert found == (
-        f"out = runs/mine: has checkpoints, such as {Path(newest).name}, but no run.json. Continue with --resume runs/mine/{newest}, "
-        "put them aside with --resume never, or choose another folder with --out"
+    assert (
+        found == f"out = runs/mine: has checkpoints, such as {Path(newest).name}, but no run.json."
+        f" Continue with --resume runs/mine/{newest}, put them aside with --resume never, or"
+        " choose another folder with --out"
     )
     assert planned("--resume", f"runs/mine/{newest}").resume_from == Path("runs/mine", newest)
     assert planned("--resume", "never").resume_from is None
@@ -133,10 +163,22 @@ def test_checkpoints_without_a_run_json_are_never_started_over(tmp_path: Path, t
 def test_broken_checkpoints_without_a_run_json_are_not_started_over_either() -> None:
     Path("runs/mine/checkpoints/step_00000004").mkdir(parents=True)
     (found,) = problems()
-    assert "has checkpoints, such as step_00000004, but no run.json. Put them aside with --resume never" in found
+    assert (
+        "has checkpoints, such as step_00000004, but no run.json. Put them aside with --resume"
+        " never" in found
+    )
 
 
-@pytest.mark.parametrize("name", ["step_before_change", "step_00000004_best", "aside_step_00000004.1", "step_4", ".staging/step_00000004"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "step_before_change",
+        "step_00000004_best",
+        "aside_step_00000004.1",
+        "step_4",
+        ".staging/step_00000004",
+    ],
+)
 def test_what_is_no_checkpoint_stops_no_start(name: str) -> None:
     with_manifest(Path("runs/mine/checkpoints", name))
     assert planned().resume_from is None
@@ -148,34 +190,51 @@ def test_a_checkpoint_of_the_run_is_gone_back_to_under_any_name(tmp_path: Path, 
     run = finished(Path("runs/mine"), 9)
     checkpoints = run / "checkpoints"
     if name in ("latest", "archive"):
-        target = with_manifest(tmp_path / "away" / "one" if name == "archive" else checkpoints / "step_00000004")
+        target = with_manifest(
+            tmp_path / "away" / "one" if name == "archive" else checkpoints / "step_00000004"
+        )
         (checkpoints / name).symlink_to(target.absolute())
     else:
         with_manifest(checkpoints / name)
-    assert planned("--resume", checkpoints / name, "--stop_at", 20).resume_from == checkpoints / name
+    assert (
+        planned("--resume", checkpoints / name, "--stop_at", 20).resume_from == checkpoints / name
+    )
 
 
 def test_the_step_of_a_checkpoint_is_in_its_manifest() -> None:
     """Not in the name that a person gave it: a finished run of another command is refused."""
     run = finished(Path("runs/mine"), 9)
     step = with_manifest(run / "checkpoints" / "step_99999999_best")
-    assert planned("--resume", step, "--out", "runs/other", "--steps", 5, "--seed", 7).resume_from == step
+    assert (
+        planned("--resume", step, "--out", "runs/other", "--steps", 5, "--seed", 7).resume_from
+        == step
+    )
     (found,) = problems("--resume", step, "--out", "runs/other", "--steps", 4, "--seed", 7)
     assert "the checkpoint is at step 4, but this command ends at step 4" in found
 
 
 def finished(run: Path, step: int, *argv: object) -> Path:
-    """Write a run folder as a run of this command leaves it after `step`: run.json, and an empty step folder."""
+    """Write a run folder as a run of this command leaves it after `step`: run.json, and an empty
+    step folder.
+    """
     plan = planned(*argv, "--out", run)
     recipe: dict[str, Any] = {"tiny": False}
     (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-    (run / FACTS).write_text(json.dumps({"recipe": recipe, "identity": identity(plan.recipe, plan.model_config)}))
+    (run / FACTS).write_text(
+        json.dumps({"recipe": recipe, "identity": identity(plan.recipe, plan.model_config)})
+    )
     return run
 
 
 @pytest.mark.parametrize(
     "other",
-    [["--task", "sft"], ["--dataset", "data/a.jsonl"], ["--seed", "3"], ["--text_field", "words"], ["--lr", "1e-5"]],
+    [
+        ["--task", "sft"],
+        ["--dataset", "data/a.jsonl"],
+        ["--seed", "3"],
+        ["--text_field", "words"],
+        ["--lr", "1e-5"],
+    ],
     ids=lambda words: words[0],
 )
 def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[str]) -> None:
@@ -184,12 +243,19 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
     (found,) = problems("--resume", run, "--out", "runs/second", "--steps", 2)
     name = other[0].removeprefix("--")
     now = getattr(RECIPE, name)
-    assert found.startswith("resume = runs/first: the checkpoint is at step 60, but this command ends at step 2. ")
-    assert f"The run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this command has {now}. " in found
+    assert found.startswith(
+        "resume = runs/first: the checkpoint is at step 60, but this command ends at step 2. "
+    )
+    assert (
+        f"The run has {name} = {getattr(planned(*other, '--out', 'x').recipe, name)}, and this"
+        f" command has {now}. " in found
+    )
     convert = "--model NEW_FOLDER after recipekit convert to-hf runs/first NEW_FOLDER"
     assert found.endswith(f"Use --steps 61 or more, or start from its weights with {convert}")
     (run / "hf").mkdir()
-    assert problems("--resume", run, "--out", "runs/second", "--steps", 2)[0].endswith("with --model runs/first/hf")
+    assert problems("--resume", run, "--out", "runs/second", "--steps", 2)[0].endswith(
+        "with --model runs/first/hf"
+    )
     assert planned("--resume", run, "--out", "runs/second", "--steps", 61).resume_from == run
     step = run / "checkpoints" / "step_00000060"
     (step / "manifest.json").write_text("{}")
@@ -198,25 +264,50 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
 
 @pytest.mark.parametrize("task", ["pretrain", "image_classification"])
 def test_a_run_from_before_recompute_every_is_resumed(tmp_path: Path, task: str) -> None:
-    """Its run.json has checkpoint_every, which is no part of what a run is made of; so recomputation may change."""
-    model = ["--model", "google/vit-large-patch16-224", "--dataset", "builtin"] if task == "image_classification" else []
+    """Its run.json has checkpoint_every, which is no part of what a run is made of; so
+    recomputation may change.
+    """
+    model = (
+        ["--model", "google/vit-large-patch16-224", "--dataset", "builtin"]
+        if task == "image_classification"
+        else []
+    )
     run = finished(Path("runs/first"), 40, "--task", task, *model)
     saved = json.loads((run / FACTS).read_text())
     recipe = {"tiny": False, "task": task, "activation_checkpointing": True, "checkpoint_every": 2}
     (run / FACTS).write_text(json.dumps(saved | {"recipe": recipe}))
     (run / "checkpoints" / "step_00000040" / "manifest.json").write_text("{}")
-    for flags in ([], ["--recompute_every", 2], ["--recompute_every", 0], ["--activation_checkpointing"]):
+    for flags in (
+        [],
+        ["--recompute_every", 2],
+        ["--recompute_every", 0],
+        ["--activation_checkpointing"],
+    ):
         assert planned("--task", task, *model, "--out", run, *flags).resume_from == run
-    assert "checkpoint_every" not in identity(RECIPE, None) and "recompute_every" not in identity(RECIPE, None)
+    assert "checkpoint_every" not in identity(RECIPE, None) and "recompute_every" not in identity(
+        RECIPE, None
+    )
 
 
 def test_a_finished_run_of_the_same_command_is_no_mistake(tmp_path: Path) -> None:
     run = finished(Path("runs/first"), 60)
     assert planned("--resume", run, "--out", "runs/second").resume_from == run
-    assert planned("--resume", run, "--out", "runs/second", "--steps", 2).resume_from == run, "only the number of steps differs"
+    assert planned("--resume", run, "--out", "runs/second", "--steps", 2).resume_from == run, (
+        "only the number of steps differs"
+    )
 
 
-DAMAGED = ["", "\0" * 300, '{"identity": {"model": "reci', "null", "[]", "7", '{"identity": 5}', '{"recipe": {"steps": 60}}', '{"identity": {}, "recipe": 3}']
+DAMAGED = [
+    "",
+    "\0" * 300,
+    '{"identity": {"model": "reci',
+    "null",
+    "[]",
+    "7",
+    '{"identity": 5}',
+    '{"recipe": {"steps": 60}}',
+    '{"identity": {}, "recipe": 3}',
+]
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=range(len(DAMAGED)))
@@ -228,14 +319,19 @@ def test_a_damaged_run_json_does_not_block_a_checkpoint(tmp_path: Path, content:
     (run / FACTS).write_text(content)
 
     (said,) = problems("--out", run)
-    assert said.startswith(f"{run / FACTS}: is damaged") and "newest complete checkpoint is step_00000040" in said
+    assert (
+        said.startswith(f"{run / FACTS}: is damaged")
+        and "newest complete checkpoint is step_00000040" in said
+    )
     (command,) = re.findall(r"--resume \S+$", said)
     assert planned("--out", run, *command.split()).resume_from == run
 
     assert planned("--out", run, "--resume", step).resume_from == step
     assert planned("--out", tmp_path / "new", "--resume", step).resume_from == step
     assert planned("--out", tmp_path / "new", "--resume", run).resume_from == run
-    assert facts_of_run(run).get("identity") in (None, {}) and launch.next_words(("mine.py",), run, 1e12) == ("mine.py",)
+    assert facts_of_run(run).get("identity") in (None, {}) and launch.next_words(
+        ("mine.py",), run, 1e12
+    ) == ("mine.py",)
     assert launch.goal(run) in (None, 60)
 
 
@@ -256,13 +352,30 @@ def test_damaged_digests_of_data_files_count_as_none(tmp_path: Path, content: st
 LINES = [json.dumps({"step": step, "step_s": 1.0}).encode() + b"\n" for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("damage", [b"\0" * 40 + b"\n", b"\0" * 40, b"\xff\xfe{\n", b"5\n", b"{}\n", b'{"step"\n', b'{"step": "2"'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\0" * 40 + b"\n",
+        b"\0" * 40,
+        b"\xff\xfe{\n",
+        b"5\n",
+        b"{}\n",
+        b'{"step"\n',
+        b'{"step": "2"',
+    ],
+)
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_damaged_line_of_metrics_hides_no_other_line(tmp_path: Path, damage: bytes, place: int) -> None:
+def test_a_damaged_line_of_metrics_hides_no_other_line(
+    tmp_path: Path, damage: bytes, place: int
+) -> None:
     """NULs are what a loss of power leaves."""
     lines = [*LINES[:place], damage, *LINES[place:]]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
     torn = not damage.endswith(b"\n") and place < 3  # one line with the next
     steps = [step for step in (1, 2, 3) if not (torn and step == place + 1)]
-    assert [line["step"] for line in read_metrics(tmp_path)] == steps == [line["step"] for line in launch.metrics(tmp_path)]
+    assert (
+        [line["step"] for line in read_metrics(tmp_path)]
+        == steps
+        == [line["step"] for line in launch.metrics(tmp_path)]
+    )
     assert launch.last_step(tmp_path) == 3

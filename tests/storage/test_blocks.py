@@ -1,4 +1,6 @@
-"""Files in blocks: parts in any order by several threads, little memory, a disk that refuses, a process that dies."""
+"""Files in blocks: parts in any order by several threads, little memory, a disk that refuses, a
+process that dies.
+"""
 
 import errno
 import itertools
@@ -55,7 +57,9 @@ def layout(draw: random.Random, files: int = 3, size: int = 40 * SMALL + 1234) -
     return parts
 
 
-def prepare(folder: Path, files: int = 3, size: int = 40 * SMALL + 1234) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def prepare(
+    folder: Path, files: int = 3, size: int = 40 * SMALL + 1234
+) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Files of random bytes: (what they hold now, what they are to hold)."""
     made = np.random.default_rng(0)
     before = {f"file{number}": made.bytes(size) for number in range(files)}
@@ -65,7 +69,9 @@ def prepare(folder: Path, files: int = 3, size: int = 40 * SMALL + 1234) -> tupl
 
 
 def extents(parts: list[Part]) -> dict[str, set[tuple[int, int]]]:
-    return {file: {(start, stop) for own, _, start, stop in parts if own == file} for file, *_ in parts}
+    return {
+        file: {(start, stop) for own, _, start, stop in parts if own == file} for file, *_ in parts
+    }
 
 
 def pieces(parts: list[Part], draw: random.Random, shuffled: bool) -> list[Part]:
@@ -81,8 +87,12 @@ def pieces(parts: list[Part], draw: random.Random, shuffled: bool) -> list[Part]
 
 @pytest.mark.parametrize(("room", "shuffled"), [(4, True), (4, False), (10_000, True)])
 @pytest.mark.parametrize("hashed", [True, False])
-def test_parts_in_any_order_by_several_threads(folder: Path, room: int, shuffled: bool, hashed: bool) -> None:
-    """Every byte where it belongs, what lies between untouched; a name is told when all of it can be read from the files; with room for 4 blocks too."""
+def test_parts_in_any_order_by_several_threads(
+    folder: Path, room: int, shuffled: bool, hashed: bool
+) -> None:
+    """Every byte where it belongs, what lies between untouched; a name is told when all of it can
+    be read from the files; with room for 4 blocks too.
+    """
     draw = random.Random(1)
     parts = layout(draw)
     before, after = prepare(folder)
@@ -90,10 +100,18 @@ def test_parts_in_any_order_by_several_threads(folder: Path, room: int, shuffled
 
     def stored(name: str) -> None:
         for file, own, start, stop in parts:
-            assert own != name or (folder / file).read_bytes()[start:stop] == after[file][start:stop]
+            assert (
+                own != name or (folder / file).read_bytes()[start:stop] == after[file][start:stop]
+            )
         told.append(name)
 
-    left, lock = {name: sum(stop - start for _, own, start, stop in parts if own == name) for _, name, _, _ in parts}, threading.Lock()
+    left, lock = (
+        {
+            name: sum(stop - start for _, own, start, stop in parts if own == name)
+            for _, name, _, _ in parts
+        },
+        threading.Lock(),
+    )
     with DirectFiles(folder, extents(parts), room * SMALL, hashed, stored) as files:
 
         def write(piece: Part) -> None:
@@ -119,14 +137,24 @@ def test_parts_in_any_order_by_several_threads(folder: Path, room: int, shuffled
         assert files.facts[file] == (facts if hashed else {"bytes": facts["bytes"]})
 
 
-def test_large_blocks_are_hashed_in_order_while_others_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_are_hashed_in_order_while_others_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(direct_files, "BLOCK", 2**20)
     size = 64 * 2**20 + 5
     (tmp_path / "file0").touch()
     os.truncate(tmp_path / "file0", size)
     content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    with DirectFiles(tmp_path, {"file0": {(0, size)}}, 2**30, True, lambda name: None) as files, ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda at: files.write("file0", at, content[at : at + 2**20], "all"), range(0, size, 2**20)))
+    with (
+        DirectFiles(tmp_path, {"file0": {(0, size)}}, 2**30, True, lambda name: None) as files,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        list(
+            pool.map(
+                lambda at: files.write("file0", at, content[at : at + 2**20], "all"),
+                range(0, size, 2**20),
+            )
+        )
     assert files.facts["file0"] == manifest.facts(tmp_path / "file0")
     assert (tmp_path / "file0").read_bytes() == content.tobytes()
 
@@ -138,7 +166,10 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
     limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), 40 * SMALL
     resource.setrlimit(resource.RLIMIT_FSIZE, (20 * SMALL, limits[1]))
     try:
-        with pytest.raises(OSError, match="File too large") as caught, DirectFiles(tmp_path, {"file0": {(0, size)}}, 8 * SMALL, True, told.append) as files:
+        with (
+            pytest.raises(OSError, match="File too large") as caught,
+            DirectFiles(tmp_path, {"file0": {(0, size)}}, 8 * SMALL, True, told.append) as files,
+        ):
             for at in range(0, size, SMALL):
                 files.write("file0", at, np.full(SMALL, 7, np.uint8), f"{at}")
                 files.finish(f"{at}")
@@ -152,7 +183,10 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
 def test_an_error_of_the_writer_leaves_what_was_written_in_the_files(tmp_path: Path) -> None:
     before, _ = prepare(tmp_path, 1)
     told: list[str] = []
-    with pytest.raises(KeyError, match="of the caller"), DirectFiles(tmp_path, {"file0": {(100, 3 * SMALL)}}, 2**20, True, told.append) as files:
+    with (
+        pytest.raises(KeyError, match="of the caller"),
+        DirectFiles(tmp_path, {"file0": {(100, 3 * SMALL)}}, 2**20, True, told.append) as files,
+    ):
         files.write("file0", 100, np.full(SMALL, 7, np.uint8), "half a block")
         files.finish("half a block")
         assert not told
@@ -170,20 +204,28 @@ def test_an_error_of_stored_is_the_error_of_the_whole(tmp_path: Path) -> None:
     def stored(name: str) -> None:
         raise OSError(errno.ENOSPC, "journal")
 
-    with pytest.raises(OSError, match="journal"), DirectFiles(tmp_path, {"file0": {(0, 40 * SMALL)}}, 4 * SMALL, True, stored) as files:
+    with (
+        pytest.raises(OSError, match="journal"),
+        DirectFiles(tmp_path, {"file0": {(0, 40 * SMALL)}}, 4 * SMALL, True, stored) as files,
+    ):
         for at in range(0, 40 * SMALL, SMALL):
             files.write("file0", at, np.full(SMALL, 7, np.uint8), f"{at}")
             files.finish(f"{at}")
 
 
-def test_a_block_that_cannot_be_read_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_cannot_be_read_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before, _ = prepare(tmp_path, 1)
 
     def failing(file: direct_files._File, number: int, bits: np.ndarray) -> np.ndarray:
         raise OSError(errno.EIO, "Input/output error", str(file.path))
 
     monkeypatch.setattr(direct_files, "_read", failing)
-    with pytest.raises(OSError, match="Input/output error"), DirectFiles(tmp_path, {"file0": {(0, 100)}}, 2**20, True, lambda name: None) as files:
+    with (
+        pytest.raises(OSError, match="Input/output error"),
+        DirectFiles(tmp_path, {"file0": {(0, 100)}}, 2**20, True, lambda name: None) as files,
+    ):
         files.write("file0", 0, np.full(100, 7, np.uint8), "a part of a block")
     assert (tmp_path / "file0").read_bytes() == before["file0"]
 
@@ -209,7 +251,12 @@ with (folder / "told").open("w") as told:
 
 def test_what_was_told_survives_a_kill(tmp_path: Path) -> None:
     prepare(tmp_path, 1)
-    ended = subprocess.run([sys.executable, "-c", DYING, str(tmp_path)], env=environment(), timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING, str(tmp_path)], env=environment(), timeout=120
+    )
     assert ended.returncode == -signal.SIGKILL
     told, content = (tmp_path / "told").read_text().split(), (tmp_path / "file0").read_bytes()
-    assert "9" in told and all(content[int(number) * 2048 : int(number) * 2048 + 2048] == bytes([7]) * 2048 for number in told)
+    assert "9" in told and all(
+        content[int(number) * 2048 : int(number) * 2048 + 2048] == bytes([7]) * 2048
+        for number in told
+    )

@@ -1,4 +1,6 @@
-"""The digest of a tensor is the sum of those of its parts, however it is cut, and another one after any change."""
+"""The digest of a tensor is the sum of those of its parts, however it is cut, and another one after
+any change.
+"""
 
 import itertools
 

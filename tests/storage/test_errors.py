@@ -1,4 +1,6 @@
-"""The errors of ranks that send signs: how many bytes they take, who may go on with them, and from which step on they are there."""
+"""The errors of ranks that send signs: how many bytes they take, who may go on with them, and from
+which step on they are there.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,12 @@ from recipekit.spec.optimizer_specs import error_sizes
 from recipekit.spec.refusal import Refusal
 from recipekit.storage import errors
 
-TENSORS = (Tensor("a", (3, 5), 0), Tensor("b", (7,), 1), Tensor("frozen", (9, 9), None), Tensor("c", (2, 2), 0))
+TENSORS = (
+    Tensor("a", (3, 5), 0),
+    Tensor("b", (7,), 1),
+    Tensor("frozen", (9, 9), None),
+    Tensor("c", (2, 2), 0),
+)
 MADE = Blueprint(TENSORS, {}, 0, False)
 
 
@@ -22,31 +29,60 @@ def layout(dp: int, algorithm: str = "OneBitAdam") -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("numel", "ranks", "sizes"), [(26, 1, (32, 32)), (26, 2, (32, 16)), (26, 3, (48, 16)), (24, 3, (24, 8)), (25, 3, (48, 16)), (1, 5, (40, 8))]
+    ("numel", "ranks", "sizes"),
+    [
+        (26, 1, (32, 32)),
+        (26, 2, (32, 16)),
+        (26, 3, (48, 16)),
+        (24, 3, (24, 8)),
+        (25, 3, (48, 16)),
+        (1, 5, (40, 8)),
+    ],
 )
-def test_an_error_has_whole_bytes_of_signs_for_each_rank(numel: int, ranks: int, sizes: tuple[int, int]) -> None:
+def test_an_error_has_whole_bytes_of_signs_for_each_rank(
+    numel: int, ranks: int, sizes: tuple[int, int]
+) -> None:
     assert error_sizes(numel, ranks) == sizes
     if numel == 26:
         assert errors.expected(MADE, layout(ranks)) == 4 * ranks * sum(sizes)
         assert errors.expected(MADE, layout(ranks, "Adam")) == 0
 
 
-@pytest.mark.parametrize(("freeze", "step", "refused"), [(3, 2, True), (3, 3, True), (3, 4, False), (1, 100, False)])
+@pytest.mark.parametrize(
+    ("freeze", "step", "refused"), [(3, 2, True), (3, 3, True), (3, 4, False), (1, 100, False)]
+)
 def test_a_step_with_errors_lies_behind_the_freeze(freeze: int, step: int, refused: bool) -> None:
     if refused:
-        with pytest.raises(Refusal, match=f"freeze_step = {freeze}: the checkpoint of step {step} has already sent compressed signs"):
+        with pytest.raises(
+            Refusal,
+            match=(
+                f"freeze_step = {freeze}: the checkpoint of step {step} has already sent compressed"
+                " signs"
+            ),
+        ):
             errors.check_frozen(freeze, step)
     else:
         errors.check_frozen(freeze, step)
 
 
 def test_a_rank_gets_its_own_errors_back_or_none(tmp_path: Path) -> None:
-    held: Any = SimpleNamespace(errors=None, new_errors=lambda: SimpleNamespace(worker=torch.zeros(3), server=torch.zeros(2)))
-    assert errors.kept(held, tmp_path, 2) == [] and errors.kept(SimpleNamespace(), tmp_path, 2) == []
-    errors.restore(held, {"server": torch.tensor([1.0, 2.0]), "worker": torch.tensor([3.0, 4.0, 5.0])})
+    held: Any = SimpleNamespace(
+        errors=None,
+        new_errors=lambda: SimpleNamespace(worker=torch.zeros(3), server=torch.zeros(2)),
+    )
+    assert (
+        errors.kept(held, tmp_path, 2) == [] and errors.kept(SimpleNamespace(), tmp_path, 2) == []
+    )
+    errors.restore(
+        held, {"server": torch.tensor([1.0, 2.0]), "worker": torch.tensor([3.0, 4.0, 5.0])}
+    )
     assert held.errors.worker.tolist() == [3, 4, 5] and held.errors.server.tolist() == [1, 2]
     [(content, file)] = errors.kept(held, tmp_path, 2)
-    assert content.keys() == {"worker", "server"} and content["worker"] is held.errors.worker and file == tmp_path / "errors_rank_2.pt"
+    assert (
+        content.keys() == {"worker", "server"}
+        and content["worker"] is held.errors.worker
+        and file == tmp_path / "errors_rank_2.pt"
+    )
     errors.restore(held, None)
     assert held.errors is None
     other = SimpleNamespace()
@@ -55,13 +91,21 @@ def test_a_rank_gets_its_own_errors_back_or_none(tmp_path: Path) -> None:
 
 
 def test_other_ranks_and_weights_in_another_order_do_not_go_on(tmp_path: Path) -> None:
-    scaled = Blueprint((TENSORS[0], TENSORS[1], TENSORS[2], Tensor("c", (2, 2), 2)), {}, 0, False, groups=(*FIRST, Group(lr_scale=0.5)))
+    scaled = Blueprint(
+        (TENSORS[0], TENSORS[1], TENSORS[2], Tensor("c", (2, 2), 2)),
+        {},
+        0,
+        False,
+        groups=(*FIRST, Group(lr_scale=0.5)),
+    )
     errors.check(tmp_path, layout(3), MADE, scaled)  # nothing is there
     for rank in range(2):
         (tmp_path / errors.file_of(rank)).write_bytes(b"")
     errors.check(tmp_path, layout(2), MADE, MADE)
     for dp in (1, 3):
-        with pytest.raises(Refusal, match=f"contains compression errors of 2 ranks, which cannot continue on {dp}"):
+        with pytest.raises(
+            Refusal, match=f"contains compression errors of 2 ranks, which cannot continue on {dp}"
+        ):
             errors.check(tmp_path, layout(dp), MADE, MADE)
     with pytest.raises(Refusal, match="of weights in another order"):
         errors.check(tmp_path, layout(2), MADE, scaled)
@@ -72,7 +116,11 @@ def test_other_ranks_and_weights_in_another_order_do_not_go_on(tmp_path: Path) -
 
 def test_only_data_ranks_without_zero_send_signs() -> None:
     alone = {"tp": 1, "pp": 1, "ep": 1}
-    assert errors.check_degrees(layout(2), alone, 0) == [] == errors.check_degrees(layout(2, "Adam"), {"tp": 2, "pp": 2, "ep": 2}, 3)
+    assert (
+        errors.check_degrees(layout(2), alone, 0)
+        == []
+        == errors.check_degrees(layout(2, "Adam"), {"tp": 2, "pp": 2, "ep": 2}, 3)
+    )
     for name in alone:
         [problem] = errors.check_degrees(layout(2), alone | {name: 2}, 0)
         assert (problem.where, problem.fix) == (f"{name} = 2", f"use --{name} 1")

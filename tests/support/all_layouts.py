@@ -1,11 +1,13 @@
-"""Trains each task in every layout of up to four ranks beside plain PyTorch, and writes a page of it: the product of which the tests take pairs.
+"""Trains each task in every layout of up to four ranks beside plain PyTorch, and writes a page of
+it: the product of which the tests take pairs.
 
     python tests/support/all_layouts.py --results layouts.jsonl --page recipes/LAYOUTS.md
     python tests/support/all_layouts.py --results layouts.jsonl --models BERT --page /dev/null          # only one
 
-Every layout runs for ten steps in fp32 and is judged as in the tests of its task: losses, norms and learning rates of each step,
-all weights, the metrics of held-out rows. A line goes into the file of results as each ends; what has one is not run again, so a run
-that was broken off goes on. Measured: see the page. Exit code: 1 if one failed.
+Every layout runs for ten steps in fp32 and is judged as in the tests of its task: losses, norms and
+learning rates of each step, all weights, the metrics of held-out rows. A line goes into the file of
+results as each ends; what has one is not run again, so a run that was broken off goes on. Measured:
+see the page. Exit code: 1 if one failed.
 """
 
 import argparse
@@ -28,7 +30,9 @@ sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path
 
 
 class Model(NamedTuple):
-    """Names a model of a task, and the test that judges a layout of it; where micro_batch is of what it computes, the reference has it too."""
+    """Names a model of a task, and the test that judges a layout of it; where micro_batch is of
+    what it computes, the reference has it too.
+    """
 
     task: str
     test: str  # FILE.FUNCTION
@@ -40,17 +44,31 @@ class Model(NamedTuple):
     splits: tuple[int, ...] = (1, 2)
 
 
-MASKED, PAIRS = "test_masked.test_masked_language_models_train_like_plain_pytorch", "test_preference.check_case"
+MASKED, PAIRS = (
+    "test_masked.test_masked_language_models_train_like_plain_pytorch",
+    "test_preference.check_case",
+)
 MODELS = {
     "BERT": Model("masked_lm", MASKED, "bert"),
     "ModernBERT": Model("masked_lm", MASKED, "modernbert"),
     "Qwen3 with DPO": Model("preference", PAIRS, "qwen3", {"task": "preference"}),
-    "Qwen3 with DPO and LoRA": Model("preference", PAIRS, "qwen3", {"task": "preference", "lora": True}, tp=False, pp=False),
+    "Qwen3 with DPO and LoRA": Model(
+        "preference", PAIRS, "qwen3", {"task": "preference", "lora": True}, tp=False, pp=False
+    ),
     "Qwen3 as a reward model": Model("reward", PAIRS, "qwen3", {"task": "reward"}),
-    "ViT": Model("image_classification", "test_images.test_image_classifiers_train_like_plain_pytorch", "vit"),
-    "ResNet": Model("image_classification", "test_batch_norm.test_resnet_trains_like_plain_pytorch", tp=False, numbers=("micro_batch",), splits=(2, 4)),
+    "ViT": Model(
+        "image_classification", "test_images.test_image_classifiers_train_like_plain_pytorch", "vit"
+    ),
+    "ResNet": Model(
+        "image_classification",
+        "test_batch_norm.test_resnet_trains_like_plain_pytorch",
+        tp=False,
+        numbers=("micro_batch",),
+        splits=(2, 4),
+    ),
 }
-DEGREES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))  # dp, tp, pp
+# dp, tp, pp
+DEGREES = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2))
 STAGES = (0, 1, 2, 3)
 
 
@@ -64,11 +82,22 @@ def cases(model: Model) -> Iterator[Any]:
                     continue
                 fields = {"micro_batch": micro_batch, "tp": tp, "pp": pp}
                 numbers = {name: fields.pop(name) for name in model.numbers}
-                yield Case(f"zero{stage} micro_batch {micro_batch} {column(dp, tp, pp)}", dp * tp * pp, f"zero{stage}", fields, numbers, model.of_case)
+                yield Case(
+                    f"zero{stage} micro_batch {micro_batch} {column(dp, tp, pp)}",
+                    dp * tp * pp,
+                    f"zero{stage}",
+                    fields,
+                    numbers,
+                    model.of_case,
+                )
 
 
 def column(dp: int, tp: int, pp: int) -> str:
-    return "_".join(f"{name}{degree}" for name, degree in (("dp", dp), ("tp", tp), ("pp", pp)) if degree > 1 or name == "dp")
+    return "_".join(
+        f"{name}{degree}"
+        for name, degree in (("dp", dp), ("tp", tp), ("pp", pp))
+        if degree > 1 or name == "dp"
+    )
 
 
 def judged(model: Model, pools: Pools, case: Any) -> str:
@@ -81,7 +110,9 @@ def judged(model: Model, pools: Pools, case: Any) -> str:
         try:
             judge(pools, Path(folder), case=case, **model.options)
         except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[:300]
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[
+                :300
+            ]
     return "equal"
 
 
@@ -90,14 +121,34 @@ def page(found: dict[str, dict[str, str]], dates: dict[str, str], words: list[st
     lines = []
     for name, cells in found.items():
         wrong = {case: cell for case, cell in cells.items() if cell != "equal"}
-        lines += [f"\n## {name} (`--task {MODELS[name].task}`): {len(cells) - len(wrong)} of {len(cells)} equal\n", f"Its last cell ran on {dates[name]}.\n"]
-        lines += ["| ZeRO | micro_batch | " + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
+        lines += [
+            (
+                f"\n## {name} (`--task {MODELS[name].task}`): {len(cells) - len(wrong)} of"
+                f" {len(cells)} equal\n"
+            ),
+            f"Its last cell ran on {dates[name]}.\n",
+        ]
+        lines += [
+            "| ZeRO | micro_batch | " + " | ".join(columns) + " |",
+            "|---" * (2 + len(columns)) + "|",
+        ]
         for stage in STAGES:
             for micro_batch in MODELS[name].splits:
-                row = [cells.get(f"zero{stage} micro_batch {micro_batch} {of}", "") for of in columns]
-                lines.append(f"| {stage} | {micro_batch} | " + " | ".join("=" if cell == "equal" else "**no**" if cell else "" for cell in row) + " |")
+                row = [
+                    cells.get(f"zero{stage} micro_batch {micro_batch} {of}", "") for of in columns
+                ]
+                lines.append(
+                    f"| {stage} | {micro_batch} | "
+                    + " | ".join(
+                        "=" if cell == "equal" else "**no**" if cell else "" for cell in row
+                    )
+                    + " |"
+                )
         lines += [f"- {case}: {cell}" for case, cell in wrong.items()]
-    made = f"{os.cpu_count()} CPU cores, torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}"
+    made = (
+        f"{os.cpu_count()} CPU cores, torch {version('torch')}, deepspeed {version('deepspeed')},"
+        f" transformers {version('transformers')}"
+    )
     return f"""# Every layout compared with plain PyTorch
 
 Written by `python tests/support/all_layouts.py {" ".join(words)}`
@@ -117,10 +168,21 @@ ranks. An adapter wraps the full model, so it has no pipeline and no tensor para
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--results", type=Path, required=True, help="file of JSON lines; a later run continues with it")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        required=True,
+        help="file of JSON lines; a later run continues with it",
+    )
     parser.add_argument("--page", type=Path, required=True, help="the page to write")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)"
+    )
     arguments = parser.parse_args()
     arguments.results.touch()
     found: dict[str, dict[str, str]] = {name: {} for name in arguments.models}
@@ -133,10 +195,28 @@ def main() -> int:
         left = [case for case in cases(MODELS[name]) if case.name not in found[name]]
         for number, case in enumerate(left, 1):
             begun = time.monotonic()
-            found[name][case.name], dates[name] = judged(MODELS[name], pools, case), datetime.date.today().isoformat()
+            found[name][case.name], dates[name] = (
+                judged(MODELS[name], pools, case),
+                datetime.date.today().isoformat(),
+            )
             with arguments.results.open("a") as results:
-                results.write(json.dumps({"model": name, "case": case.name, "found": found[name][case.name], "date": dates[name]}) + "\n")
-            print(f"{name}, {number} of {len(left)}: {case.name}: {found[name][case.name]} ({time.monotonic() - begun:.0f} s)", file=sys.stderr, flush=True)
+                results.write(
+                    json.dumps(
+                        {
+                            "model": name,
+                            "case": case.name,
+                            "found": found[name][case.name],
+                            "date": dates[name],
+                        }
+                    )
+                    + "\n"
+                )
+            print(
+                f"{name}, {number} of {len(left)}: {case.name}: {found[name][case.name]}"
+                f" ({time.monotonic() - begun:.0f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
     pools.close()
     words = [str(word) for word in sys.argv[1:]]
     arguments.page.write_text(page(found, dates, words))

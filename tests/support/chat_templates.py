@@ -1,7 +1,9 @@
-"""Chat templates with the structure of published ones, rebuilt by hand, and chats to put through them.
+"""Chat templates with the structure of published ones, rebuilt by hand, and chats to put through
+them.
 
-A template here writes what the model's own writes around messages: headers, ends of turns, where thoughts, tools and the
-system message go. Descriptions of tools are shorter than the published ones.
+A template here writes what the model's own writes around messages: headers, ends of turns, where
+thoughts, tools and the system message go. Descriptions of tools are shorter than the published
+ones.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +13,9 @@ from transformers import AddedToken
 
 
 class Published(NamedTuple):
-    """A template with the tokens of its models: special ones, others, and those that begin and end a text."""
+    """A template with the tokens of its models: special ones, others, and those that begin and end
+    a text.
+    """
 
     source: str
     special: tuple[str, ...]
@@ -60,7 +64,11 @@ QWEN3 = (
 {{- '<|im_start|>assistant\\n' }}
 {%- if loop.index0 > asked.at and (loop.last or thought) %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}
 {{- content }}{% if message.tool_calls %}"""
-    + CALLS.replace("ARGUMENTS", "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}")
+    + CALLS.replace(
+        "ARGUMENTS",
+        "{{ call.function.arguments if call.function.arguments is string else"
+        " call.function.arguments | tojson }}",
+    )
     + """{% endif %}{{ '<|im_end|>\\n' }}
 {%- elif message.role == 'tool' %}"""
     + CHATML_RESULT
@@ -68,11 +76,16 @@ QWEN3 = (
     + CHATML_PROMPT
 )
 
-ALTERNATE = "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+ALTERNATE = (
+    "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must"
+    " alternate') }}{% endif %}"
+)
 
 LLAMA2 = (
     """{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
-{%- for message in messages[1:] if system else messages %}""".replace("messages[1:] if system else messages", "(messages[1:] if system else messages)")
+{%- for message in messages[1:] if system else messages %}""".replace(
+        "messages[1:] if system else messages", "(messages[1:] if system else messages)"
+    )
     + ALTERNATE
     + """{%- if message.role == 'user' %}
 {{- bos_token + '[INST] ' + ('<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system else '') + message.content | trim + ' [/INST]' }}
@@ -94,12 +107,15 @@ LLAMA3 = """{{- bos_token }}DATE
 {{- message.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 FIXED_DATE = "{% if not date_string is defined %}{% set date_string = '26 Jul 2024' %}{% endif %}"
-TODAY = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+TODAY = (
+    "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+)
 
 MISTRAL1 = (
     "{{- bos_token }}{% for message in messages %}"
     + ALTERNATE
-    + "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}{% else %}{{ message.content + eos_token }}{% endif %}{% endfor %}"
+    + "{% if message.role == 'user' %}{{ '[INST] ' + message.content + ' [/INST]' }}{% else %}{{"
+    " message.content + eos_token }}{% endif %}{% endfor %}"
 )
 
 MISTRAL3 = """{{- bos_token }}{% set system = messages[0].content if messages[0].role == 'system' else '' %}
@@ -190,10 +206,31 @@ VICUNA = """{%- for message in messages %}{% if message.role == 'user' %}{{ 'USE
 {%- if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"""
 
 _IM = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-_HEADERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>")
+_HEADERS = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+)
 _TURNS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
-_INST = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
-_CALLS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+_INST = (
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_CALLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+)
+_CALLS = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 _R1 = (
     "<think>",
     "</think>",
@@ -210,19 +247,45 @@ PUBLISHED = {
     "Qwen2.5": Published(QWEN2, _IM, _CALLS[2:], eos="<|im_end|>", trl="qwen2_5"),
     "Qwen3": Published(QWEN3, _IM, _CALLS, eos="<|im_end|>", trl="qwen3"),
     "Llama 2": Published(LLAMA2, ("<s>", "</s>"), bos="<s>", eos="</s>"),
-    "Llama 3.1": Published(LLAMA3.replace("DATE", FIXED_DATE), _HEADERS, bos="<|begin_of_text|>", eos="<|eot_id|>"),
-    "Llama 3.2": Published(LLAMA3.replace("DATE", TODAY), _HEADERS, bos="<|begin_of_text|>", eos="<|eot_id|>"),
+    "Llama 3.1": Published(
+        LLAMA3.replace("DATE", FIXED_DATE), _HEADERS, bos="<|begin_of_text|>", eos="<|eot_id|>"
+    ),
+    "Llama 3.2": Published(
+        LLAMA3.replace("DATE", TODAY), _HEADERS, bos="<|begin_of_text|>", eos="<|eot_id|>"
+    ),
     "Mistral v1": Published(MISTRAL1, ("<s>", "</s>"), bos="<s>", eos="</s>"),
     "Mistral v3": Published(MISTRAL3, ("<s>", "</s>", *_INST), bos="<s>", eos="</s>"),
     "Gemma": Published(GEMMA, _TURNS, bos="<bos>", eos="<eos>", trl="gemma"),
     "Gemma 3": Published(GEMMA3, _TURNS, bos="<bos>", eos="<eos>", trl="gemma3"),
-    "Phi-3": Published(PHI3, ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), eos="<|endoftext|>", trl="phi3"),
-    "DeepSeek-R1": Published(DEEPSEEK, ("<bos>", "<end>"), (*_R1, "<User>", "<Assistant>"), bos="<bos>", eos="<end>"),
-    "Granite": Published(GRANITE, ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"), eos="<|end_of_text|>"),
+    "Phi-3": Published(
+        PHI3,
+        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        eos="<|endoftext|>",
+        trl="phi3",
+    ),
+    "DeepSeek-R1": Published(
+        DEEPSEEK, ("<bos>", "<end>"), (*_R1, "<User>", "<Assistant>"), bos="<bos>", eos="<end>"
+    ),
+    "Granite": Published(
+        GRANITE,
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+        eos="<|end_of_text|>",
+    ),
     "SmolLM3": Published(SMOLLM3, _IM, _CALLS, eos="<|im_end|>"),
     "Zephyr": Published(ZEPHYR, ("<s>", "</s>"), eos="</s>"),
-    "Command-R": Published(COMMAND_R, ("<bos>", "<|START|>", "<|END|>", "<|SYSTEM|>", "<|USER|>", "<|CHATBOT|>"), bos="<bos>", eos="<|END|>", trl="cohere"),
-    "SmolVLM": Published(SMOLVLM, ("<|im_start|>", "<end_of_utterance>"), bos="<|im_start|>", eos="<end_of_utterance>"),
+    "Command-R": Published(
+        COMMAND_R,
+        ("<bos>", "<|START|>", "<|END|>", "<|SYSTEM|>", "<|USER|>", "<|CHATBOT|>"),
+        bos="<bos>",
+        eos="<|END|>",
+        trl="cohere",
+    ),
+    "SmolVLM": Published(
+        SMOLVLM,
+        ("<|im_start|>", "<end_of_utterance>"),
+        bos="<|im_start|>",
+        eos="<end_of_utterance>",
+    ),
     "LLaVA": Published(LLAVA, ("<s>", "</s>"), eos="</s>"),
     "Vicuna": Published(VICUNA, ("<s>", "</s>"), eos="</s>"),
 }
@@ -233,7 +296,13 @@ def published_tokenizer(name: str) -> Any:
     return template_tokenizer(*PUBLISHED[name][:5])
 
 
-def template_tokenizer(source: str, special: tuple[str, ...] = (), plain: tuple[str, ...] = (), bos: str = "", eos: str = "") -> Any:
+def template_tokenizer(
+    source: str,
+    special: tuple[str, ...] = (),
+    plain: tuple[str, ...] = (),
+    bos: str = "",
+    eos: str = "",
+) -> Any:
     tokenizer: Any = byte_tokenizer()
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
@@ -242,7 +311,8 @@ def template_tokenizer(source: str, special: tuple[str, ...] = (), plain: tuple[
     return tokenizer
 
 
-# Chats ------------------------------------------------------------------------------------------------------------
+# Chats
+# --------------------------------------------------------------------------------------------------
 
 
 def system(content: str) -> dict[str, Any]:
@@ -255,7 +325,10 @@ def user(content: str) -> dict[str, Any]:
 
 def assistant(content: str | None, *calls: Any, **more: Any) -> dict[str, Any]:
     """An answer; each of `calls` is the arguments of a call of `f`."""
-    made = [{"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": arguments}} for arguments in calls]
+    made = [
+        {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for arguments in calls
+    ]
     return {"role": "assistant", "content": content} | ({"tool_calls": made} if made else {}) | more
 
 
@@ -263,4 +336,13 @@ def tool(content: str) -> dict[str, Any]:
     return {"role": "tool", "content": content, "tool_call_id": "abcdef123"}
 
 
-TOOLS = [{"type": "function", "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "Does f.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]

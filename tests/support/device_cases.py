@@ -1,4 +1,5 @@
-"""What is asked of every device that is not the CPU: test_second_device.py asks it without a GPU, test_gpu.py on one.
+"""What is asked of every device that is not the CPU: test_second_device.py asks it without a GPU,
+test_gpu.py on one.
 
 `run(case, **arguments)` stands for two ranks that have the device and give what each returned.
 """
@@ -45,11 +46,19 @@ RECIPE = Recipe(
     wandb=False,
 )
 ADAPTED = ("zero0", "zero1", "zero3")  # JSONs with which an adapter is trained
-QUICK: dict[str, tuple[str, str, dict[str, Any]]] = {  # the model that is trained from its files, the JSON, the layout
+# the model that is trained from its files, the JSON, the layout
+QUICK: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero1 pp2": ("llama", "zero1", {"pp": 2}),
 }
 SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
-    **{f"zero{stage}": ("llama", f"zero{stage}", {"micro_batch": 1, "save_in_background": stage % 2 == 0}) for stage in range(4)},
+    **{
+        f"zero{stage}": (
+            "llama",
+            f"zero{stage}",
+            {"micro_batch": 1, "save_in_background": stage % 2 == 0},
+        )
+        for stage in range(4)
+    },
     "zero1 tp2": ("llama", "zero1", {"tp": 2}),
     "zero1 gpt2": ("gpt2", "zero1", {}),
     "zero2 on the CPU": ("llama", "zero2_cpu", {}),
@@ -57,7 +66,11 @@ SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero3 tp2, recomputed": ("llama", "zero3", {"tp": 2, "activation_checkpointing": True}),
     "zero1 tp2, experts": ("qwen3_moe", "zero1", {"tp": 2}),
     "zero1 tp2, experts and every matrix by itself": ("mixtral", "zero1", {"tp": 2}),
-    "zero1 pp2, both ways": ("llama_tied", "zero1", {"pp": 2, "micro_batch": 1, "pipeline_schedule": "dualpipev"}),
+    "zero1 pp2, both ways": (
+        "llama_tied",
+        "zero1",
+        {"pp": 2, "micro_batch": 1, "pipeline_schedule": "dualpipev"},
+    ),
     "zero3 sp2": ("llama", "zero3", {"sp": 2}),
     "zero1 ep2": ("qwen3_moe", "zero1", {"ep": 2, "micro_batch": 1}),
 }
@@ -68,21 +81,30 @@ def mixture(folder: Path) -> str:
     folder.mkdir()
     for name in ("letters", "digits"):
         texts = [f"{name} {number} " * (5 + number % 50) for number in range(400)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     return f"letters={folder}/letters.jsonl@70; digits={folder}/digits.jsonl@30"
 
 
 def train_twice(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = False) -> list[int]:
-    """The exit codes of a run that is stopped after its first step and goes on from there, on every rank."""
+    """The exit codes of a run that is stopped after its first step and goes on from there, on every
+    rank.
+    """
     from recipekit.train import main
 
     sys.argv = ["device.py"]
-    recipe = dataclasses.replace(recipe, ds_config=config, out=out, adapt=add_lora if lora else None)
-    return [main(make_plan(parse(recipe, Path("device.py"), stop))) for stop in (["--stop_at", "1"], [])]
+    recipe = dataclasses.replace(
+        recipe, ds_config=config, out=out, adapt=add_lora if lora else None
+    )
+    return [
+        main(make_plan(parse(recipe, Path("device.py"), stop))) for stop in (["--stop_at", "1"], [])
+    ]
 
 
 def check_training(run: Run, folder: Path, layout: str, within: float, export: bool = True) -> None:
-    """Trains in a layout, stops and resumes; losses and norms (relative) and exported weights (absolute) are those of plain PyTorch on the CPU.
+    """Trains in a layout, stops and resumes; losses and norms (relative) and exported weights
+    (absolute) are those of plain PyTorch on the CPU.
 
     Without `export` the weights are those of the checkpoint, by the converter.
     """
@@ -91,23 +113,46 @@ def check_training(run: Run, folder: Path, layout: str, within: float, export: b
     model, file, degrees = (QUICK | SLOW)[layout]
     save_tiny(folder / "model", model)
     config = json.loads((folder / "model" / "config.json").read_text())
-    config |= {key: 0.0 for key in config if key.endswith("pdrop")}  # what is dropped out differs from device to device
+    # what is dropped out differs from device to device
+    config |= {key: 0.0 for key in config if key.endswith("pdrop")}
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    plain = dataclasses.replace(RECIPE, model=str(folder / "model"), dataset=mixture(folder / "data"))
+    plain = dataclasses.replace(
+        RECIPE, model=str(folder / "model"), dataset=mixture(folder / "data")
+    )
     recipe = dataclasses.replace(plain, **degrees, export=export)
-    assert run(train_twice, recipe=recipe, config=strategy(file), out=str(folder / "run")) == [[0, 0]] * 2
+    assert (
+        run(train_twice, recipe=recipe, config=strategy(file), out=str(folder / "run"))
+        == [[0, 0]] * 2
+    )
     if not export:
-        subprocess.run([sys.executable, ROOT / "tools" / "convert_checkpoint.py", "to-hf", folder / "run", folder / "files"], check=True)
-        whole = AutoModelForCausalLM.from_pretrained(folder / "files", dtype=torch.float32)  # its files are named as published ones
+        subprocess.run(
+            [
+                sys.executable,
+                ROOT / "tools" / "convert_checkpoint.py",
+                "to-hf",
+                folder / "run",
+                folder / "files",
+            ],
+            check=True,
+        )
+        # its files are named as published ones
+        whole = AutoModelForCausalLM.from_pretrained(folder / "files", dtype=torch.float32)
         whole.save_pretrained(folder / "run" / "hf", save_original_format=False)
     expected = train_plain(plain, config, plain.steps)
     lines = metrics(folder / "run")
     assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=within)
     assert [line["grad_norm"] for line in lines] == pytest.approx(expected.grad_norms, rel=within)
     assert lines[-1]["eval_loss"] == pytest.approx(expected.eval_loss, rel=within)
-    got = {name: value for path in (folder / "run" / "hf").glob("*.safetensors") for name, value in load_file(path).items()}
+    got = {
+        name: value
+        for path in (folder / "run" / "hf").glob("*.safetensors")
+        for name, value in load_file(path).items()
+    }
     assert got.keys() == expected.weights.keys()
-    assert max((got[name] - value).abs().max().item() for name, value in expected.weights.items()) <= within
+    assert (
+        max((got[name] - value).abs().max().item() for name, value in expected.weights.items())
+        <= within
+    )
 
 
 def check_adapter(run: Run, folder: Path, file: str) -> None:
@@ -116,13 +161,26 @@ def check_adapter(run: Run, folder: Path, file: str) -> None:
 
     before = dict(save_tiny(folder / "model", "llama").named_parameters())
     recipe = dataclasses.replace(RECIPE, model=str(folder / "model"), dataset="builtin", merge=True)
-    assert run(train_twice, recipe=recipe, config=strategy(file, bf16=True), out=str(folder / "run"), lora=True) == [[0, 0]] * 2
+    assert (
+        run(
+            train_twice,
+            recipe=recipe,
+            config=strategy(file, bf16=True),
+            out=str(folder / "run"),
+            lora=True,
+        )
+        == [[0, 0]] * 2
+    )
     got = load_file(folder / "run" / "hf" / "model.safetensors")
-    assert got.keys() == before.keys() and any(not torch.equal(got[name], value) for name, value in before.items())
+    assert got.keys() == before.keys() and any(
+        not torch.equal(got[name], value) for name, value in before.items()
+    )
 
 
 def wrong_weight(folder: str, device: str) -> str:
-    """What is said of a cut parameter that is not its file's any more, after all were found to be (a case for two ranks)."""
+    """What is said of a cut parameter that is not its file's any more, after all were found to be
+    (a case for two ranks).
+    """
     from recipekit.model.build import build_model, check_weights
     from recipekit.parallel.groups import Groups
     from recipekit.spec.mesh import make_mesh
@@ -131,7 +189,11 @@ def wrong_weight(folder: str, device: str) -> str:
     groups = Groups(make_mesh(2, tp=2), place.type)
     config = json.loads((Path(folder) / "config.json").read_text())
     built = build_model(Recipe(model=folder, tp=2), config, groups, ds_config(1, 2, 2), place)
-    assert {parameter.device for parameter in built.model.parameters()} == {buffer.device for buffer in built.model.buffers()} == {place}
+    assert (
+        {parameter.device for parameter in built.model.parameters()}
+        == {buffer.device for buffer in built.model.buffers()}
+        == {place}
+    )
     assert check_weights(None, built, groups, samples=1000) == len(built.names)
     name = next(name for name, cut in built.cuts.items() if cut.sharded)
     with torch.no_grad():
@@ -144,7 +206,9 @@ def wrong_weight(folder: str, device: str) -> str:
 
 
 def drawn_otherwise(device: str, tp: int) -> list[str]:
-    """The parameters of a model that is drawn at random and cut on two ranks of the device, by `tp` 2 or ZeRO-3, and is not the one drawn on the CPU."""
+    """The parameters of a model that is drawn at random and cut on two ranks of the device, by `tp`
+    2 or ZeRO-3, and is not the one drawn on the CPU.
+    """
     from recipekit.model.build import build_model
     from recipekit.model.export import whole_parameters
     from recipekit.parallel.groups import Groups
@@ -155,19 +219,35 @@ def drawn_otherwise(device: str, tp: int) -> list[str]:
         tiny_config("llama"),
         torch.device(device, int(os.environ["LOCAL_RANK"]) if device == "cuda" else 0),
     )
-    expected = dict(build_model(recipe, config, None, ds_config(0), torch.device("cpu")).model.named_parameters())
+    expected = dict(
+        build_model(
+            recipe, config, None, ds_config(0), torch.device("cpu")
+        ).model.named_parameters()
+    )
     wrong = []
     for stage in (1, 3) if tp > 1 else (3,):
         groups = Groups(make_mesh(2, tp=tp), place.type)
-        built = build_model(dataclasses.replace(recipe, tp=tp), config, groups, ds_config(stage, 2, tp), place)
+        built = build_model(
+            dataclasses.replace(recipe, tp=tp), config, groups, ds_config(stage, 2, tp), place
+        )
         got = dict(whole_parameters(built.model, built, groups, torch.float32))
-        wrong += [f"ZeRO-{stage}, tp {tp}: {name}" for name, value in expected.items() if not torch.equal(got[name], value)]
-        wrong += [f"ZeRO-{stage}, tp {tp}: {name} lies on {value.device}" for name, value in built.model.named_parameters() if value.device != place]
+        wrong += [
+            f"ZeRO-{stage}, tp {tp}: {name}"
+            for name, value in expected.items()
+            if not torch.equal(got[name], value)
+        ]
+        wrong += [
+            f"ZeRO-{stage}, tp {tp}: {name} lies on {value.device}"
+            for name, value in built.model.named_parameters()
+            if value.device != place
+        ]
     return wrong
 
 
 def copies_for_a_checkpoint(device: str) -> None:
-    """What a background save keeps: the values of that moment, on the host, sharing memory where the states do."""
+    """What a background save keeps: the values of that moment, on the host, sharing memory where
+    the states do.
+    """
     from recipekit.checkpoints.deepspeed_io import DeepSpeedFiles
 
     flat = torch.arange(12.0, device=device)
@@ -193,15 +273,30 @@ def copies_for_a_checkpoint(device: str) -> None:
         states["ordered"]["weight"].zero_()
         assert kept["flat"].tolist() == expected and kept["views"][0].tolist() == expected[2:6]
         assert kept["views"][1].t().flatten().tolist() == expected
-        assert kept["ordered"]["weight"].tolist() == [[1.0 - turn] * 2] * 2 and kept["ordered"]["weight"].dtype == torch.bfloat16
-        assert kept["host"].tolist() == [0, 1, 2] and kept["numbers"] == states["numbers"] and kept["empty"].numel() == 0
-        tensors = [kept["flat"], *kept["views"], kept["ordered"]["weight"], kept["empty"], kept["host"]]
+        assert (
+            kept["ordered"]["weight"].tolist() == [[1.0 - turn] * 2] * 2
+            and kept["ordered"]["weight"].dtype == torch.bfloat16
+        )
+        assert (
+            kept["host"].tolist() == [0, 1, 2]
+            and kept["numbers"] == states["numbers"]
+            and kept["empty"].numel() == 0
+        )
+        tensors = [
+            kept["flat"],
+            *kept["views"],
+            kept["ordered"]["weight"],
+            kept["empty"],
+            kept["host"],
+        ]
         assert {(type(tensor), tensor.device.type) for tensor in tensors} == {(torch.Tensor, "cpu")}
         assert len({tensor.untyped_storage().data_ptr() for tensor in tensors[:3]}) == 1
 
 
 def rule_breakers(device: str) -> list[str]:
-    """What the device does otherwise than CUDA where tensors of two devices meet: it takes what raises there, or refuses what is taken there."""
+    """What the device does otherwise than CUDA where tensors of two devices meet: it takes what
+    raises there, or refuses what is taken there.
+    """
     there, here = torch.arange(6.0, device=device).view(2, 3), torch.arange(6.0).view(2, 3)
     number, index, linear = torch.tensor(2.0), torch.tensor([1]), nn.Linear(3, 2).to(device)
     refused: dict[str, Callable[[], Any]] = {
@@ -247,7 +342,10 @@ def rule_breakers(device: str) -> list[str]:
             wrong.append(f"{name} gives {result}")
     loss = nn.functional.cross_entropy(linear(there), torch.tensor([0, 1], device=device))
     loss.backward()
-    if loss.item() <= 0 or any(parameter.grad is None or parameter.grad.device != there.device for parameter in linear.parameters()):
+    if loss.item() <= 0 or any(
+        parameter.grad is None or parameter.grad.device != there.device
+        for parameter in linear.parameters()
+    ):
         wrong.append("backward")
     return wrong
 

@@ -1,10 +1,12 @@
-"""Faults at random steps of a run: full and read-only disks, damaged files, kills, and what a user puts beside checkpoints.
+"""Faults at random steps of a run: full and read-only disks, damaged files, kills, and what a user
+puts beside checkpoints.
 
     python tests/support/disk_faults.py --faults 200 [--seed N]
 
-After each fault the same command, or the command that the run prints, must continue from the newest complete checkpoint.
-The end must equal the unbroken run bit for bit, and every file of the user must still be there. The disk is a small tmpfs.
-Each start is a fork of a process that has imported everything: a fault takes seconds.
+After each fault the same command, or the command that the run prints, must continue from the newest
+complete checkpoint. The end must equal the unbroken run bit for bit, and every file of the user
+must still be there. The disk is a small tmpfs. Each start is a fork of a process that has imported
+everything: a fault takes seconds.
 """
 
 import argparse
@@ -27,7 +29,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [folder for folder in (str(ROOT / "recipes"), str(ROOT / "tests" / "support")) if folder not in sys.path]
+sys.path[:0] = [
+    folder
+    for folder in (str(ROOT / "recipes"), str(ROOT / "tests" / "support"))
+    if folder not in sys.path
+]
 
 from disks import fill, read_only, small_disk  # noqa: E402
 from pool import FORKS, environment, free_port  # noqa: E402
@@ -38,7 +44,8 @@ from recipekit.storage import manifest  # noqa: E402
 STEPS, EVERY, KEEP = 9, 2, 2
 PACE = 0.1  # seconds that each step takes longer, so that a fault meets it
 LIMIT = 120.0  # seconds for a start
-NOTICED = 20.0  # seconds after which a launcher ends the other ranks of a dead one, and then kills them
+# seconds after which a launcher ends the other ranks of a dead one, and then kills them
+NOTICED = 20.0
 MOST_STARTS = 5  # after a fault
 AGAIN = {75, 143, 137}  # exit codes after which the same command is given again
 RECIPE = Recipe(
@@ -66,7 +73,13 @@ def rank_of_job(rank: int, world: int, port: int, argv: list[str], log: str) -> 
     os.dup2(output, 2)
     os.environ.update(environment())
     if world > 1:
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         os.environ.update({name: str(value) for name, value in own.items()})
     sys.argv = ["drill.py", "--tiny", *argv]
     from recipekit import run, train
@@ -86,7 +99,10 @@ class Start:
 
     def __init__(self, world: int, argv: list[str], log: Path):
         self.log, port = log, free_port()
-        self.ranks = [FORKS.Process(target=rank_of_job, args=(rank, world, port, argv, str(log)), daemon=True) for rank in range(world)]
+        self.ranks = [
+            FORKS.Process(target=rank_of_job, args=(rank, world, port, argv, str(log)), daemon=True)
+            for rank in range(world)
+        ]
         for rank in self.ranks:
             rank.start()
 
@@ -104,15 +120,22 @@ class Start:
                 os.kill(rank.pid or 0, number)
 
     def wait(self) -> int:
-        """Return the exit code of the first rank that has one other than 0; 128 + the number for a signal."""
+        """Return the exit code of the first rank that has one other than 0; 128 + the number for a
+        signal.
+        """
         deadline = time.monotonic() + LIMIT
         died = 0.0
         while self.alive and time.monotonic() < deadline:
             time.sleep(0.02)
             if not died and any(rank.exitcode for rank in self.ranks):
                 died = time.monotonic()
-            # Ranks that have not met yet cannot miss each other. Every launcher ends the others when one of them has died.
-            if died and time.monotonic() > died + NOTICED and not re.search(r"^step \d", self.output, re.MULTILINE):
+            # Ranks that have not met yet cannot miss each other. Every launcher ends the others
+            # when one of them has died.
+            if (
+                died
+                and time.monotonic() > died + NOTICED
+                and not re.search(r"^step \d", self.output, re.MULTILINE)
+            ):
                 self.signal(signal.SIGTERM)
                 for rank in self.ranks:
                     rank.join(NOTICED)
@@ -159,7 +182,11 @@ class Run:
 
     def steps(self) -> list[Path]:
         """The complete checkpoints, the oldest first."""
-        found = [path for path in (self.out / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d{8}", path.name)]
+        found = [
+            path
+            for path in (self.out / "checkpoints").glob("step_*")
+            if re.fullmatch(r"step_\d{8}", path.name)
+        ]
         return [step for step in sorted(found) if not manifest.faults(step)]
 
     def put(self, path: Path, content: bytes) -> None:
@@ -181,7 +208,8 @@ class Run:
         time.sleep(self.chance.uniform(0, 2 * PACE))
 
 
-# Faults: each meets a running start at a random step, and returns when that start has ended -------------------------
+# Faults: each meets a running start at a random step, and returns when that start has ended
+# -------------------------
 
 
 def full(run: Run, start: Start) -> int:
@@ -199,12 +227,20 @@ def full_for_a_moment(run: Run, start: Start) -> int:
 
 
 def read_only_to_the_end(run: Run, start: Start) -> int:
-    with read_only(run.out / "checkpoints") if (run.out / "checkpoints").is_dir() else contextlib.nullcontext():
+    with (
+        read_only(run.out / "checkpoints")
+        if (run.out / "checkpoints").is_dir()
+        else contextlib.nullcontext()
+    ):
         return start.wait()
 
 
 def read_only_for_a_moment(run: Run, start: Start) -> int:
-    with read_only(run.out / "checkpoints") if (run.out / "checkpoints").is_dir() else contextlib.nullcontext():
+    with (
+        read_only(run.out / "checkpoints")
+        if (run.out / "checkpoints").is_dir()
+        else contextlib.nullcontext()
+    ):
         time.sleep(run.chance.uniform(0, 4 * PACE))
     return start.wait()
 
@@ -215,13 +251,27 @@ def killed(run: Run, start: Start) -> int:
 
 
 def stopped(run: Run, start: Start) -> int:
-    start.signal(run.chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]), only=run.chance.choice([None, *range(run.world)]))
+    start.signal(
+        run.chance.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]),
+        only=run.chance.choice([None, *range(run.world)]),
+    )
     return start.wait()
 
 
 def stray_file(run: Run, start: Start) -> int:
     if steps := run.steps():
-        step, name = run.chance.choice(steps), run.chance.choice([".nfs00a1", ".DS_Store", ".state.json.AbCdEf", "mp_rank_07_model_states.pt", "notes/why.txt"])
+        step, name = (
+            run.chance.choice(steps),
+            run.chance.choice(
+                [
+                    ".nfs00a1",
+                    ".DS_Store",
+                    ".state.json.AbCdEf",
+                    "mp_rank_07_model_states.pt",
+                    "notes/why.txt",
+                ]
+            ),
+        )
         with contextlib.suppress(OSError):  # the run has removed the folder
             run.put(step / name, run.chance.randbytes(200))
     run.put(run.out / "checkpoints" / "README", run.chance.randbytes(90))
@@ -249,7 +299,14 @@ def link(run: Run, start: Start) -> int:
 def copied(run: Run, start: Start) -> int:
     if steps := run.steps():
         step = run.chance.choice(steps)
-        name = run.chance.choice([f"{step.name}_best", "step_before_change", f"copy of {step.name}", step.name.replace("step_000", "step_")])
+        name = run.chance.choice(
+            [
+                f"{step.name}_best",
+                "step_before_change",
+                f"copy of {step.name}",
+                step.name.replace("step_000", "step_"),
+            ]
+        )
         with contextlib.suppress(OSError, shutil.Error):  # the run has removed the folder meanwhile
             shutil.copytree(step, step.with_name(name))
             run.own(step.with_name(name))
@@ -259,7 +316,9 @@ def copied(run: Run, start: Start) -> int:
 def files_cut(run: Run, start: Start) -> int:
     """A loss of power: files end early, or in NULs."""
     code = killed(run, start)
-    for name in run.chance.sample(["run.json", "data_files.json", "ds_config.json", "metrics.jsonl", "checkpoints/latest"], 2):
+    for name in run.chance.sample(
+        ["run.json", "data_files.json", "ds_config.json", "metrics.jsonl", "checkpoints/latest"], 2
+    ):
         if (run.out / name).is_file():
             cut(run.chance, run.out / name)
             run.metrics_cut |= name == "metrics.jsonl"
@@ -269,7 +328,16 @@ def files_cut(run: Run, start: Start) -> int:
 def checkpoint_cut(run: Run, start: Start) -> int:
     code = killed(run, start)
     if len(steps := run.steps()) > 1:
-        cut(run.chance, run.chance.choice([path for path in steps[-1].rglob("*") if path.stat().st_size > 0 and path.is_file()]))
+        cut(
+            run.chance,
+            run.chance.choice(
+                [
+                    path
+                    for path in steps[-1].rglob("*")
+                    if path.stat().st_size > 0 and path.is_file()
+                ]
+            ),
+        )
     return code
 
 
@@ -295,7 +363,10 @@ FAULTS: tuple[Callable[[Run, Start], int], ...] = (
 
 
 def continued(run: Run, code: int) -> None:
-    """Give the same command, or the printed one, until the run has ended. Raises AssertionError if that does not continue it."""
+    """Give the same command, or the printed one, until the run has ended.
+
+    Raises AssertionError if that does not continue it.
+    """
     more: list[str] = []
     for _ in range(MOST_STARTS):
         if code == 0 and (run.out / "hf" / "model.safetensors").exists():
@@ -304,23 +375,39 @@ def continued(run: Run, code: int) -> None:
         start = run.start(*more)
         code, more = start.wait(), []
         if resumed := re.findall(r"resumed from \S*?(step_\d+)", start.output):
-            assert steps and resumed == [steps[-1].name], f"resumed from {resumed}, not from {[step.name for step in steps]}"
+            assert steps and resumed == [steps[-1].name], (
+                f"resumed from {resumed}, not from {[step.name for step in steps]}"
+            )
         elif code == 1:
-            command = re.findall(r"--resume (?!never)\S+", start.output.replace(",", " ").replace("'", " "))
+            command = re.findall(
+                r"--resume (?!never)\S+", start.output.replace(",", " ").replace("'", " ")
+            )
             assert command or not steps, "refused without a command that continues"
             more = command[-1].split() if command else ["--resume", "never"]
         else:
-            assert not steps or "nothing to do" in start.output, f"started from scratch beside {[step.name for step in steps]}"
-    raise AssertionError(f"not at the end after {MOST_STARTS} starts; the last one ended with {code}")
+            assert not steps or "nothing to do" in start.output, (
+                f"started from scratch beside {[step.name for step in steps]}"
+            )
+    raise AssertionError(
+        f"not at the end after {MOST_STARTS} starts; the last one ended with {code}"
+    )
 
 
 def check(run: Run, unbroken: tuple[bytes, list[dict[str, Any]]]) -> None:
     weights, lines = unbroken
-    assert (run.out / "hf" / "model.safetensors").read_bytes() == weights, "other weights than the unbroken run's"
+    assert (run.out / "hf" / "model.safetensors").read_bytes() == weights, (
+        "other weights than the unbroken run's"
+    )
     found = {line["step"]: line for line in numbers(read_metrics(run.out))}
     expected = {line["step"]: line for line in lines}
-    assert found == {step: line for step, line in expected.items() if step in found or not run.metrics_cut}, "other metrics than the unbroken run's"
-    there = {(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in run.disk.rglob("*") if path.is_file() and (path.name in dict(run.users))}
+    assert found == {
+        step: line for step, line in expected.items() if step in found or not run.metrics_cut
+    }, "other metrics than the unbroken run's"
+    there = {
+        (path.name, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in run.disk.rglob("*")
+        if path.is_file() and (path.name in dict(run.users))
+    }
     assert run.users <= there, f"lost of the user: {sorted(name for name, _ in run.users - there)}"
 
 
@@ -333,46 +420,77 @@ def drill(faults: int, seed: int, disk: Path, logs: Path) -> list[str]:
     """Return a text for each fault that the run did not survive."""
     unbroken, failed, kinds = {}, list[str](), collections.Counter[str]()
     logs.mkdir()
-    (logs / "text.txt").write_text("\n\n".join(" ".join(f"word{(row * column) % 97}" for column in range(80)) for row in range(400)))
+    (logs / "text.txt").write_text(
+        "\n\n".join(
+            " ".join(f"word{(row * column) % 97}" for column in range(80)) for row in range(400)
+        )
+    )
     for world in (1, 2):
         run = Run(disk, logs / f"unbroken_{world}", world, random.Random(seed), False)
         run.logs.mkdir()
         assert run.start().wait() == 0, (run.logs / "start_1.log").read_text()
-        unbroken[world] = (run.out / "hf" / "model.safetensors").read_bytes(), numbers(read_metrics(run.out))
+        unbroken[world] = (
+            (run.out / "hf" / "model.safetensors").read_bytes(),
+            numbers(read_metrics(run.out)),
+        )
         clear(disk)
     for number in range(1, faults + 1):
         chance, began = random.Random(f"{seed} {number}"), time.monotonic()
         fault, step = FAULTS[(number - 1) % len(FAULTS)], chance.randrange(STEPS)
         run = Run(disk, logs / str(number), chance.choice([1, 2]), chance, chance.random() < 0.5)
         run.logs.mkdir()
-        what = f"fault {number}: {fault.__name__} at step {step}, {run.world} ranks{', saves in the background' if run.background else ''}"
+        what = (
+            f"fault {number}: {fault.__name__} at step {step}, {run.world}"
+            f" ranks{', saves in the background' if run.background else ''}"
+        )
         try:
             start = run.start()
             run.wait_for(start, step)
             continued(run, fault(run, start))
             check(run, unbroken[run.world])
             kinds[fault.__name__] += 1
-            print(f"{what}: continued in {run.starts - 1} starts, {time.monotonic() - began:.1f} s", flush=True)
+            print(
+                f"{what}: continued in {run.starts - 1} starts, {time.monotonic() - began:.1f} s",
+                flush=True,
+            )
         except Exception as error:
-            tails = [f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(run.logs.glob("*.log"))]
-            tree = "\n".join(sorted(str(path.relative_to(disk)) for path in disk.glob("*/*")) + sorted(path.name for path in disk.glob("run/checkpoints/*")))
+            tails = [
+                f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+                for path in sorted(run.logs.glob("*.log"))
+            ]
+            tree = "\n".join(
+                sorted(str(path.relative_to(disk)) for path in disk.glob("*/*"))
+                + sorted(path.name for path in disk.glob("run/checkpoints/*"))
+            )
             reason = error if isinstance(error, AssertionError) else traceback.format_exc()
             failed.append(f"{what}: {reason}\n" + "\n".join(tails) + f"\n--- files\n{tree}")
             print(f"FAILED {failed[-1]}", flush=True)
         clear(disk)
-    print(f"{faults - len(failed)} of {faults} faults passed (seed {seed}): {dict(kinds)}", flush=True)
+    print(
+        f"{faults - len(failed)} of {faults} faults passed (seed {seed}): {dict(kinds)}", flush=True
+    )
     return failed
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30), help="printed; the same seed gives the same faults")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(1 << 30),
+        help="printed; the same seed gives the same faults",
+    )
     arguments = parser.parse_args()
     os.environ.update(environment())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the disk is unmounted
     print(f"seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="disk_faults_") as folder, small_disk(Path(folder, "disk"), "100m") as disk:
+    with (
+        tempfile.TemporaryDirectory(prefix="disk_faults_") as folder,
+        small_disk(Path(folder, "disk"), "100m") as disk,
+    ):
         return 1 if drill(arguments.faults, arguments.seed, disk, Path(folder, "logs")) else 0
 
 

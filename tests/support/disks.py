@@ -13,11 +13,14 @@ SUDO = [] if os.geteuid() == 0 else ["sudo", "-n"]
 def small_disk(place: Path, size: str) -> Iterator[Path]:
     """Mount a disk of this size, such as 64k or 20m, at the folder `place`."""
     place.mkdir(parents=True, exist_ok=True)
-    subprocess.run([*SUDO, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True)
+    subprocess.run(
+        [*SUDO, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True
+    )
     try:
         yield place
     finally:
-        subprocess.run([*SUDO, "umount", "-l", str(place)], check=True)  # whoever has a file open there
+        # whoever has a file open there
+        subprocess.run([*SUDO, "umount", "-l", str(place)], check=True)
 
 
 def resize(place: Path, size: str) -> None:
@@ -38,7 +41,9 @@ def fill(place: Path) -> Path:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Make a folder read-only, whoever has files open in it: a second, read-only mount lies over it."""
+    """Make a folder read-only, whoever has files open in it: a second, read-only mount lies over
+    it.
+    """
     subprocess.run([*SUDO, "mount", "--bind", str(folder), str(folder)], check=True)
     subprocess.run([*SUDO, "mount", "-o", "remount,bind,ro", str(folder)], check=True)
     try:

@@ -1,4 +1,6 @@
-"""A server that answers huggingface_hub 2.4 and datasets 5.2 as the hub does: models and data sets with branches, tags and commits."""
+"""A server that answers huggingface_hub 2.4 and datasets 5.2 as the hub does: models and data sets
+with branches, tags and commits.
+"""
 
 import hashlib
 import json
@@ -16,12 +18,18 @@ Files = dict[str, bytes]
 
 
 def files_in(folder: Path) -> Files:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @dataclass
 class Hub:
-    """Repositories by kind and name, such as "models/org/tiny": revision -> commit, and commit -> files."""
+    """Repositories by kind and name, such as "models/org/tiny": revision -> commit, and commit ->
+    files.
+    """
 
     url: str = ""
     refs: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -29,8 +37,14 @@ class Hub:
     asked: list[str] = field(default_factory=list)  # paths
 
     def commit(self, repository: str, files: Files, *revisions: str) -> str:
-        """Add a commit, to which the revisions ("main" if none is given) point from now on; return its hash."""
-        commit = hashlib.sha1(json.dumps([repository, *sorted((name, content.hex()) for name, content in files.items())]).encode()).hexdigest()
+        """Add a commit, to which the revisions ("main" if none is given) point from now on; return
+        its hash.
+        """
+        commit = hashlib.sha1(
+            json.dumps(
+                [repository, *sorted((name, content.hex()) for name, content in files.items())]
+            ).encode()
+        ).hexdigest()
         self.commits[commit] = files
         self.refs.setdefault(repository, {}).update(dict.fromkeys(revisions or ("main",), commit))
         return commit
@@ -41,7 +55,13 @@ class Hub:
 
 
 def _described(name: str, content: bytes) -> dict[str, Any]:
-    return {"type": "file", "path": name, "rfilename": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+    return {
+        "type": "file",
+        "path": name,
+        "rfilename": name,
+        "size": len(content),
+        "oid": hashlib.sha1(content).hexdigest(),
+    }
 
 
 @contextmanager
@@ -55,10 +75,16 @@ def serve() -> Iterator[Hub]:
         def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path).strip("/")
             hub.asked.append(path)
-            if found := re.fullmatch(r"api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path):
+            if found := re.fullmatch(
+                r"api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?", path
+            ):
                 self._tell(f"{found[1]}/{found[2]}", found[3] or "revision", found[4] or "main")
             elif found := re.fullmatch(r"(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-                self._give("datasets/" * bool(found[1]) + found[2] if found[1] else f"models/{found[2]}", found[3], found[4])
+                self._give(
+                    "datasets/" * bool(found[1]) + found[2] if found[1] else f"models/{found[2]}",
+                    found[3],
+                    found[4],
+                )
             else:
                 self._answer(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
@@ -77,9 +103,19 @@ def serve() -> Iterator[Hub]:
             wanted = (
                 json.loads(text)["paths"]
                 if text.startswith("{")
-                else [unquote(part.partition("=")[2]) for part in text.split("&") if part.startswith("paths=")]
+                else [
+                    unquote(part.partition("=")[2])
+                    for part in text.split("&")
+                    if part.startswith("paths=")
+                ]
             )
-            self._json([_described(name, content) for name, content in hub.commits[commit].items() if name in wanted])
+            self._json(
+                [
+                    _described(name, content)
+                    for name, content in hub.commits[commit].items()
+                    if name in wanted
+                ]
+            )
 
         def _tell(self, repository: str, what: str, revision: str) -> None:
             if repository not in hub.refs:
@@ -90,13 +126,38 @@ def serve() -> Iterator[Hub]:
             if commit is None:
                 self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                 return
-            files = [_described(name, content) for name, content in hub.commits[commit].items() if name.startswith(below)]
+            files = [
+                _described(name, content)
+                for name, content in hub.commits[commit].items()
+                if name.startswith(below)
+            ]
             if what == "tree":
-                folders = {name.rpartition("/")[0] for name in hub.commits[commit] if "/" in name and name.startswith(below)}
-                self._json(files + [{"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(folders) if name != below])
+                folders = {
+                    name.rpartition("/")[0]
+                    for name in hub.commits[commit]
+                    if "/" in name and name.startswith(below)
+                }
+                self._json(
+                    files
+                    + [
+                        {"type": "directory", "path": name, "oid": "0" * 40}
+                        for name in sorted(folders)
+                        if name != below
+                    ]
+                )
             else:
                 name = repository.partition("/")[2]
-                self._json({"id": name, "sha": commit, "siblings": files, "private": False, "gated": False, "tags": [], "downloads": 0})
+                self._json(
+                    {
+                        "id": name,
+                        "sha": commit,
+                        "siblings": files,
+                        "private": False,
+                        "gated": False,
+                        "tags": [],
+                        "downloads": 0,
+                    }
+                )
 
         def _give(self, repository: str, revision: str, name: str) -> None:
             if repository not in hub.refs:
@@ -104,16 +165,30 @@ def serve() -> Iterator[Hub]:
                 return
             commit = hub.find(repository, revision)
             if commit is None or name not in hub.commits[commit]:
-                self._answer(404, b"", {"X-Error-Code": "EntryNotFound", **({"X-Repo-Commit": commit} if commit else {})})
+                self._answer(
+                    404,
+                    b"",
+                    {
+                        "X-Error-Code": "EntryNotFound",
+                        **({"X-Repo-Commit": commit} if commit else {}),
+                    },
+                )
                 return
-            content, more = hub.commits[commit][name], {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
+            content, more = (
+                hub.commits[commit][name],
+                {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
+            )
             more["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
             if wanted is None:
                 self._answer(200, content, more)
                 return
             first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
-            self._answer(206, content[first : last + 1], more | {"Content-Range": f"bytes {first}-{last}/{len(content)}"})
+            self._answer(
+                206,
+                content[first : last + 1],
+                more | {"Content-Range": f"bytes {first}-{last}/{len(content)}"},
+            )
 
         def _json(self, value: Any) -> None:
             self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -141,7 +216,9 @@ def serve() -> Iterator[Hub]:
 
 
 def write_cache(cache: Path, repository: str, files: Files, commit: str, *revisions: str) -> Path:
-    """Write a commit into a cache in the layout of huggingface_hub (blobs, links and refs); return its snapshot."""
+    """Write a commit into a cache in the layout of huggingface_hub (blobs, links and refs); return
+    its snapshot.
+    """
     folder = cache / repository.replace("/", "--")
     snapshot = folder / "snapshots" / commit
     for name, content in files.items():
@@ -149,7 +226,9 @@ def write_cache(cache: Path, repository: str, files: Files, commit: str, *revisi
         for path in (blob, snapshot / name):
             path.parent.mkdir(parents=True, exist_ok=True)
         blob.write_bytes(content)
-        (snapshot / name).symlink_to(Path(*[".."] * (len(Path(name).parts) + 1), "blobs", blob.name))
+        (snapshot / name).symlink_to(
+            Path(*[".."] * (len(Path(name).parts) + 1), "blobs", blob.name)
+        )
     for revision in revisions:
         ref = folder / "refs" / revision
         ref.parent.mkdir(parents=True, exist_ok=True)

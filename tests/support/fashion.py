@@ -12,7 +12,9 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 def read(count: int, part_of: str = "t10k") -> tuple[np.ndarray, np.ndarray]:
-    """The first pictures of the test set, or of "train", (count, 28, 28) uint8, and their classes, (count,) uint8."""
+    """The first pictures of the test set, or of "train", (count, 28, 28) uint8, and their classes,
+    (count,) uint8.
+    """
     if not FASHION.exists():
         pytest.skip("needs Debian's dataset-fashion-mnist (tests/system_packages.sh)")
 
@@ -20,7 +22,9 @@ def read(count: int, part_of: str = "t10k") -> tuple[np.ndarray, np.ndarray]:
         with gzip.open(FASHION / name) as stream:
             return np.frombuffer(stream.read(), np.uint8, offset=header)
 
-    return part(f"{part_of}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)[:count], part(f"{part_of}-labels-idx1-ubyte.gz", 8)[:count]
+    return part(f"{part_of}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)[:count], part(
+        f"{part_of}-labels-idx1-ubyte.gz", 8
+    )[:count]
 
 
 def png(image: np.ndarray) -> bytes:

@@ -1,4 +1,6 @@
-"""Broken DeepSpeed files without end, the same in every run: mutations of the cases of lint_cases.py."""
+"""Broken DeepSpeed files without end, the same in every run: mutations of the cases of
+lint_cases.py.
+"""
 
 import copy
 import json
@@ -9,9 +11,55 @@ from typing import Any
 from lint_cases import CASES
 
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 0.5, -0.0, 1e9, 5e-324, 10**40, -(10**40), 10**400, 1e400, -1e400, float("nan")),
-    *("", "auto", "AUTO", "true", "5e8", "1e-3", "none", "cpu", "nvme", "\u202e", "\ud800", "a" * 5000, "\x00", "Infinity"),
-    *([], [[]], {}, {"": {}}, {"enabled": {"enabled": True}}, [None], [True, "x"], [1, 2, 3], ["0.9"], [{}], {"type": None}, {"stage": [3]}),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        0.5,
+        -0.0,
+        1e9,
+        5e-324,
+        10**40,
+        -(10**40),
+        10**400,
+        1e400,
+        -1e400,
+        float("nan"),
+    ),
+    *(
+        "",
+        "auto",
+        "AUTO",
+        "true",
+        "5e8",
+        "1e-3",
+        "none",
+        "cpu",
+        "nvme",
+        "\u202e",
+        "\ud800",
+        "a" * 5000,
+        "\x00",
+        "Infinity",
+    ),
+    *(
+        [],
+        [[]],
+        {},
+        {"": {}},
+        {"enabled": {"enabled": True}},
+        [None],
+        [True, "x"],
+        [1, 2, 3],
+        ["0.9"],
+        [{}],
+        {"type": None},
+        {"stage": [3]},
+    ),
 ]
 PIECES = (
     "{",
@@ -54,7 +102,9 @@ def fuzzed_files(count: int, seed: int = 43) -> Iterator[bytes]:
             config = copy.deepcopy(case.config)
             for _ in range(draw.randint(1, 4)):
                 _change(config, draw)
-            content = json.dumps(config, indent=draw.choice([None, 1])).encode("utf-8", "surrogatepass")
+            content = json.dumps(config, indent=draw.choice([None, 1])).encode(
+                "utf-8", "surrogatepass"
+            )
         else:
             content = case.text.encode()
         if draw.random() < 0.5:
@@ -84,7 +134,9 @@ def _change(config: dict[str, Any], draw: random.Random) -> None:
     elif what == 5:
         block[key] = str(block.get(key))
     elif what == 6:
-        donor = draw.choice([case.config for case in CASES.values() if isinstance(case.config, dict)])
+        donor = draw.choice(
+            [case.config for case in CASES.values() if isinstance(case.config, dict)]
+        )
         block.update(copy.deepcopy(donor))
     else:
         block[key] = draw.choice(VALUES)
@@ -106,7 +158,9 @@ def _cut(content: bytes, draw: random.Random) -> bytes:
     if what == 4:
         return content[:start] + draw.randbytes(draw.randint(1, 5)) + content[end:]
     if what == 5:
-        return content.decode("utf-8", "replace").encode(draw.choice(["utf-16", "utf-16-le", "utf-8-sig", "utf-32"]))
+        return content.decode("utf-8", "replace").encode(
+            draw.choice(["utf-16", "utf-16-le", "utf-8-sig", "utf-32"])
+        )
     if what == 6:
         depth = draw.choice([3, 500, 100_000])
         return b'{"zero_optimization": ' * depth + content + b"}" * draw.choice([0, depth])

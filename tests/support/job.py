@@ -23,14 +23,23 @@ from recipekit.spec.run_folder import CHECKPOINTS, METRICS
 from recipekit.spec.run_folder import numbers as numbers  # tests take it from here
 from recipekit.spec.step_names import step_folders, step_of
 
-MARK = "TEST_JOB"  # an environment variable that every descendant of a job inherits, wherever it moves to
+# an environment variable that every descendant of a job inherits, wherever it moves to
+MARK = "TEST_JOB"
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
 BIN = Path(sys.executable).parent
 
 
 def deepspeed(recipe: Path, *flags: object, ranks: int = 2) -> list[str]:
     """The command line of the `deepspeed` launcher on a port of its own."""
-    return [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(recipe), *map(str, flags)]
+    return [
+        str(BIN / "deepspeed"),
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        str(recipe),
+        *map(str, flags),
+    ]
 
 
 def command_line(process: psutil.Process) -> list[str]:
@@ -41,7 +50,9 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 class Job:
-    """A started command in a session of its own; with `terminal` it has a controlling terminal, on which Ctrl-C can be pressed."""
+    """A started command in a session of its own; with `terminal` it has a controlling terminal, on
+    which Ctrl-C can be pressed.
+    """
 
     def __init__(self, folder: Path, argv: list[str], terminal: bool = False, **variables: str):
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,7 +64,13 @@ class Job:
         if not terminal:
             with self.log.open("wb") as output:
                 self.process = subprocess.Popen(
-                    argv, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                    argv,
+                    cwd=folder,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
             return
         self._keyboard, screen = pty.openpty()
@@ -72,7 +89,8 @@ class Job:
         threading.Thread(target=self._copy_screen, args=(self._keyboard,), daemon=True).start()
 
     def _copy_screen(self, keyboard: int) -> None:
-        with self.log.open("wb", buffering=0) as output, contextlib.suppress(OSError):  # a terminal ends with an error
+        # a terminal ends with an error
+        with self.log.open("wb", buffering=0) as output, contextlib.suppress(OSError):
             while shown := os.read(keyboard, 4096):
                 output.write(shown)
 
@@ -80,7 +98,9 @@ class Job:
         os.write(self._keyboard, b"\x03")
 
     def close_terminal(self) -> None:
-        """What closing the window or losing the ssh connection does: SIGHUP, and nobody reads what is printed."""
+        """What closing the window or losing the ssh connection does: SIGHUP, and nobody reads what
+        is printed.
+        """
         assert self._keyboard is not None
         os.close(self._keyboard)
         self._keyboard = None
@@ -94,17 +114,28 @@ class Job:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(MARK) == self.mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
     def launcher(self) -> psutil.Process:
         """The process `deepspeed.launcher.launch`."""
-        (found,) = [process for process in psutil.Process(self.process.pid).children() if "deepspeed.launcher.launch" in command_line(process)]
+        (found,) = [
+            process
+            for process in psutil.Process(self.process.pid).children()
+            if "deepspeed.launcher.launch" in command_line(process)
+        ]
         return found
 
     def rank(self, number: int) -> psutil.Process:
-        (found,) = [process for process in self.launcher().children() if process.environ()["LOCAL_RANK"] == str(number)]
+        (found,) = [
+            process
+            for process in self.launcher().children()
+            if process.environ()["LOCAL_RANK"] == str(number)
+        ]
         return found
 
     def wait(self, timeout: float) -> int:
@@ -125,7 +156,9 @@ class Job:
 
     def wait_gone(self, timeout: float) -> float:
         """Seconds until no process of the job was left."""
-        return self.wait_for(lambda: self.process.poll() is not None and not self.processes(), timeout)
+        return self.wait_for(
+            lambda: self.process.poll() is not None and not self.processes(), timeout
+        )
 
     def fail(self, what: str) -> Any:
         left = self.processes()
@@ -147,7 +180,8 @@ class Job:
 
 
 def contention() -> float:
-    """How many times longer work takes here than on an idle machine: the wall time of a busy loop over its CPU time, at least 1.
+    """How many times longer work takes here than on an idle machine: the wall time of a busy loop
+    over its CPU time, at least 1.
 
     What a test promises in seconds is promised for a machine that does nothing else.
     """
@@ -170,7 +204,11 @@ def steps_done(run: Path) -> int:
 
 def checkpoints(run: Path) -> list[int]:
     """The steps whose folders are there."""
-    return [number for path in step_folders(run / CHECKPOINTS) if (number := step_of(path.name)) is not None]
+    return [
+        number
+        for path in step_folders(run / CHECKPOINTS)
+        if (number := step_of(path.name)) is not None
+    ]
 
 
 def copy_run(run: Path, to: Path) -> Path:
@@ -179,8 +217,22 @@ def copy_run(run: Path, to: Path) -> Path:
 
 
 def in_mounts(script: str) -> list[str]:
-    """Runs a command in a mount namespace of its own, in which `script` has changed what is mounted where."""
-    if os.geteuid() != 0 or not shutil.which("unshare") or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+    """Runs a command in a mount namespace of its own, in which `script` has changed what is mounted
+    where.
+    """
+    if (
+        os.geteuid() != 0
+        or not shutil.which("unshare")
+        or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("needs root and util-linux's unshare to mount")
-    programs = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])  # whatever PATH the command itself is given
-    return [str(shutil.which("unshare")), "-m", "/bin/sh", "-ec", f'own=$PATH PATH={programs}\n{script}\nPATH=$own\nexec "$@"', "sh"]
+    # whatever PATH the command itself is given
+    programs = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
+    return [
+        str(shutil.which("unshare")),
+        "-m",
+        "/bin/sh",
+        "-ec",
+        f'own=$PATH PATH={programs}\n{script}\nPATH=$own\nexec "$@"',
+        "sh",
+    ]

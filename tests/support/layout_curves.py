@@ -3,8 +3,8 @@
     python tests/support/layout_curves.py --record tests/support/layout_curves.json --picture recipes/layouts.png
     python tests/support/layout_curves.py --record tests/support/layout_curves.json --picture recipes/layouts.png --redraw
 
-All runs start from the same weights and read the same rows, in fp32. The record has the losses of each run, the date and
-the versions. With --redraw, nothing is trained.
+All runs start from the same weights and read the same rows, in fp32. The record has the losses of
+each run, the date and the versions. With --redraw, nothing is trained.
 """
 
 import argparse
@@ -54,10 +54,19 @@ def train() -> dict[str, list[float]]:
     for name, (world, file, degrees) in LAYOUTS.items():
         recipe = parity.recipe_for("untied", **NUMBERS, **parity.accumulating(world, **degrees))
         with tempfile.TemporaryDirectory(prefix="curves_") as out:
-            codes = pools.run(world, parity.train_in_layout, recipe=recipe, config=parity.strategy(file), out=out)
+            codes = pools.run(
+                world, parity.train_in_layout, recipe=recipe, config=parity.strategy(file), out=out
+            )
             assert codes == [0] * world, name
-            losses[name] = [json.loads(line)["loss"] for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-        print(f"{name}: largest difference {max(differences(losses[PLAIN], losses[name])):.1e}", file=sys.stderr, flush=True)
+            losses[name] = [
+                json.loads(line)["loss"]
+                for line in (Path(out) / "metrics.jsonl").read_text().splitlines()
+            ]
+        print(
+            f"{name}: largest difference {max(differences(losses[PLAIN], losses[name])):.1e}",
+            file=sys.stderr,
+            flush=True,
+        )
     pools.close()
     return losses
 
@@ -79,12 +88,22 @@ def draw(record: dict[str, Any], path: Path) -> None:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     steps = range(1, len(losses[PLAIN]) + 1)
     above.plot(steps, losses[PLAIN], color="black", linewidth=5, alpha=0.25, label=PLAIN)
-    below.axhline(1e-5, color="black", linestyle="--", linewidth=1, label="limit of the tests, 1e-5")
+    below.axhline(
+        1e-5, color="black", linestyle="--", linewidth=1, label="limit of the tests, 1e-5"
+    )
 
-    for number, (name, values) in enumerate((name, values) for name, values in losses.items() if name != PLAIN):
-        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else ":", "linewidth": 1}
+    for number, (name, values) in enumerate(
+        (name, values) for name, values in losses.items() if name != PLAIN
+    ):
+        style = {
+            "color": f"C{number % 10}",
+            "linestyle": "-" if number < 10 else ":",
+            "linewidth": 1,
+        }
         above.plot(steps, values, label=name, **style)
-        below.semilogy(steps, [max(value, 1e-9) for value in differences(losses[PLAIN], values)], **style)
+        below.semilogy(
+            steps, [max(value, 1e-9) for value in differences(losses[PLAIN], values)], **style
+        )
 
     above.set_title(f"A tiny Llama in {len(losses) - 1} layouts: one loss curve", loc="left")
     above.set_ylabel("loss")
@@ -96,14 +115,24 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--record", type=Path, required=True, help="the JSON file with the losses")
     parser.add_argument("--picture", type=Path, required=True, help="the PNG file")
-    parser.add_argument("--redraw", action="store_true", help="draw the losses of the record; train nothing")
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw the losses of the record; train nothing"
+    )
     arguments = parser.parse_args()
     if not arguments.redraw:
         versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-        record = {"date": datetime.date.today().isoformat(), "versions": versions, "losses": train()}
+        record = {
+            "date": datetime.date.today().isoformat(),
+            "versions": versions,
+            "losses": train(),
+        }
         arguments.record.write_text(json.dumps(record, indent=1) + "\n")
     draw(json.loads(arguments.record.read_text()), arguments.picture)
 

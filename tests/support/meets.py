@@ -1,4 +1,6 @@
-"""A program without torch that takes its rank as a recipe does, and meets the other ranks at the master port; rank 0 prints who came."""
+"""A program without torch that takes its rank as a recipe does, and meets the other ranks at the
+master port; rank 0 prints who came.
+"""
 
 import json
 import os

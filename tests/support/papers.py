@@ -1,4 +1,7 @@
-"""States optimizers as their papers do: one process, whole tensors, one after the other. Nothing is shared with recipekit/optim, which is judged by this."""
+"""States optimizers as their papers do: one process, whole tensors, one after the other.
+
+Nothing is shared with recipekit/optim, which is judged by this.
+"""
 
 import math
 from typing import Any
@@ -7,7 +10,9 @@ import torch
 
 
 class Plain(torch.optim.Optimizer):
-    """Calls `rule(weights, gradient, state, group)` for each whole tensor; `state["t"]` counts its steps from 1."""
+    """Calls `rule(weights, gradient, state, group)` for each whole tensor; `state["t"]` counts its
+    steps from 1.
+    """
 
     rule: Any
 
@@ -25,9 +30,13 @@ class Plain(torch.optim.Optimizer):
 
 
 class Lamb(Plain):
-    """Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (arXiv 1904.00962v5), with phi(z) = z."""
+    """Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning" (arXiv 1904.00962v5),
+    with phi(z) = z.
+    """
 
-    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def rule(
+        self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         beta1, beta2 = group["betas"]
         state["m"] = beta1 * state.get("m", torch.zeros_like(x)) + (1 - beta1) * g
         state["v"] = beta2 * state.get("v", torch.zeros_like(x)) + (1 - beta2) * g * g
@@ -35,14 +44,21 @@ class Lamb(Plain):
         if group.get("bias_correction", True):
             m, v = m / (1 - beta1 ** state["t"]), v / (1 - beta2 ** state["t"])
         r = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * x
-        weights_norm, update_norm = math.sqrt(float((x.double() ** 2).sum())), math.sqrt(float((r.double() ** 2).sum()))
+        weights_norm, update_norm = (
+            math.sqrt(float((x.double() ** 2).sum())),
+            math.sqrt(float((r.double() ** 2).sum())),
+        )
         x -= group["lr"] * (weights_norm / update_norm if weights_norm and update_norm else 1.0) * r
 
 
 class Lion(Plain):
-    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675)."""
+    """Algorithm 2 of Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv
+    2302.06675).
+    """
 
-    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def rule(
+        self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         beta1, beta2 = group["betas"]
         m = state.get("m", torch.zeros_like(x))
         c = beta1 * m + (1 - beta1) * g
@@ -51,32 +67,47 @@ class Lion(Plain):
 
 
 class Adafactor(Plain):
-    """Algorithm 4 of Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235), with what
-    torch.optim.Adafactor states in its place: means for sums, lr for the constant 0.01 and as the factor of the decay, eps[0] as a
-    floor of the mean and of the root.
+    """Algorithm 4 of Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
+    Cost" (arXiv 1804.04235), with what torch.optim.Adafactor states in its place: means for sums,
+    lr for the constant 0.01 and as the factor of the decay, eps[0] as a floor of the mean and of
+    the root.
     """
 
-    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def rule(
+        self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         t, lr, (eps1, eps2) = state["t"], group["lr"], group.get("eps", (None, 1e-3))
         eps1 = torch.finfo(x.dtype).eps if eps1 is None else eps1
         beta2 = 1 - t ** group.get("beta2_decay", -0.8)
         alpha = max(eps2, math.sqrt(float((x.double() ** 2).mean()))) * min(lr, 1 / math.sqrt(t))
         x -= lr * group["weight_decay"] * x
-        means = {"v": g * g} if x.dim() < 2 else {"r": (g * g).mean(-1, keepdim=True), "c": (g * g).mean(-2, keepdim=True)}
+        means = (
+            {"v": g * g}
+            if x.dim() < 2
+            else {"r": (g * g).mean(-1, keepdim=True), "c": (g * g).mean(-2, keepdim=True)}
+        )
         for name, mean in means.items():
             state[name] = beta2 * state.get(name, torch.zeros_like(mean)) + (1 - beta2) * mean
-        v = state["v"] if x.dim() < 2 else state["r"] * state["c"] / state["r"].mean(-2, keepdim=True).clamp(min=eps1)
+        v = (
+            state["v"]
+            if x.dim() < 2
+            else state["r"] * state["c"] / state["r"].mean(-2, keepdim=True).clamp(min=eps1)
+        )
         u = g / v.sqrt().clamp(min=eps1)
         x -= alpha / max(1.0, math.sqrt(float((u.double() ** 2).mean())) / group.get("d", 1.0)) * u
 
 
 class Muon(Plain):
-    """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as torch.optim.Muon averages, in fp32; AdamW for what is no matrix.
+    """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as
+    torch.optim.Muon averages, in fp32; AdamW for what is no matrix.
 
-    A group says in `matrix` what it holds, and in `adjust` whether rates are Jordan's or those of Liu et al. (arXiv 2502.16982).
+    A group says in `matrix` what it holds, and in `adjust` whether rates are Jordan's or those of
+    Liu et al. (arXiv 2502.16982).
     """
 
-    def rule(self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def rule(
+        self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
         x *= 1 - group["lr"] * group["weight_decay"]
         if not group["matrix"]:
             beta1, beta2 = group["betas"]
@@ -91,39 +122,72 @@ class Muon(Plain):
         u = u / max(float(u.norm()), 1e-7)
         for _ in range(5):
             u = 3.4445 * u - 4.7750 * u @ u.T @ u + 2.0315 * u @ u.T @ u @ u.T @ u
-        x -= group["lr"] * (0.2 * math.sqrt(max(rows, columns)) if group["adjust"] else math.sqrt(max(1, rows / columns))) * u
+        x -= (
+            group["lr"]
+            * (
+                0.2 * math.sqrt(max(rows, columns))
+                if group["adjust"]
+                else math.sqrt(max(1, rows / columns))
+            )
+            * u
+        )
 
 
 class OneBitAdam:
-    """Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888), with all workers in one process; AdamW up to `freeze_step`.
+    """Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888), with all workers in one process;
+    AdamW up to `freeze_step`.
 
-    `step` takes the gradients of each worker. The second compression is of the parts that the workers serve: all tensors in a row, padded to
-    whole bytes of signs for each worker. Elements whose v is zero when it is frozen take no part. A sign that flips moves a weight by as
-    much as a step does, so that sums and products are rounded here as torch's optimizers round them.
+    `step` takes the gradients of each worker. The second compression is of the parts that the
+    workers serve: all tensors in a row, padded to whole bytes of signs for each worker. Elements
+    whose v is zero when it is frozen take no part. A sign that flips moves a weight by as much as a
+    step does, so that sums and products are rounded here as torch's optimizers round them.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], workers: int, freeze_step: int, betas: tuple[float, float], eps: float):
-        self.groups, self.workers, self.freeze_step, self.betas, self.eps = groups, workers, freeze_step, betas, eps
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        workers: int,
+        freeze_step: int,
+        betas: tuple[float, float],
+        eps: float,
+    ):
+        self.groups, self.workers, self.freeze_step, self.betas, self.eps = (
+            groups,
+            workers,
+            freeze_step,
+            betas,
+            eps,
+        )
         self.tensors = [(weights, group) for group in groups for weights in group["params"]]
         sizes = [weights.numel() for weights, _ in self.tensors]
         part = -(-sum(sizes) // (8 * workers)) * 8
         self.whose = torch.arange(sum(sizes)) // part  # worker that serves an element
-        self.which = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))  # tensor that an element is of
+        # tensor that an element is of
+        self.which = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
         self.m, self.v, self.t = torch.zeros(sum(sizes)), torch.zeros(sum(sizes)), 0
-        self.worker_errors, self.server_error = [torch.zeros(sum(sizes)) for _ in range(workers)], torch.zeros(sum(sizes))
+        self.worker_errors, self.server_error = (
+            [torch.zeros(sum(sizes)) for _ in range(workers)],
+            torch.zeros(sum(sizes)),
+        )
 
     def signs(self, z: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """Gives each element the root mean square of those that `of` numbers alike, and its sign."""
+        """Gives each element the root mean square of those that `of` numbers alike, and its
+        sign.
+        """
         live = self.v > 0
         squares, counts = (
-            torch.zeros(int(of.max()) + 1, dtype=torch.float64).index_add_(0, of[live], values[live])
+            torch.zeros(int(of.max()) + 1, dtype=torch.float64).index_add_(
+                0, of[live], values[live]
+            )
             for values in (z.double() ** 2, torch.ones_like(z, dtype=torch.float64))
         )
         roots = (squares / counts.clamp(min=1)).sqrt().float()[of]
         return torch.where(live, torch.where(z < 0, -roots, roots), 0.0)
 
     def freeze(self) -> None:
-        """Frees v of its bias; and what the paper has not: no v that is there is less than a hundredth of the mean of those of its tensor."""
+        """Frees v of its bias; and what the paper has not: no v that is there is less than a
+        hundredth of the mean of those of its tensor.
+        """
         self.v /= 1 - self.betas[1] ** self.freeze_step
         for own in self.v.split([weights.numel() for weights, _ in self.tensors]):
             least = 0.01 * own.sum() / max(1, int((own > 0).sum()))
@@ -131,9 +195,14 @@ class OneBitAdam:
 
     @torch.no_grad()
     def step(self, gradients: list[list[torch.Tensor]], most: float = 0.0) -> float:
-        """Takes a step, with gradients clipped to the norm `most` before the freeze; returns the norm, of the momentum after it."""
+        """Takes a step, with gradients clipped to the norm `most` before the freeze; returns the
+        norm, of the momentum after it.
+        """
         self.t += 1
-        (beta1, beta2), own = self.betas, [torch.cat([value.flatten() for value in each]) for each in gradients]
+        (beta1, beta2), own = (
+            self.betas,
+            [torch.cat([value.flatten() for value in each]) for each in gradients],
+        )
         if self.t <= self.freeze_step:
             g = torch.stack(own).mean(0)
             norm = math.sqrt(float((g.double() ** 2).sum()))
@@ -157,6 +226,9 @@ class OneBitAdam:
         u, at = self.m / (v.sqrt() + self.eps), 0
         for weights, group in self.tensors:
             weights.mul_(1 - group["lr"] * group["weight_decay"])
-            weights.add_(u[at : at + weights.numel()].view_as(weights), alpha=-group["lr"] / (1 - beta1**self.t))
+            weights.add_(
+                u[at : at + weights.numel()].view_as(weights),
+                alpha=-group["lr"] / (1 - beta1**self.t),
+            )
             at += weights.numel()
         return norm

@@ -1,8 +1,10 @@
-"""What the planner counts for a small model of odd sizes under every JSON that ships, in layouts and loads that none of these has by default.
+"""What the planner counts for a small model of odd sizes under every JSON that ships, in layouts
+and loads that none of these has by default.
 
     python tests/support/planned_terms.py        # writes planned_terms.json: after a formula was changed, and held against real ranks by test_memory.py
 
-tests/planner/test_memory.py holds terms against live storages of real ranks; the numbers here show at once which formula a change has touched.
+tests/planner/test_memory.py holds terms against live storages of real ranks; the numbers here show
+at once which formula a change has touched.
 """
 
 import json
@@ -30,7 +32,9 @@ LOAD = Load(micro_batch=3, seq_len=7, accumulation=2, vocabulary=WORDS)
 
 
 def tensors(matrices: bool) -> tuple[Tensor, ...]:
-    """Lists an embedding, layers of which one is wider, a frozen weight, a buffer, a norm and a head."""
+    """Lists an embedding, layers of which one is wider, a frozen weight, a buffer, a norm and a
+    head.
+    """
     group = 2 if matrices else 0
     found = [Tensor("model.embed.weight", (WORDS, WIDTH), 0, place="first")]
     for layer in range(LAYERS):
@@ -42,16 +46,30 @@ def tensors(matrices: bool) -> tuple[Tensor, ...]:
             Tensor(f"{name}.old.weight", (5, WIDTH), None, None, str(layer)),
             Tensor(f"{name}.norm.weight", (WIDTH,), 1, None, str(layer)),
         ]
-    found += [Tensor("model.norm.weight", (WIDTH,), 1, place="last"), Tensor("head.weight", (WORDS, WIDTH), 0, place="last")]
+    found += [
+        Tensor("model.norm.weight", (WIDTH,), 1, place="last"),
+        Tensor("head.weight", (WORDS, WIDTH), 0, place="last"),
+    ]
     return (*found, Tensor("model.turns", (9,), None, buffer="float32"))
 
 
 def blueprint(matrices: bool = False) -> Blueprint:
-    return Blueprint(tensors(matrices), {}, LAYERS, True, groups=(*FIRST, Group(matrix=True)) if matrices else FIRST)
+    return Blueprint(
+        tensors(matrices),
+        {},
+        LAYERS,
+        True,
+        groups=(*FIRST, Group(matrix=True)) if matrices else FIRST,
+    )
 
 
 def experts() -> Blueprint:
-    more = [Tensor(f"model.layers.{layer}.mlp.experts.up", (4, WIDTH, 10), 0, None, str(layer), expert=True) for layer in range(LAYERS)]
+    more = [
+        Tensor(
+            f"model.layers.{layer}.mlp.experts.up", (4, WIDTH, 10), 0, None, str(layer), expert=True
+        )
+        for layer in range(LAYERS)
+    ]
     return Blueprint((*tensors(False), *more), {}, LAYERS, True)
 
 
@@ -78,7 +96,16 @@ LOADS = {
 def config_of(file: str) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((JSONS / file).read_text())
     zero = config.get("zero_optimization", {})
-    return config | {"zero_optimization": zero | {name: value for name, value in SMALL.items() if zero.get("stage", 0) > (2 if "stage3" in name else 0)}}
+    return config | {
+        "zero_optimization": (
+            zero
+            | {
+                name: value
+                for name, value in SMALL.items()
+                if zero.get("stage", 0) > (2 if "stage3" in name else 0)
+            }
+        )
+    }
 
 
 def without_half(config: dict[str, Any]) -> dict[str, Any]:
@@ -99,28 +126,47 @@ def cases() -> dict[str, list[Term]]:
             found[f"{file}, dp3, {name}"] = rank_terms(made, LAYOUTS["dp3"], config, load)
         for name in ("pp3", "pp2 dp2", "dualpipev") if stage < 2 else ():
             for pp_rank in range(LAYOUTS[name].mesh.pp):
-                found[f"{file}, {name}, stage {pp_rank}"] = rank_terms(made, LAYOUTS[name], config, LOAD, pp_rank)
+                found[f"{file}, {name}, stage {pp_rank}"] = rank_terms(
+                    made, LAYOUTS[name], config, LOAD, pp_rank
+                )
     for file in ("zero1.json", "zero2.json", "zero3.json"):
-        found[f"{file}, experts, ep2"] = rank_terms(experts(), LAYOUTS["ep2"], config_of(file), LOAD)
+        found[f"{file}, experts, ep2"] = rank_terms(
+            experts(), LAYOUTS["ep2"], config_of(file), LOAD
+        )
         for key, value in (("overlap_comm", True), ("contiguous_gradients", False)):
             config = config_of(file)
             config["zero_optimization"] = config["zero_optimization"] | {key: value}
-            found[f"{file}, dp3, {key} {value}"] = rank_terms(blueprint(), LAYOUTS["dp3"], config, LOAD)
+            found[f"{file}, dp3, {key} {value}"] = rank_terms(
+                blueprint(), LAYOUTS["dp3"], config, LOAD
+            )
     for engine in ("ddp", "fsdp2"):
         for file in ("zero0.json", "zero2_adafactor.json", "zero2_muon.json"):
-            for name, load in (("", LOAD), (", half", replace(LOAD, half=True)), (", one micro-batch", LOADS["one micro-batch"])):
+            for name, load in (
+                ("", LOAD),
+                (", half", replace(LOAD, half=True)),
+                (", one micro-batch", LOADS["one micro-batch"]),
+            ):
                 config = without_half(config_of(file)) | {"zero_optimization": {"stage": 0}}
-                found[f"{engine}, {file}, dp3{name}"] = rank_terms(blueprint("muon" in file), LAYOUTS["dp3"], config, replace(load, engine=engine))
+                found[f"{engine}, {file}, dp3{name}"] = rank_terms(
+                    blueprint("muon" in file), LAYOUTS["dp3"], config, replace(load, engine=engine)
+                )
     return found
 
 
 def written(terms: list[Term]) -> dict[str, str]:
-    """Writes terms by what they are of: place, bytes, moments, pinned bytes, and whether it is a bound."""
+    """Writes terms by what they are of: place, bytes, moments, pinned bytes, and whether it is a
+    bound.
+    """
     return {
-        f"{term.what} [{number}]": f"{term.place} {term.size} {'+'.join(term.when) or 'always'} {term.pinned} {'bound' if term.bound else 'exact'}"
+        f"{term.what} [{number}]": (
+            f"{term.place} {term.size} {'+'.join(term.when) or 'always'} {term.pinned}"
+            f" {'bound' if term.bound else 'exact'}"
+        )
         for number, term in enumerate(terms)
     }
 
 
 if __name__ == "__main__":
-    RECORDED.write_text(json.dumps({name: written(terms) for name, terms in cases().items()}, indent=0) + "\n")
+    RECORDED.write_text(
+        json.dumps({name: written(terms) for name, terms in cases().items()}, indent=0) + "\n"
+    )

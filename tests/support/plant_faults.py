@@ -1,4 +1,5 @@
-"""Can the tests fail? Plants one fault of faults.json after the other in a copy of this checkout, and runs the quick tests that must find it.
+"""Can the tests fail? Plants one fault of faults.json after the other in a copy of this checkout,
+and runs the quick tests that must find it.
 
     python tests/support/plant_faults.py                       # all that have no result yet; 2 to 5 minutes each
     python tests/support/plant_faults.py --wing data           # those of a wing; or name ids
@@ -8,9 +9,10 @@
     python tests/support/plant_faults.py --unchanged           # the named tests on the copy without a fault: all must pass
     python tests/support/plant_faults.py --report              # the results so far
 
-A fault is `id`, `wing` (a folder of tests/), `file` (below recipes/recipekit), `old` (a text that occurs once in it), `new`,
-and `tests`: files or single tests that run first, the cheapest first. When they all pass, the other files of the wing run
-(not with --named). Results are kept in fault_results.json, and one counts as long as `old` and `new` stay as they were.
+A fault is `id`, `wing` (a folder of tests/), `file` (below recipes/recipekit), `old` (a text that
+occurs once in it), `new`, and `tests`: files or single tests that run first, the cheapest first.
+When they all pass, the other files of the wing run (not with --named). Results are kept in
+fault_results.json, and one counts as long as `old` and `new` stay as they were.
 """
 
 import argparse
@@ -35,11 +37,22 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FAULTS, RESULTS = ROOT / "tests" / "support" / "faults.json", ROOT / "tests" / "support" / "fault_results.json"
+FAULTS, RESULTS = (
+    ROOT / "tests" / "support" / "faults.json",
+    ROOT / "tests" / "support" / "fault_results.json",
+)
 PACKAGE = Path("recipes") / "recipekit"
 LINKED = (".venv", ".cache")  # ignored by git, and read by the tests
 LIMIT = 900.0  # seconds for the tests of one fault
-PRELOADED = ("torch", "transformers", "deepspeed", "datasets", "hypothesis", "safetensors.torch", "torch.distributed.tensor")
+PRELOADED = (
+    "torch",
+    "transformers",
+    "deepspeed",
+    "datasets",
+    "hypothesis",
+    "safetensors.torch",
+    "torch.distributed.tensor",
+)
 
 
 @dataclass(frozen=True)
@@ -58,11 +71,16 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    return [Fault(**(entry | {"tests": tuple(entry["tests"])})) for entry in json.loads(FAULTS.read_text())]
+    return [
+        Fault(**(entry | {"tests": tuple(entry["tests"])}))
+        for entry in json.loads(FAULTS.read_text())
+    ]
 
 
 def write_faults(faults: list[Fault]) -> None:
-    FAULTS.write_text(json.dumps([asdict(fault) for fault in faults], indent=1, ensure_ascii=False) + "\n")
+    FAULTS.write_text(
+        json.dumps([asdict(fault) for fault in faults], indent=1, ensure_ascii=False) + "\n"
+    )
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -72,7 +90,11 @@ def read_results() -> dict[str, dict[str, Any]]:
 def holders(old: str, root: Path = ROOT) -> list[str]:
     """Lists the files below recipekit that hold a text, each as often as it does."""
     files = sorted((root / PACKAGE).rglob("*.py"))
-    return [str(file.relative_to(root / PACKAGE)) for file in files for _ in range(file.read_text().count(old))]
+    return [
+        str(file.relative_to(root / PACKAGE))
+        for file in files
+        for _ in range(file.read_text().count(old))
+    ]
 
 
 def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
@@ -82,8 +104,14 @@ def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
         file = root / PACKAGE / fault.file
         text = file.read_text() if file.exists() else ""
         if (count := text.count(fault.old)) != 1:
-            there = ", ".join(dict.fromkeys(holders(fault.old, root))) or "no file: write the fault anew for what took its place"
-            found.append(f"{fault.id}: {fault.old!r} occurs {count} times in {fault.file}, not once; it is in {there}")
+            there = (
+                ", ".join(dict.fromkeys(holders(fault.old, root)))
+                or "no file: write the fault anew for what took its place"
+            )
+            found.append(
+                f"{fault.id}: {fault.old!r} occurs {count} times in {fault.file}, not once; it is"
+                f" in {there}"
+            )
         elif fault.old == fault.new:
             found.append(f"{fault.id}: changes nothing")
         else:
@@ -101,7 +129,9 @@ def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
 
 
 def mend(faults: list[Fault]) -> list[Fault]:
-    """Gives each fault the file in which its text occurs, where that is one other file and its own holds none."""
+    """Gives each fault the file in which its text occurs, where that is one other file and its own
+    holds none.
+    """
     mended = []
     for fault in faults:
         there = holders(fault.old)
@@ -114,7 +144,13 @@ def checkout() -> Iterator[Path]:
     """A copy of the working tree, without what git ignores."""
     with tempfile.TemporaryDirectory(prefix="faults_") as name:
         copy = Path(name) / "copy"
-        listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "-co", "--exclude-standard"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for path in filter(None, listed.split("\0")):
             if (ROOT / path).is_file():
                 (copy / path).parent.mkdir(parents=True, exist_ok=True)
@@ -122,23 +158,47 @@ def checkout() -> Iterator[Path]:
         for link in LINKED:
             if (ROOT / link).exists():
                 (copy / link).symlink_to((ROOT / link).resolve())
-        subprocess.run(["git", "init", "-q"], cwd=copy, check=True)  # some tests ask git which files there are
+        # some tests ask git which files there are
+        subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
         subprocess.run(["git", "add", "-A"], cwd=copy, check=True)
-        subprocess.run(["git", "-c", "user.name=tests", "-c", "user.email=tests@localhost", "commit", "-qm", "copy"], cwd=copy, check=True)
+        subprocess.run(
+            [
+                "git",
+                "-c",
+                "user.name=tests",
+                "-c",
+                "user.email=tests@localhost",
+                "commit",
+                "-qm",
+                "copy",
+            ],
+            cwd=copy,
+            check=True,
+        )
         yield copy
 
 
 def others(fault: Fault, root: Path = ROOT) -> list[str]:
     """The test files of the fault's wing that are not named whole, the smallest first."""
-    files = sorted((root / "tests" / fault.wing).glob("test_*.py"), key=lambda file: file.stat().st_size)
+    files = sorted(
+        (root / "tests" / fault.wing).glob("test_*.py"), key=lambda file: file.stat().st_size
+    )
     return [name for file in files if (name := str(file.relative_to(root))) not in fault.tests]
 
 
 def preload(copy: Path) -> None:
-    """Imports what the tests need and no fault changes, in the environment of the copy's tests: paid once, and not for each fault."""
+    """Imports what the tests need and no fault changes, in the environment of the copy's tests:
+    paid once, and not for each fault.
+    """
     code = "import json, pool; print(json.dumps(pool.environment()))"
     paths = os.pathsep.join(map(str, [copy / "recipes", copy / "tests" / "support"]))
-    asked = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     os.environ.update(json.loads(asked.stdout) | {"PYTHONDONTWRITEBYTECODE": "1"})
     for name in PRELOADED:
         importlib.import_module(name)
@@ -146,7 +206,10 @@ def preload(copy: Path) -> None:
 
 
 def run_tests(copy: Path, tests: list[str], seconds: float) -> tuple[str, str, str]:
-    """("passed", "failed" or "timed out", the first test that failed, the end of the output). `preload` must have been called."""
+    """("passed", "failed" or "timed out", the first test that failed, the end of the output).
+
+    `preload` must have been called.
+    """
     with tempfile.TemporaryFile("w+") as output:
         if (child := os.fork()) == 0:
             os.setsid()  # its ranks are in its session
@@ -154,10 +217,26 @@ def run_tests(copy: Path, tests: list[str], seconds: float) -> tuple[str, str, s
                 os.dup2(output.fileno(), stream)
             os.chdir(copy)
             sys.path[:0] = [str(copy / "recipes"), str(copy)]
-            sys.path[:] = [path for path in sys.path if not path.startswith(str(ROOT / "tests")) and path != str(ROOT / "recipes")]
+            sys.path[:] = [
+                path
+                for path in sys.path
+                if not path.startswith(str(ROOT / "tests")) and path != str(ROOT / "recipes")
+            ]
             code = 70
             try:
-                code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not multi_gpu", *tests]))
+                code = int(
+                    pytest.main(
+                        [
+                            "-q",
+                            "-x",
+                            "-p",
+                            "no:cacheprovider",
+                            "-m",
+                            "not slow and not gpu and not multi_gpu",
+                            *tests,
+                        ]
+                    )
+                )
             finally:
                 sys.stdout.flush()
                 os._exit(code)
@@ -181,7 +260,9 @@ def run_tests(copy: Path, tests: list[str], seconds: float) -> tuple[str, str, s
 
 
 def plant(fault: Fault, copy: Path, named_only: bool, seconds: float, show: bool) -> dict[str, Any]:
-    """The result for one fault: "found" with the test that failed, "survived", or "timed out"; the copy is as before afterwards."""
+    """The result for one fault: "found" with the test that failed, "survived", or "timed out"; the
+    copy is as before afterwards.
+    """
     file, begun = copy / PACKAGE / fault.file, time.monotonic()
     text = file.read_text()
     file.write_text(text.replace(fault.old, fault.new))
@@ -195,12 +276,22 @@ def plant(fault: Fault, copy: Path, named_only: bool, seconds: float, show: bool
         print(output)
     result = {"failed": "found", "passed": "survived", "timed out": "timed out"}[state]
     by = "" if not by else by.replace(f"{copy}/", "")
-    return {"result": result, "by": by, "tests": "named" if named_only else "wing", "seconds": round(time.monotonic() - begun), "change": fault.change}
+    return {
+        "result": result,
+        "by": by,
+        "tests": "named" if named_only else "wing",
+        "seconds": round(time.monotonic() - begun),
+        "change": fault.change,
+    }
 
 
 def current(faults: list[Fault], results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The results that are of a fault as it is now."""
-    return {fault.id: results[fault.id] for fault in faults if results.get(fault.id, {}).get("change") == fault.change}
+    return {
+        fault.id: results[fault.id]
+        for fault in faults
+        if results.get(fault.id, {}).get("change") == fault.change
+    }
 
 
 def report(faults: list[Fault]) -> int:
@@ -208,18 +299,33 @@ def report(faults: list[Fault]) -> int:
     for fault in faults:
         told = results.get(fault.id, {"result": "not run", "by": ""})
         print(f"{told['result']:10} {fault.wing:12} {fault.id:45} {told['by']}")
-    counts = {kind: sum(result["result"] == kind for result in results.values()) for kind in ("found", "survived", "timed out")}
-    print(f"{len(faults)} faults: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()) + f", {len(faults) - len(results)} not run")
+    counts = {
+        kind: sum(result["result"] == kind for result in results.values())
+        for kind in ("found", "survived", "timed out")
+    }
+    print(
+        f"{len(faults)} faults: "
+        + ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        + f", {len(faults) - len(results)} not run"
+    )
     return int(counts["found"] < len(results))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ids", nargs="*", help="faults by id; all if none is named")
     parser.add_argument("--wing", help="only the faults of this folder of tests/")
     parser.add_argument("--again", action="store_true", help="run those that have a result, too")
-    parser.add_argument("--named", action="store_true", help="run only the tests that the fault names, not the rest of its wing")
-    parser.add_argument("--seconds", type=float, default=LIMIT, help="time limit for the tests of one fault")
+    parser.add_argument(
+        "--named",
+        action="store_true",
+        help="run only the tests that the fault names, not the rest of its wing",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=LIMIT, help="time limit for the tests of one fault"
+    )
     parser.add_argument("--show", action="store_true", help="print the end of what pytest says")
     for name in ("check", "mend", "unchanged", "report"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -229,7 +335,11 @@ def main() -> int:
         parser.error(f"no such fault: {', '.join(sorted(unknown))}")
     if chosen.mend:
         write_faults(faults := mend(faults))
-    todo = [fault for fault in faults if (not chosen.ids or fault.id in chosen.ids) and chosen.wing in (None, fault.wing)]
+    todo = [
+        fault
+        for fault in faults
+        if (not chosen.ids or fault.id in chosen.ids) and chosen.wing in (None, fault.wing)
+    ]
     if chosen.report:
         return report(todo)
     if problems := wrong(todo):
@@ -240,15 +350,25 @@ def main() -> int:
     with checkout() as copy:
         preload(copy)
         if chosen.unchanged:
-            state, by, output = run_tests(copy, list(dict.fromkeys(test for fault in todo for test in fault.tests)), chosen.seconds * len(todo))
+            state, by, output = run_tests(
+                copy,
+                list(dict.fromkeys(test for fault in todo for test in fault.tests)),
+                chosen.seconds * len(todo),
+            )
             print(output if state != "passed" else "", f"{state} {by}")
             return int(state != "passed")
         for fault in todo:
             if fault.id in current(faults, read_results()) and not chosen.again:
                 continue
             result = plant(fault, copy, chosen.named, chosen.seconds, chosen.show)
-            print(f"{result['result']:10} {fault.id} ({result['seconds']} s) {result['by']}", flush=True)
-            RESULTS.write_text(json.dumps(dict(sorted((read_results() | {fault.id: result}).items())), indent=1) + "\n")
+            print(
+                f"{result['result']:10} {fault.id} ({result['seconds']} s) {result['by']}",
+                flush=True,
+            )
+            RESULTS.write_text(
+                json.dumps(dict(sorted((read_results() | {fault.id: result}).items())), indent=1)
+                + "\n"
+            )
     return report(todo)
 
 

@@ -1,8 +1,9 @@
-"""Warm pools of real gloo workers, forked from one process that has imported torch, deepspeed and the loop: seconds, paid once per session.
+"""Warm pools of real gloo workers, forked from one process that has imported torch, deepspeed and
+the loop: seconds, paid once per session.
 
-A case is a module-level function `case(**arguments)`; every rank of the pool runs it, and `Pool.run` returns what each
-returned. A case that raises or outlives its time limit ends the pool: the stacks of all ranks are in the error, and the
-next case gets a new pool.
+A case is a module-level function `case(**arguments)`; every rank of the pool runs it, and
+`Pool.run` returns what each returned. A case that raises or outlives its time limit ends the pool:
+the stacks of all ranks are in the error, and the next case gets a new pool.
 """
 
 import faulthandler
@@ -26,7 +27,11 @@ from recipekit.hosts import op_cache
 from recipekit.hosts.ports import free_port as free_port  # tests take it from here
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = [ROOT / "tests" / "support", *sorted({test.parent for test in (ROOT / "tests").glob("*/test_*.py")})]  # where tests find each other
+# where tests find each other
+FOLDERS = [
+    ROOT / "tests" / "support",
+    *sorted({test.parent for test in (ROOT / "tests").glob("*/test_*.py")}),
+]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -34,24 +39,35 @@ FORKS.set_forkserver_preload(
         "recipekit.train",
         "recipekit.parallel.pipeline",
         "deepspeed.runtime.zero.stage3",
-        "deepspeed.runtime.zero.muon.original_muon",  # imported by the first step, and with it torch's compiler: two seconds
+        # imported by the first step, and with it torch's compiler: two seconds
+        "deepspeed.runtime.zero.muon.original_muon",
         "transformers.models.llama.modeling_llama",
         "matplotlib.figure",
     ]
 )
 LINEAR: Any = None  # torch.nn.functional.linear as it was, in a worker
-MOST_WORKERS = 10  # alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
-HEAVY = 2 << 30  # bytes of a rank at which a pool ends after its case: what DeepSpeed 0.19.8 locks for swap files (4 GB a rank) it never gives back
-MOST_CASES = 20  # of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep their names
+# alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
+MOST_WORKERS = 10
+# bytes of a rank at which a pool ends after its case: what DeepSpeed 0.19.8 locks for swap files (4
+# GB a rank) it never gives back
+HEAVY = 2 << 30
+# of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep
+# their names
+MOST_CASES = 20
 
 
-OF_A_GPU = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")  # what `environment` sets, and tests of a GPU need as it was
-STACKS = signal.SIGRTMIN  # no program here means anything else by it: a run stops at SIGUSR1 and SIGUSR2
-BEGAN_WITH = "TESTS_BEGAN_WITH"  # the variable that holds those two as JSON, for workers of pytest-xdist, too
+# what `environment` sets, and tests of a GPU need as it was
+OF_A_GPU = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
+# no program here means anything else by it: a run stops at SIGUSR1 and SIGUSR2
+STACKS = signal.SIGRTMIN
+# the variable that holds those two as JSON, for workers of pytest-xdist, too
+BEGAN_WITH = "TESTS_BEGAN_WITH"
 
 
 def environment() -> dict[str, str]:
-    """What every process of the tests runs with: one thread, the CPU, no network, the project's own op cache."""
+    """What every process of the tests runs with: one thread, the CPU, no network, the project's own
+    op cache.
+    """
     return os.environ | {
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
@@ -79,12 +95,24 @@ class Pool:
             port = str(free_port())
             self.processes = []
             for rank in range(world):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                own = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
                 files = [str(self.folder / name) for name in (f"rank{rank}.log", f"stacks{rank}")]
-                self.processes.append(FORKS.Process(target=_worker, args=(address, environment() | own, *files), daemon=True))
+                self.processes.append(
+                    FORKS.Process(
+                        target=_worker, args=(address, environment() | own, *files), daemon=True
+                    )
+                )
                 self.processes[-1].start()
             connections = [listener.accept() for _ in range(world)]
-        self.connections: dict[int, Connection] = {connection.recv(): connection for connection in connections}
+        self.connections: dict[int, Connection] = {
+            connection.recv(): connection for connection in connections
+        }
 
     def run(self, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
         """Runs `case(**arguments)` on every rank; returns the ranks' results in order."""
@@ -103,15 +131,25 @@ class Pool:
                         continue
                     ok, value = pickle.loads(self.connections[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    ok, value = False, f"the process ended with {self.processes[rank].exitcode}\n{self._log(rank)}"
+                    ok, value = (
+                        False,
+                        (
+                            "the process ended with"
+                            f" {self.processes[rank].exitcode}\n{self._log(rank)}"
+                        ),
+                    )
                 waiting.remove(rank)
                 if ok:
                     results[rank] = value
                 else:
                     errors.append(f"rank {rank}: {value}")
-                    deadline = min(deadline, time.monotonic() + 5)  # its peers hang in a collective or fail soon too
+                    # its peers hang in a collective or fail soon too
+                    deadline = min(deadline, time.monotonic() + 5)
             if waiting and time.monotonic() > deadline:
-                errors.append(f"ranks {sorted(waiting)} did not end within {timeout} s; their stacks:\n{self._stacks()}")
+                errors.append(
+                    f"ranks {sorted(waiting)} did not end within {timeout} s; their"
+                    f" stacks:\n{self._stacks()}"
+                )
                 break
         if errors:
             self.close()
@@ -119,7 +157,9 @@ class Pool:
         return results
 
     def rest(self) -> None:
-        """Stops the workers until the next case: the threads of a rank's groups wake a thousand times a second, which takes a tenth of two cores."""
+        """Stops the workers until the next case: the threads of a rank's groups wake a thousand
+        times a second, which takes a tenth of two cores.
+        """
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
@@ -134,7 +174,9 @@ class Pool:
     @property
     def heavy(self) -> bool:
         try:
-            return any(psutil.Process(process.pid).memory_info().rss > HEAVY for process in self.processes)
+            return any(
+                psutil.Process(process.pid).memory_info().rss > HEAVY for process in self.processes
+            )
         except psutil.Error:  # one has just ended: the next case sees it
             return False
 
@@ -150,7 +192,10 @@ class Pool:
             if process.is_alive():
                 os.kill(process.pid, STACKS)
         time.sleep(0.5)
-        return "\n".join(f"--- rank {rank}\n{(self.folder / f'stacks{rank}').read_text()}" for rank in range(self.world))
+        return "\n".join(
+            f"--- rank {rank}\n{(self.folder / f'stacks{rank}').read_text()}"
+            for rank in range(self.world)
+        )
 
     def _log(self, rank: int) -> str:
         return "\n".join((self.folder / f"rank{rank}.log").read_text().splitlines()[-30:])
@@ -162,7 +207,9 @@ class Pools:
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
 
-    def run(self, world: int, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
+    def run(
+        self, world: int, case: Callable[..., Any], timeout: float = 120, **arguments: Any
+    ) -> list[Any]:
         if world in self.pools and self.pools[world].num_cases == MOST_CASES:
             self.pools.pop(world).close()
         if world not in self.pools or not self.pools[world].alive:
@@ -198,7 +245,8 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
     from recipekit.runtime import ending
     from recipekit.runtime.start import do_without_shm_op
 
-    ending.draw_picture = lambda *_: None  # half a second at the end of each run; tests/runtime/test_ending.py draws
+    # half a second at the end of each run; tests/runtime/test_ending.py draws
+    ending.draw_picture = lambda *_: None
     global LINEAR
     LINEAR = torch.nn.functional.linear
     torch.set_num_threads(1)
@@ -212,17 +260,22 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
         except EOFError:
             break
         try:
-            answer = pickle.dumps((True, getattr(importlib.import_module(module), name)(**arguments)))
+            answer = pickle.dumps(
+                (True, getattr(importlib.import_module(module), name)(**arguments))
+            )
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
-        # plain pickle: multiprocessing's would share tensors by file descriptors that die with the worker
+        # plain pickle: multiprocessing's would share tensors by file descriptors that die with the
+        # worker
         connection.send_bytes(answer)
         _forget()
     torch.distributed.destroy_process_group()
 
 
 def _forget() -> None:
-    """Puts back what DeepSpeed keeps in module globals, so that one case does not change the next."""
+    """Puts back what DeepSpeed keeps in module globals, so that one case does not change the
+    next.
+    """
     import torch
     import torch.distributed as dist
     from deepspeed.runtime.zero import partition_parameters
@@ -232,14 +285,20 @@ def _forget() -> None:
     groups._release_process_group_references()  # the groups and the mpu of the case
     gc.collect()
     dist.barrier()  # no rank is in a collective of a group that another one destroys
-    # Each group of gloo has three threads, one of which wakes a hundred times a second (torch 2.13): a few hundred groups take half of two
-    # cores. DTensor's caches know a mesh by its ranks, and go on with the groups of the first one.
+    # Each group of gloo has three threads, one of which wakes a hundred times a second (torch
+    # 2.13): a few hundred groups take half of two cores. DTensor's caches know a mesh by its ranks,
+    # and go on with the groups of the first one.
     meshes = [found for found in gc.get_objects() if isinstance(found, DeviceMesh)]
-    kept = {dist.group.WORLD.group_name, *(name for mesh in meshes for name in getattr(mesh, "_dim_group_names", []))}
+    kept = {
+        dist.group.WORLD.group_name,
+        *(name for mesh in meshes for name in getattr(mesh, "_dim_group_names", [])),
+    }
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_name not in kept:
             dist.destroy_process_group(group)
     torch.nn.functional.linear = LINEAR  # zero.Init replaces it for good (DeepSpeed 0.19.8)
     partition_parameters.Init.apply_param_persistence = False
-    partition_parameters.Init.num_persisted_parameters = partition_parameters.Init.num_persisted_elements = 0
+    partition_parameters.Init.num_persisted_parameters = (
+        partition_parameters.Init.num_persisted_elements
+    ) = 0
     gc.collect()

@@ -1,20 +1,30 @@
-"""Texts of DeepSpeed files as scripts and editors leave them: Hjson, templates, cut and merged files."""
+"""Texts of DeepSpeed files as scripts and editors leave them: Hjson, templates, cut and merged
+files.
+"""
 
 from ds_json import Case
 
 OPTIMIZER = '"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}'
-TAIL = f'"train_micro_batch_size_per_gpu": 2, {OPTIMIZER}, "zero_optimization": {{"stage": 1, "reduce_bucket_size": 1000000}}'
+TAIL = (
+    f'"train_micro_batch_size_per_gpu": 2, {OPTIMIZER}, "zero_optimization": {{"stage": 1,'
+    ' "reduce_bucket_size": 1000000}'
+)
 
 TEXTS = {
     "byte order mark": Case("Windows' editors", "\ufeff{" + TAIL + "}"),
     "Windows' lines": Case("Windows' editors", "{\r\n" + TAIL.replace(", ", ",\r\n") + "\r\n}\r\n"),
-    "tabs and blank lines": Case("editors", "\n\n{\t" + TAIL.replace(", ", ",\n\n\t") + "\n}\n\n\n"),
+    "tabs and blank lines": Case(
+        "editors", "\n\n{\t" + TAIL.replace(", ", ",\n\n\t") + "\n}\n\n\n"
+    ),
     "block comment": Case("files with notes in them", "{ /* two rows\n a GPU */ " + TAIL + "}"),
-    "comment after the end": Case("files with notes in them", "{" + TAIL + "}\n// 2024-05-01: works\n"),
+    "comment after the end": Case(
+        "files with notes in them", "{" + TAIL + "}\n// 2024-05-01: works\n"
+    ),
     "comment with a bracket": Case("files with notes in them", "{\n# {old: 1}\n" + TAIL + "}"),
     "keys without quotes": Case(
         "Hjson",
-        "{\n  train_micro_batch_size_per_gpu: 2\n  optimizer: {type: AdamW\n params: {lr: 0.001}}\n  zero_optimization: {stage: 1\n reduce_bucket_size: 1000000}\n}",
+        "{\n  train_micro_batch_size_per_gpu: 2\n  optimizer: {type: AdamW\n params: {lr: 0.001}}\n"
+        "  zero_optimization: {stage: 1\n reduce_bucket_size: 1000000}\n}",
     ),
     "single quotes": Case("printed Python", "{" + TAIL.replace('"', "'") + "}"),
     "True of Python": Case("printed Python", "{" + TAIL + ',\n"bf16": {\n"enabled": True\n}}'),
@@ -37,16 +47,26 @@ TEXTS = {
     "a number": Case("wrong files", "2"),
     "null": Case("wrong files", "null"),
     "a page": Case("failed downloads", "<!DOCTYPE html><html><body>404</body></html>"),
-    "YAML": Case("wrong files", "train_micro_batch_size_per_gpu: 2\nzero_optimization:\n  stage: 2\n"),
-    "a pointer to the file": Case("clones without LFS", "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1024\n"),
+    "YAML": Case(
+        "wrong files", "train_micro_batch_size_per_gpu: 2\nzero_optimization:\n  stage: 2\n"
+    ),
+    "a pointer to the file": Case(
+        "clones without LFS",
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1024\n",
+    ),
     "shell's variables": Case(
-        "Megatron's scripts", '{"train_batch_size": $GLOBAL_BATCH, "train_micro_batch_size_per_gpu": $MICRO_BATCH, "steps_per_print": 1}'
+        "Megatron's scripts",
+        '{"train_batch_size": $GLOBAL_BATCH, "train_micro_batch_size_per_gpu": $MICRO_BATCH,'
+        ' "steps_per_print": 1}',
     ),
     "a template's words": Case(
         "Megatron's templates",
-        '{\n "train_batch_size" : CONFIG_BATCH_SIZE,\n "train_micro_batch_size_per_gpu": CONFIG_MBSIZE,\n "steps_per_print": LOG_INTERVAL\n}',
+        '{\n "train_batch_size" : CONFIG_BATCH_SIZE,\n "train_micro_batch_size_per_gpu":'
+        ' CONFIG_MBSIZE,\n "steps_per_print": LOG_INTERVAL\n}',
     ),
-    "a template's switch": Case("Megatron's templates", "{" + TAIL + ',\n "fp16": {\n "enabled": CONFIG_FP16_ENABLED\n }\n}'),
+    "a template's switch": Case(
+        "Megatron's templates", "{" + TAIL + ',\n "fp16": {\n "enabled": CONFIG_FP16_ENABLED\n }\n}'
+    ),
     "shell's default": Case("shell scripts", "{" + TAIL + ', "bf16": {"enabled": ${BF16:-true}}}'),
     "Jinja": Case("generated files", '{"train_batch_size": {{ batch }}, ' + OPTIMIZER + "}"),
     "three dots": Case("posts", "{\n ...\n " + TAIL + "\n ...\n}"),
@@ -63,8 +83,12 @@ TEXTS = {
     "leading zero": Case("hand-written files", "{" + TAIL.replace('gpu": 2', 'gpu": 02') + "}"),
     "thousands": Case("spreadsheets", "{" + TAIL.replace("1000000", "1,000,000") + "}"),
     "optimizer twice": Case("merged files", "{" + TAIL + ", " + OPTIMIZER + "}"),
-    "a key twice in a block": Case("merged files", "{" + TAIL + ', "bf16": {"enabled": false, "enabled": true}}'),
-    "conflict of a merge": Case("merged files", "{\n<<<<<<< HEAD\n" + TAIL + "\n=======\n>>>>>>> main\n}"),
+    "a key twice in a block": Case(
+        "merged files", "{" + TAIL + ', "bf16": {"enabled": false, "enabled": true}}'
+    ),
+    "conflict of a merge": Case(
+        "merged files", "{\n<<<<<<< HEAD\n" + TAIL + "\n=======\n>>>>>>> main\n}"
+    ),
     "three quotes": Case("Hjson", "{" + TAIL + ", \"log_level\": '''error'''}"),
     "escapes": Case("generated files", "{" + TAIL.replace('"lr"', '"\\u006cr"') + "}"),
     "a key with an accent": Case("notes", "{" + TAIL + ', "r\u00e9glage": "essai"}'),

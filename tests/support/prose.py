@@ -1,10 +1,12 @@
-"""Count translated phrases and long sentences in pages, help texts, messages and recipes' docstrings.
+"""Count translated phrases and long sentences in pages, help texts, messages and recipes'
+docstrings.
 
     python tests/support/prose.py                 one line a file: words, hits, hits per 1,000 words, long sentences
     python tests/support/prose.py FILE...         the same for these files
     python tests/support/prose.py --show FILE...  each hit and each long sentence with its line
 
-The count reads Markdown outside code. In Python it reads strings of five words or more, and the docstrings of recipes.
+The count reads Markdown outside code. In Python it reads strings of five words or more, and the
+docstrings of recipes.
 """
 
 import argparse
@@ -36,10 +38,15 @@ ANYWHERE = (
     r"\b(is|are|has) none\b",
     r"\banew\b|\bbegun\b|\bin place of\b|\bbut for\b|\bfor want of\b|\bmend(s|ed)?\b",
     r"\bgo(es)? on\b",
-    r"\b(stands?|lies?|lie|lay) (in|on|beside|there|above|below|around|behind|before|where|here|one)\b",
+    (
+        r"\b(stands?|lies?|lie|lay)"
+        r" (in|on|beside|there|above|below|around|behind|before|where|here|one)\b"
+    ),
     r"\bof (ours|its own|their own|our own)\b",
 )
-NOT_IN_QUESTIONS = (r"\b(what|whatever) (a|an|the|it|they|is|are|was|has|this|each|one|other|its)\b",)
+NOT_IN_QUESTIONS = (
+    r"\b(what|whatever) (a|an|the|it|they|is|are|was|has|this|each|one|other|its)\b",
+)
 IN_DOCSTRINGS = (r"(?-i:^(What|Which|Where|How|Whether) [a-z])",)
 
 FOLDERS = ("recipes", "ds_configs", "launch", "tools", "tests")
@@ -82,7 +89,9 @@ class Count:
 
 
 def root_of(path: Path) -> Path:
-    """Return the repository that a file or folder belongs to; raise ValueError outside a repository."""
+    """Return the repository that a file or folder belongs to; raise ValueError outside a
+    repository.
+    """
     for folder in (path.resolve(), *path.resolve().parents):
         if (folder / "recipes" / "recipekit").is_dir():
             return folder
@@ -91,7 +100,10 @@ def root_of(path: Path) -> Path:
 
 def pages(root: Path) -> list[Path]:
     """Return the Markdown files of a repository."""
-    found = [*root.glob("*.md"), *(page for folder in FOLDERS for page in (root / folder).rglob("*.md"))]
+    found = [
+        *root.glob("*.md"),
+        *(page for folder in FOLDERS for page in (root / folder).rglob("*.md")),
+    ]
     return sorted(path for path in found if _is_read(path.relative_to(root)))
 
 
@@ -111,7 +123,9 @@ def count_file(path: Path) -> Count:
 
 
 def blocks_of(path: Path) -> list[Block]:
-    """Return the prose of a file; of a recipe its docstring, of other Python files their strings."""
+    """Return the prose of a file; of a recipe its docstring, of other Python files their
+    strings.
+    """
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return markdown(text)
@@ -170,9 +184,15 @@ def sentences(block: Block) -> Iterator[tuple[int, str]]:
 
 
 def length_of(sentence: str) -> int:
-    """Return the number of words, where a plain list of four or more short items counts as one word."""
+    """Return the number of words, where a plain list of four or more short items counts as one
+    word.
+    """
     item = r"[^\s,;:()]+(?: [^\s,;:()]+)?"
-    text = re.sub(rf"(?<=[:(] ){item}(?:, {item}){{2,}}(?:,? (?:and|or) {item}|, {item}|, \.\.\.)", CODE, sentence)
+    text = re.sub(
+        rf"(?<=[:(] ){item}(?:, {item}){{2,}}(?:,? (?:and|or) {item}|, {item}|, \.\.\.)",
+        CODE,
+        sentence,
+    )
     text = re.sub(rf"{CODE}+(?:(?:,|,? and|,? or) {CODE}+){{2,}}", CODE, text)
     return len([word for word in text.split() if re.search(rf"\w|{CODE}", word)])
 
@@ -187,7 +207,9 @@ LINK = r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\](?:\(([^()\s]*(?:\([^()]*\))?)[^()]*\)|\
 
 
 def markdown(text: str, kind: str = PAGE, first: int = 1) -> list[Block]:
-    """Return the blocks of a Markdown text outside code; `first` is the number of its first line."""
+    """Return the blocks of a Markdown text outside code; `first` is the number of its first
+    line.
+    """
     found: list[Block] = []
     open_block: Marked = []
 
@@ -217,7 +239,8 @@ def markdown(text: str, kind: str = PAGE, first: int = 1) -> list[Block]:
 
 
 def outside_code(text: str, kind: str = PAGE) -> list[str]:
-    """Return the lines of a Markdown text, with empty ones for comments and for fenced or indented code.
+    """Return the lines of a Markdown text, with empty ones for comments and for fenced or indented
+    code.
 
     In strings and docstrings indented lines are code without an empty line before them as well.
     """
@@ -253,7 +276,9 @@ def _cells(number: int, row: str, kind: str) -> list[Block]:
 
 
 def _plain(marked: Marked, kind: str) -> Block:
-    """Return a block without code spans, links, emphasis and tags; each character keeps its line."""
+    """Return a block without code spans, links, emphasis and tags; each character keeps its
+    line.
+    """
     text = " ".join(line.strip() for _, line in marked)
     lines = [number for number, line in marked for _ in range(len(line.strip()) + 1)][: len(text)]
     for pattern, replaced in (
@@ -268,7 +293,9 @@ def _plain(marked: Marked, kind: str) -> Block:
     return Block(text, tuple(lines), kind)
 
 
-def _replace(pattern: str, replaced: Callable[[re.Match[str]], str], text: str, lines: list[int]) -> tuple[str, list[int]]:
+def _replace(
+    pattern: str, replaced: Callable[[re.Match[str]], str], text: str, lines: list[int]
+) -> tuple[str, list[int]]:
     out, numbers, place = "", [], 0
     for found in re.finditer(pattern, text):
         new = replaced(found)
@@ -289,7 +316,8 @@ def docstring(source: str) -> list[Block]:
 def strings(source: str) -> list[Block]:
     """Return the blocks of all strings of five words or more that a user can read.
 
-    Docstrings are left out, except one of a module that is printed as `__doc__`. So are patterns, paths and programs.
+    Docstrings are left out, except one of a module that is printed as `__doc__`. So are patterns,
+    paths and programs.
     """
     tree = ast.parse(source)
     printed = any(isinstance(node, ast.Name) and node.id == "__doc__" for node in ast.walk(tree))
@@ -316,7 +344,9 @@ def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _text(node: ast.expr) -> str | None:
-    """Return the string that an expression makes, with a word for each field; None for other expressions."""
+    """Return the string that an expression makes, with a word for each field; None for other
+    expressions.
+    """
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -329,7 +359,9 @@ def _text(node: ast.expr) -> str | None:
 
 
 def _is_silent(node: ast.AST) -> bool:
-    """Return True for expressions whose strings nobody reads: docstrings, patterns, lists of names."""
+    """Return True for expressions whose strings nobody reads: docstrings, patterns, lists of
+    names.
+    """
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -342,7 +374,11 @@ def _is_code(text: str) -> bool:
     signs = r"\{%|\\[bdswDSW.()\[\]]|\(\?[:P=!<]|\[\^|\.[*+](?=[^*]|$)|#!/|\$\("
     program = r"^\s*(import [\w., ]+$|from [\w.]+ import|def \w+\(|class \w+[(:]|print\(|set -e)"
     query = r"\b(SELECT|INSERT|UPDATE|DELETE|CREATE)\b.*\b(FROM|INTO|SET|TABLE)\b"
-    if re.search(signs, text) or re.search(program, text, re.MULTILINE) or re.search(query, text, re.DOTALL):
+    if (
+        re.search(signs, text)
+        or re.search(program, text, re.MULTILINE)
+        or re.search(query, text, re.DOTALL)
+    ):
         return True
     tokens = [token for token in text.split() if re.search(r"\w", token) and token != FIELD]
     return len(words_of(text)) < len(tokens) / 2
@@ -352,9 +388,15 @@ def _is_code(text: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Markdown or Python files")
-    parser.add_argument("--show", action="store_true", help="print each hit and each long sentence with its line")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="Markdown or Python files"
+    )
+    parser.add_argument(
+        "--show", action="store_true", help="print each hit and each long sentence with its line"
+    )
     given = parser.parse_args(arguments)
     root = root_of(Path.cwd()) if not given.files else None
     paths = given.files or (pages(root) + programs(root) if root else [])
@@ -375,11 +417,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _sum(counts: list[Count]) -> Count:
     hits = tuple(hit for one in counts for hit in one.hits)
-    return Count(sum(one.words for one in counts), hits, tuple(hit for one in counts for hit in one.long))
+    return Count(
+        sum(one.words for one in counts), hits, tuple(hit for one in counts for hit in one.long)
+    )
 
 
 def _row(name: str, found: Count) -> str:
-    return f"{found.words:7} words {len(found.hits):4} hits {found.rate:5.1f} per 1,000 {len(found.long):4} long  {name}"
+    return (
+        f"{found.words:7} words {len(found.hits):4} hits {found.rate:5.1f} per 1,000"
+        f" {len(found.long):4} long  {name}"
+    )
 
 
 if __name__ == "__main__":

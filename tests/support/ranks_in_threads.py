@@ -1,6 +1,8 @@
-"""Ranks as threads of one process, whose collectives are done here in Python: what ranks compute with them can be seen in milliseconds.
+"""Ranks as threads of one process, whose collectives are done here in Python: what ranks compute
+with them can be seen in milliseconds.
 
-The arithmetic around a collective is proved so, not the collective: real ranks are in pool.py. A group is a tuple of ranks; None is all of them.
+The arithmetic around a collective is proved so, not the collective: real ranks are in pool.py. A
+group is a tuple of ranks; None is all of them.
 """
 
 import threading
@@ -11,12 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-ADD = {dist.ReduceOp.SUM: lambda values: values.sum(0), dist.ReduceOp.MAX: lambda values: values.amax(0), dist.ReduceOp.MIN: lambda values: values.amin(0)}
+ADD = {
+    dist.ReduceOp.SUM: lambda values: values.sum(0),
+    dist.ReduceOp.MAX: lambda values: values.amax(0),
+    dist.ReduceOp.MIN: lambda values: values.amin(0),
+}
 SECONDS = 20.0  # after which a rank that waits alone fails
 
 
 class Ranks:
-    """Runs a case on several threads at a time. `sizes` has the elements of each all-reduce, by rank 0."""
+    """Runs a case on several threads at a time.
+
+    `sizes` has the elements of each all-reduce, by rank 0.
+    """
 
     def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch):
         self.world, self.sizes = world, list[int]()
@@ -39,13 +48,18 @@ class Ranks:
                 for barrier, _ in list(self._meetings.values()):
                     barrier.abort()
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.world)]
+        threads = [
+            threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.world)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if failed:
-            raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
+            raise next(
+                (error for error in failed if not isinstance(error, threading.BrokenBarrierError)),
+                failed[0],
+            )
         return found
 
     def _exchange(self, group: Any, value: Any) -> list[Any]:
@@ -59,18 +73,33 @@ class Ranks:
         barrier.wait(SECONDS)
         return found
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+    def _all_reduce(
+        self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None
+    ) -> None:
         if self._own.rank == 0:
             self.sizes.append(tensor.numel())
         tensor.copy_(ADD[op](torch.stack(self._exchange(group, tensor.detach().clone()))))
 
-    def _all_gather(self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
-        for into, value in zip(tensors, self._exchange(group, tensor.detach().clone()), strict=True):
+    def _all_gather(
+        self, tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None
+    ) -> None:
+        for into, value in zip(
+            tensors, self._exchange(group, tensor.detach().clone()), strict=True
+        ):
             into.copy_(value)
 
-    def _all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> None:
+    def _all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None
+    ) -> None:
         place = self._get_rank(group)
-        output.copy_(torch.cat([value.chunk(self._get_world_size(group))[place] for value in self._exchange(group, tensor.clone())]))
+        output.copy_(
+            torch.cat(
+                [
+                    value.chunk(self._get_world_size(group))[place]
+                    for value in self._exchange(group, tensor.clone())
+                ]
+            )
+        )
 
     def _get_rank(self, group: Any = None) -> int:
         return self._own.rank if group is None else group.index(self._own.rank)

@@ -1,13 +1,16 @@
-"""Records what stock DeepSpeed does with every case of lint_cases.py; writes lint_verdicts.json. Nothing of recipekit's rules is used.
+"""Records what stock DeepSpeed does with every case of lint_cases.py; writes lint_verdicts.json.
+
+Nothing of recipekit's rules is used.
 
     python tests/support/record_lint_verdicts.py                    # all cases (an hour on 2 busy cores), then the file
     python tests/support/record_lint_verdicts.py NAME ...           # these only; the others keep what is recorded
 
-Real processes hand each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model (or a PipelineModule of
-its layers), train two optimizer steps and save a checkpoint. An exception is recorded as it is. Otherwise every key of the
-JSON is left out and changed in turn, and what is seen (losses, weights, learning rates, the state of the engine, the
-optimizer and the schedule, files, printed lines) is compared: a key that nothing follows from is one DeepSpeed ignores, and
-a value that works like another one is one it replaces.
+Real processes hand each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model
+(or a PipelineModule of its layers), train two optimizer steps and save a checkpoint. An exception
+is recorded as it is. Otherwise every key of the JSON is left out and changed in turn, and what is
+seen (losses, weights, learning rates, the state of the engine, the optimizer and the schedule,
+files, printed lines) is compared: a key that nothing follows from is one DeepSpeed ignores, and a
+value that works like another one is one it replaces.
 """
 
 import contextlib
@@ -32,7 +35,10 @@ from pool import CaseFailed, Pools, environment
 
 
 def leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted path of a configuration and its value; an empty block and a list are values. A block that is switched off is not entered."""
+    """Every dotted path of a configuration and its value; an empty block and a list are values.
+
+    A block that is switched off is not entered.
+    """
     for key, value in config.items():
         if config.get("enabled") is False and key != "enabled":
             continue
@@ -46,8 +52,10 @@ def leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 RECORDED = Path(__file__).parent / "lint_verdicts.json"
 LIMIT_S = 90.0  # seconds that one look may take, two optimizer steps and a save
 DEEPEST = 4  # levels of objects that are looked at below the engine
-WORDS = ("none", "cpu", "fp32", "linear", "sum", "AdamW", "WarmupLR", "other")  # one of them is another value of any key that takes a word
-ORDINARY = {path: value for path, value in leaves(plain(1)) if not path.startswith("zero_")}  # what plain files show of these holds for posted ones, too
+# one of them is another value of any key that takes a word
+WORDS = ("none", "cpu", "fp32", "linear", "sum", "AdamW", "WarmupLR", "other")
+# what plain files show of these holds for posted ones, too
+ORDINARY = {path: value for path, value in leaves(plain(1)) if not path.startswith("zero_")}
 FALLBACK = {"nvme": "cpu"}  # what a value is silently taken for, if it is
 
 
@@ -55,7 +63,9 @@ FALLBACK = {"nvme": "cpu"}  # what a value is silently taken for, if it is
 
 
 def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
-    """What follows from one JSON on this rank: {"error": ...} or {path: value} of everything that can be seen."""
+    """What follows from one JSON on this rank: {"error": ...} or {path: value} of everything that
+    can be seen.
+    """
     import deepspeed
     import torch
 
@@ -65,7 +75,9 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
     torch.distributed.barrier()
     before, printed = Path.cwd(), io.StringIO()
     handler = logging.StreamHandler(printed)
-    handler.addFilter(lambda record: "config" not in record.module and "json = {" not in record.getMessage())
+    handler.addFilter(
+        lambda record: "config" not in record.module and "json = {" not in record.getMessage()
+    )
     # the CPU computes in fp16, and DeepSpeed asks whether it does so fast
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
     logger = deepspeed.utils.logger
@@ -89,7 +101,11 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
             continue  # what was measured, and the order of it, is another one each time
         text = f"printed {re.sub(r'[0-9.:e+-]+', '#', line.rpartition('] ')[2])[:200]}"
         seen[text] = seen.get(text, 0) + 1
-    seen["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != "ds.json")
+    seen["files"] = sorted(
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "ds.json"
+    )
     return seen
 
 
@@ -98,21 +114,38 @@ def train(path: Path, pp: int) -> dict[str, Any]:
     import torch
 
     model = pipeline(pp) if pp > 1 else tiny_llama()
-    said = Case("", path.read_text()).parsed  # the script has to know whether the JSON sets an optimizer
+    # the script has to know whether the JSON sets an optimizer
+    said = Case("", path.read_text()).parsed
     client = None
     if not isinstance(said.get("optimizer"), dict) or "type" not in said["optimizer"]:
         client = own_optimizer(said, model)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), optimizer=client, config=str(path))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), optimizer=client, config=str(path)
+    )
     if isinstance(said.get("activation_checkpointing"), dict):
-        deepspeed.checkpointing.configure(None, deepspeed_config=str(path))  # as Megatron's scripts do
+        # as Megatron's scripts do
+        deepspeed.checkpointing.configure(None, deepspeed_config=str(path))
     alike = pp > 1 or engine.autotp_size() > 1  # ranks that must see the same rows
     rows, losses, norms, rates = engine.train_micro_batch_size_per_gpu(), [], [], []
     assert isinstance(rows, int), rows
     for step in range(2):
         for micro in range(1 if pp > 1 else engine.gradient_accumulation_steps()):
-            batches = [batch(rows, step, micro + index, alike) for index in range(engine.gradient_accumulation_steps())] if pp > 1 else []
+            batches = (
+                [
+                    batch(rows, step, micro + index, alike)
+                    for index in range(engine.gradient_accumulation_steps())
+                ]
+                if pp > 1
+                else []
+            )
             if pp > 1:
-                losses.append(float(engine.train_batch(iter([(one["input_ids"], one["input_ids"]) for one in batches]))))
+                losses.append(
+                    float(
+                        engine.train_batch(
+                            iter([(one["input_ids"], one["input_ids"]) for one in batches])
+                        )
+                    )
+                )
             else:
                 one = batch(rows, step, micro, alike)
                 loss = engine(**one).loss
@@ -126,11 +159,25 @@ def train(path: Path, pp: int) -> dict[str, Any]:
     engine.save_checkpoint("saved")
     if engine.zero_optimization_stage() == 3:
         engine.save_16bit_model("weights")
-    state = {"losses": losses, "norms": norms, "rates": rates, "weights": tree(list(engine.module.parameters()), 2, set())}
+    state = {
+        "losses": losses,
+        "norms": norms,
+        "rates": rates,
+        "weights": tree(list(engine.module.parameters()), 2, set()),
+    }
     state |= dict(flat(tree(engine, DEEPEST, set()), "engine"))
-    state |= dict(flat(tree(getattr(next(engine.module.parameters()), "nvme_swapper", None), DEEPEST, set()), "swapper"))
+    state |= dict(
+        flat(
+            tree(getattr(next(engine.module.parameters()), "nvme_swapper", None), DEEPEST, set()),
+            "swapper",
+        )
+    )
     checkpointing = vars(deepspeed.runtime.activation_checkpointing.checkpointing)
-    state |= {name: value for name, value in checkpointing.items() if isinstance(value, (bool, int, str)) and not name.startswith("_")}
+    state |= {
+        name: value
+        for name, value in checkpointing.items()
+        if isinstance(value, (bool, int, str)) and not name.startswith("_")
+    }
     state["linear"] = torch.nn.functional.linear.__module__  # which zero.Init may replace
     torch.distributed.barrier()
     engine.destroy()
@@ -138,12 +185,16 @@ def train(path: Path, pp: int) -> dict[str, Any]:
 
 
 def own_optimizer(said: dict[str, Any], model: Any) -> Any:
-    """The optimizer that a script passes when its JSON has none: DeepSpeed's CPU Adam where the JSON offloads, else PyTorch's."""
+    """The optimizer that a script passes when its JSON has none: DeepSpeed's CPU Adam where the
+    JSON offloads, else PyTorch's.
+    """
     import torch
 
     zero = said.get("zero_optimization")
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if (isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")) or (isinstance(zero, dict) and zero.get("cpu_offload") is True):
+    if (isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")) or (
+        isinstance(zero, dict) and zero.get("cpu_offload") is True
+    ):
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         return DeepSpeedCPUAdam(model.parameters(), lr=1e-3)
@@ -153,7 +204,14 @@ def own_optimizer(said: dict[str, Any], model: Any) -> Any:
 def tiny_llama() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    shape = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, vocab_size=128)
+    shape = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=128,
+    )
     return AutoModelForCausalLM.from_config(shape)
 
 
@@ -172,20 +230,33 @@ def pipeline(stages: int) -> Any:
 
         def forward(self, hidden: Any) -> Any:
             positions = torch.arange(hidden.shape[1]).unsqueeze(0)
-            out = self.layer(hidden, position_embeddings=rotary(hidden, positions), position_ids=positions)
+            out = self.layer(
+                hidden, position_embeddings=rotary(hidden, positions), position_ids=positions
+            )
             return out[0] if isinstance(out, tuple) else out
 
     def loss(logits: Any, labels: Any) -> Any:
-        return torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]).float(), labels[:, 1:].reshape(-1))
+        return torch.nn.functional.cross_entropy(
+            logits[:, :-1].reshape(-1, logits.shape[-1]).float(), labels[:, 1:].reshape(-1)
+        )
 
-    layers = [llama.model.embed_tokens, *(Layer(layer) for layer in llama.model.layers), llama.model.norm, llama.lm_head]
-    return PipelineModule(layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform")
+    layers = [
+        llama.model.embed_tokens,
+        *(Layer(layer) for layer in llama.model.layers),
+        llama.model.norm,
+        llama.lm_head,
+    ]
+    return PipelineModule(
+        layers=layers, num_stages=stages, loss_fn=loss, partition_method="uniform"
+    )
 
 
 def batch(rows: int, step: int, micro: int, alike: bool) -> dict[str, Any]:
     import torch
 
-    generator = torch.Generator().manual_seed((0 if alike else 1000 * int(os.environ["RANK"])) + 10 * step + micro)
+    generator = torch.Generator().manual_seed(
+        (0 if alike else 1000 * int(os.environ["RANK"])) + 10 * step + micro
+    )
     ids = torch.randint(0, 128, (rows, 8), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
@@ -206,10 +277,19 @@ def tree(thing: Any, depth: int, above: set[int]) -> Any:
         return str(thing)
     for kind in (str, int, float):
         if isinstance(thing, kind):
-            return kind(thing)  # and not a subclass, which would not be found again when it is unpickled
+            # and not a subclass, which would not be found again when it is unpickled
+            return kind(thing)
     if isinstance(thing, torch.Tensor):
         held = thing.detach()
-        return [str(held.dtype), list(held.shape), float(held.double().nan_to_num().abs().sum()) if 0 < held.numel() < 1e6 and not held.is_meta else 0.0]
+        return [
+            str(held.dtype),
+            list(held.shape),
+            (
+                float(held.double().nan_to_num().abs().sum())
+                if 0 < held.numel() < 1e6 and not held.is_meta
+                else 0.0
+            ),
+        ]
     if depth == 0 or id(thing) in above:
         return type(thing).__name__
     above = above | {id(thing)}
@@ -221,16 +301,38 @@ def tree(thing: Any, depth: int, above: set[int]) -> Any:
         }
     if isinstance(thing, (list, tuple)):
         return [tree(value, depth - 1, above) for value in thing[:50]]
-    if isinstance(thing, (DeepSpeedConfig, BaseModel, type)) or not type(thing).__module__.startswith(("deepspeed.", "torch.optim.")):
+    if isinstance(thing, (DeepSpeedConfig, BaseModel, type)) or not type(
+        thing
+    ).__module__.startswith(("deepspeed.", "torch.optim.")):
         return type(thing).__name__
     held = vars(thing)
     if isinstance(thing, torch.optim.Optimizer):
-        held = held | {"param_groups": [{key: value for key, value in group.items() if key != "params"} for group in thing.param_groups]}
-    return {"is": type(thing).__name__} | {key: tree(value, depth - 1, above) for key, value in held.items() if key not in HIDDEN and "hook" not in key}
+        held = held | {
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in thing.param_groups
+            ]
+        }
+    return {"is": type(thing).__name__} | {
+        key: tree(value, depth - 1, above)
+        for key, value in held.items()
+        if key not in HIDDEN and "hook" not in key
+    }
 
 
 # Holders of the configuration itself, and of what differs from one start to the next
-HIDDEN = {"_config", "config", "ds_config", "_param_dict", "param_dict", "_parameters", "_buffers", "_modules", "param_id", "grad_position"}
+HIDDEN = {
+    "_config",
+    "config",
+    "ds_config",
+    "_param_dict",
+    "param_dict",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "param_id",
+    "grad_position",
+}
 
 
 def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -260,8 +362,13 @@ class Recorder:
         """What is seen, as a comparable value; {"error": ...} if DeepSpeed failed."""
         if text in self.seen and not again:
             return self.seen[text]
-        if self.warm is None or self.warm is not self.pools.pools.get(self.case.world) or not self.warm.alive:
-            self.run(self.case.text)  # the first look of a process sees what is printed and made once
+        if (
+            self.warm is None
+            or self.warm is not self.pools.pools.get(self.case.world)
+            or not self.warm.alive
+        ):
+            # the first look of a process sees what is printed and made once
+            self.run(self.case.text)
             self.warm = self.pools.pools.get(self.case.world)
         found = self.run(text)
         if not again:
@@ -273,7 +380,14 @@ class Recorder:
         with tempfile.TemporaryDirectory(prefix="look_") as scratch:
             try:
                 limit = LIMIT_S if self.case.world == 1 else LIMIT_S / 3
-                ranks = self.pools.run(self.case.world, look, timeout=limit, text=text, pp=self.case.pp, scratch=scratch)
+                ranks = self.pools.run(
+                    self.case.world,
+                    look,
+                    timeout=limit,
+                    text=text,
+                    pp=self.case.pp,
+                    scratch=scratch,
+                )
             except CaseFailed as failed:
                 if "did not end" not in str(failed):
                     raise
@@ -282,12 +396,16 @@ class Recorder:
         errors = [rank["error"] for rank in ranks if "error" in rank]
         if errors:
             return {"error": errors[0].replace(scratch, "FOLDER")}
-        return {(rank, path): value for rank, seen in enumerate(ranks) for path, value in seen.items()}
+        return {
+            (rank, path): value for rank, seen in enumerate(ranks) for path, value in seen.items()
+        }
 
     def same(self, one: Any, other: Any) -> bool:
         if "error" in one or "error" in other:
             return one == other
-        return all(one.get(path) == other.get(path) for path in (one.keys() | other.keys()) - self.noise)
+        return all(
+            one.get(path) == other.get(path) for path in (one.keys() | other.keys()) - self.noise
+        )
 
     def verdict(self) -> dict[str, Any]:
         text = self.case.text
@@ -295,7 +413,9 @@ class Recorder:
         if "error" in base:
             return {"verdict": "fails", "error": base["error"], "because_of": self.culprits(base)}
         once_more = self.look(text, again=True)
-        self.noise |= {path for path in base.keys() | once_more.keys() if base.get(path) != once_more.get(path)}
+        self.noise |= {
+            path for path in base.keys() | once_more.keys() if base.get(path) != once_more.get(path)
+        }
         ignored, replaced, applied, unseen, unasked = [], {}, [], [], []
         for path, value in leaves(self.case.parsed):
             if self.posted and ORDINARY.get(path) == value:
@@ -306,41 +426,68 @@ class Recorder:
                 (ignored if is_seen(path) else unseen).append(path)
             else:
                 replaced[path] = what
-        return {"verdict": "ignores" if ignored or replaced else "applies", "ignored": ignored, "replaced": replaced, "applied": applied, "unseen": unseen} | (
-            {"unasked": unasked} if unasked else {}
-        )
+        return {
+            "verdict": "ignores" if ignored or replaced else "applies",
+            "ignored": ignored,
+            "replaced": replaced,
+            "applied": applied,
+            "unseen": unseen,
+        } | ({"unasked": unasked} if unasked else {})
 
     def effect(self, path: str, value: Any, base: Any) -> Any:
-        """True if something follows from the value, False if nothing does, or the value that it works like."""
+        """True if something follows from the value, False if nothing does, or the value that it
+        works like.
+        """
         config = self.case.parsed
         removed = self.look(json.dumps(without(config, path)))
         gone = not self.same(base, removed)
         if value == "auto" and not gone:
             return "the default"
-        if isinstance(value, str) and (meant := meaning(value)) is not None and not isinstance(meant, str):
+        if (
+            isinstance(value, str)
+            and (meant := meaning(value)) is not None
+            and not isinstance(meant, str)
+        ):
             as_meant = self.look(json.dumps(put(config, path, meant)))
             if not self.same(base, as_meant) and "error" not in as_meant:
                 return "not " + json.dumps(meant)
-        if isinstance(value, str) and value in FALLBACK and self.same(base, self.look(json.dumps(put(config, path, FALLBACK[value])))):
+        if (
+            isinstance(value, str)
+            and value in FALLBACK
+            and self.same(base, self.look(json.dumps(put(config, path, FALLBACK[value]))))
+        ):
             return FALLBACK[value]
         for other in [] if gone else others(value):
             changed = self.look(json.dumps(put(config, path, other)))
-            if "ValidationError" not in str(changed.get("error", "")) and not self.same(base, changed):  # one of a wrong type or range says nothing
+            # one of a wrong type or range says nothing
+            if "ValidationError" not in str(changed.get("error", "")) and not self.same(
+                base, changed
+            ):
                 return True
         return gone
 
     def culprits(self, base: Any) -> list[str]:
-        """The keys without which the failure is another one or none, or another value of which lets it train."""
+        """The keys without which the failure is another one or none, or another value of which lets
+        it train.
+        """
         found = []
         for path, value in leaves(self.case.parsed):
             if self.posted and ORDINARY.get(path) == value:
                 continue
             removed = self.look(json.dumps(without(self.case.parsed, path)))
-            new = "ValidationError" in str(removed.get("error", "")) and "ValidationError" not in base["error"]  # a block that needed the key
+            # a block that needed the key
+            new = (
+                "ValidationError" in str(removed.get("error", ""))
+                and "ValidationError" not in base["error"]
+            )
             if removed != base and not new:
                 found.append(path)
                 continue
-            changed = [put(self.case.parsed, path, other) for other in others(value)[:2]] if not self.posted or not found else []
+            changed = (
+                [put(self.case.parsed, path, other) for other in others(value)[:2]]
+                if not self.posted or not found
+                else []
+            )
             if any("error" not in self.look(json.dumps(variant)) for variant in changed):
                 found.append(path)
         return found
@@ -388,21 +535,33 @@ def others(value: Any) -> list[Any]:
     return []
 
 
-def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict: None) -> dict[str, dict[str, Any]]:
+def record(
+    names: list[str], say: Any = print, keep: Any = lambda name, verdict: None
+) -> dict[str, dict[str, Any]]:
     """Case -> what was seen, of the cases named."""
     import deepspeed
 
     found: dict[str, dict[str, Any]] = {}
-    most, pool.MOST_CASES = pool.MOST_CASES, 150  # a look is short and leaves little, and a new process costs more than ten of them
+    # a look is short and leaves little, and a new process costs more than ten of them
+    most, pool.MOST_CASES = pool.MOST_CASES, 150
     pools = Pools()
     try:
         for count, name in enumerate(names, 1):
             began = time.perf_counter()
             recorder = Recorder(pools, CASES[name], name in POSTED)
             found[name] = {"deepspeed": deepspeed.__version__.split("+")[0]} | recorder.verdict()
-            what = found[name].get("error") or ", ".join([*found[name]["ignored"], *(f"{path} -> {value}" for path, value in found[name]["replaced"].items())])
+            what = found[name].get("error") or ", ".join(
+                [
+                    *found[name]["ignored"],
+                    *(f"{path} -> {value}" for path, value in found[name]["replaced"].items()),
+                ]
+            )
             keep(name, found[name])
-            say(f"{count}/{len(names)} {name}: {found[name]['verdict']} ({recorder.looks} looks, {time.perf_counter() - began:.0f} s) {what[:300]}", flush=True)
+            say(
+                f"{count}/{len(names)} {name}: {found[name]['verdict']} ({recorder.looks} looks,"
+                f" {time.perf_counter() - began:.0f} s) {what[:300]}",
+                flush=True,
+            )
     finally:
         pools.close()
         pool.MOST_CASES = most
@@ -411,7 +570,13 @@ def record(names: list[str], say: Any = print, keep: Any = lambda name, verdict:
 
 def written(recorded: dict[str, Any]) -> str:
     """The text of the record, a line a case."""
-    return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(verdict)}" for name, verdict in recorded.items()) + "\n}\n"
+    return (
+        "{\n"
+        + ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(verdict)}" for name, verdict in recorded.items()
+        )
+        + "\n}\n"
+    )
 
 
 def main() -> None:
@@ -421,7 +586,8 @@ def main() -> None:
         raise SystemExit(f"no such case: {', '.join(unknown)}")
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
 
-    def keep(name: str, verdict: dict[str, Any]) -> None:  # after each case, so that an interrupted recording goes on
+    # after each case, so that an interrupted recording goes on
+    def keep(name: str, verdict: dict[str, Any]) -> None:
         recorded[name] = verdict
         RECORDED.write_text(written({case: recorded[case] for case in CASES if case in recorded}))
 
@@ -429,6 +595,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from record_lint_verdicts import main as recorded  # under its own name, by which the workers find `look`
+    # under its own name, by which the workers find `look`
+    from record_lint_verdicts import main as recorded
 
     recorded()

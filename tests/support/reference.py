@@ -1,6 +1,8 @@
-"""The run every layout is compared with: plain PyTorch, one process, the unmodified Hugging Face model.
+"""The run every layout is compared with: plain PyTorch, one process, the unmodified Hugging Face
+model.
 
-Its loss and its learning rate are written here from their definitions: nothing of recipekit's step is shared with what it judges.
+Its loss and its learning rate are written here from their definitions: nothing of recipekit's step
+is shared with what it judges.
 """
 
 import contextlib
@@ -32,7 +34,10 @@ class Trained:
 
 def summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Adds up -log p(label) over the positions that have a label, in fp32."""
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits.float()  # (B, T, V)
+    # (B, T, V)
+    logits = model(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+    ).logits.float()
     labels = batch["labels"]
     chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)  # (B, T)
     return (logits.logsumexp(-1) - chosen)[labels != -100].sum()
@@ -43,39 +48,57 @@ def num_labels(batches: list[dict[str, torch.Tensor]]) -> int:
 
 
 def num_right(scores: torch.Tensor, labels: torch.Tensor, most: int = 1) -> int:
-    """Counts by scikit-learn the rows of scores (N, classes) whose label (N,) is among the `most` largest; a label below 0 is none."""
-    from sklearn.metrics import accuracy_score, top_k_accuracy_score  # a second of imports, which no rank needs
+    """Counts by scikit-learn the rows of scores (N, classes) whose label (N,) is among the `most`
+    largest; a label below 0 is none.
+    """
+    # a second of imports, which no rank needs
+    from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
     scores, labels = scores[labels >= 0].float(), labels[labels >= 0]  # numpy has no bf16
     if not len(labels):
         return 0
     if most == 1:
         return int(accuracy_score(labels.numpy(), scores.argmax(-1).numpy(), normalize=False))
-    return int(top_k_accuracy_score(labels.numpy(), scores.numpy(), k=most, normalize=False, labels=range(scores.shape[1])))
+    return int(
+        top_k_accuracy_score(
+            labels.numpy(), scores.numpy(), k=most, normalize=False, labels=range(scores.shape[1])
+        )
+    )
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps` has, and falls to min_lr, which the last step has.
+    """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps`
+    has, and falls to min_lr, which the last step has.
 
-    A wsd schedule falls over its `decay_steps` only, by the square root of their share that is gone.
+    A wsd schedule falls over its `decay_steps` only, by the square root of their share that is
+    gone.
     """
     if step < recipe.warmup_steps:
         return step * (recipe.lr / recipe.warmup_steps)
     gone = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
     if recipe.schedule == "wsd":
         gone = max(0.0, step + recipe.decay_steps - recipe.steps) / recipe.decay_steps
-    left = {"constant": 1.0, "linear": 1.0 - gone, "cosine": math.cos(math.pi / 2 * gone) ** 2, "wsd": 1.0 - gone**0.5}[recipe.schedule]
+    left = {
+        "constant": 1.0,
+        "linear": 1.0 - gone,
+        "cosine": math.cos(math.pi / 2 * gone) ** 2,
+        "wsd": 1.0 - gone**0.5,
+    }[recipe.schedule]
     return recipe.lr * left + recipe.min_lr * (1.0 - left)
 
 
 def adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
+    return torch.optim.AdamW(
+        groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps
+    )
 
 
 @dataclass(frozen=True)
 class Plain:
-    """What is learned: how rows come, the sum of a micro-batch's losses, and what of an evaluation is right; `decays` says of a name
-    and its values. And by what: `optimizer` takes groups that have their weight_decay.
+    """What is learned: how rows come, the sum of a micro-batch's losses, and what of an evaluation
+    is right; `decays` says of a name and its values.
+
+    And by what: `optimizer` takes groups that have their weight_decay.
     """
 
     stream: Callable[[Recipe, dict[str, Any]], Any]
@@ -83,11 +106,16 @@ class Plain:
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
     decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
     scale: Callable[[str], float] = lambda name: 1.0  # factor of the learning rate
-    matrix: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim == 2 and (".layers." in name or ".h." in name)  # of a decoder, for Muon
+    # of a decoder, for Muon
+    matrix: Callable[[str, torch.Tensor], bool] = lambda name, value: (
+        value.ndim == 2 and (".layers." in name or ".h." in name)
+    )
     right: Callable[[Any, dict[str, torch.Tensor]], list[float]] = lambda model, batch: []
     every_step: bool = False  # `right` of each step's rows, too
-    count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels  # what the loss is a mean over
-    watch: Callable[[Any], Callable[[], None]] = lambda model: lambda: None  # (the model, before it trains) -> what is called after each step
+    # what the loss is a mean over
+    count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels
+    # (the model, before it trains) -> what is called after each step
+    watch: Callable[[Any], Callable[[], None]] = lambda model: lambda: None
     optimizer: Callable[[list[dict[str, Any]], Recipe], torch.optim.Optimizer] = adamw
 
 
@@ -102,25 +130,52 @@ TEXT = Plain(
 )
 
 
-def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: bool = False, plain: Plain = TEXT, whole_masters: bool = False) -> Trained:
-    """Trains `steps` optimizer steps, with torch.optim.AdamW unless `plain` names another; loss and gradients are means over what has a label in the global batch.
+def train_plain(
+    recipe: Recipe,
+    model_config: dict[str, Any],
+    steps: int,
+    bf16: bool = False,
+    plain: Plain = TEXT,
+    whole_masters: bool = False,
+) -> Trained:
+    """Trains `steps` optimizer steps, with torch.optim.AdamW unless `plain` names another; loss and
+    gradients are means over what has a label in the global batch.
 
-    bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision is defined. The masters
-    begin with the values of the bf16 model, as DeepSpeed's do; `whole_masters`: with those that were drawn in fp32, as FSDP2's.
+    bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision
+    is defined. The masters begin with the values of the bf16 model, as DeepSpeed's do;
+    `whole_masters`: with those that were drawn in fp32, as FSDP2's.
     """
     torch.manual_seed(0)
-    model = model_module.build_model(recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")).model
+    model = model_module.build_model(
+        recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")
+    ).model
     after_step = plain.watch(model)
-    masters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    masters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     if bf16:
-        drawn = model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model if whole_masters else model
-        masters = {name: parameter.detach().float().clone().requires_grad_() for name, parameter in drawn.named_parameters()}
+        drawn = (
+            model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model
+            if whole_masters
+            else model
+        )
+        masters = {
+            name: parameter.detach().float().clone().requires_grad_()
+            for name, parameter in drawn.named_parameters()
+        }
     groups: dict[Any, list[torch.Tensor]] = {}
     for name, value in masters.items():
-        groups.setdefault((plain.decays(name, value), plain.scale(name), plain.matrix(name, value)), []).append(value)
+        groups.setdefault(
+            (plain.decays(name, value), plain.scale(name), plain.matrix(name, value)), []
+        ).append(value)
     optimizer = plain.optimizer(
         [
-            {"params": own, "weight_decay": recipe.weight_decay if decays else 0.0, "scale": scale, "matrix": matrix}
+            {
+                "params": own,
+                "weight_decay": recipe.weight_decay if decays else 0.0,
+                "scale": scale,
+                "matrix": matrix,
+            }
             for (decays, scale, matrix), own in groups.items()
         ],
         recipe,
@@ -140,7 +195,14 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
             total = 0.0
             if plain.every_step:
                 with torch.no_grad():
-                    trained.right_of_steps.append([sum(sums) / tokens for sums in zip(*(plain.right(model, batch) for batch in batches), strict=True)])
+                    trained.right_of_steps.append(
+                        [
+                            sum(sums) / tokens
+                            for sums in zip(
+                                *(plain.right(model, batch) for batch in batches), strict=True
+                            )
+                        ]
+                    )
             for batch in batches:
                 loss = plain.loss(model, batch) / tokens
                 loss.backward()
@@ -149,7 +211,9 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
                     for name, parameter in model.named_parameters():
                         masters[name].grad += parameter.grad.float()
                         parameter.grad = None
-            norm = torch.nn.utils.clip_grad_norm_(masters.values(), recipe.gradient_clipping or float("inf"))
+            norm = torch.nn.utils.clip_grad_norm_(
+                masters.values(), recipe.gradient_clipping or float("inf")
+            )
             optimizer.step()
             if bf16:
                 with torch.no_grad():
@@ -162,8 +226,18 @@ def train_plain(recipe: Recipe, model_config: dict[str, Any], steps: int, bf16: 
         held_out = plain.held_out(recipe, model_config)
         model.eval()
         with torch.no_grad():
-            trained.eval_loss = sum(plain.loss(model, batch).item() for batch in held_out) / plain.count(held_out)
-            trained.right = [sum(counts) / plain.count(held_out) for counts in zip(*(plain.right(model, batch) for batch in held_out), strict=True)]
-    saved_buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    trained.weights = {name: value.detach().clone() for name, value in {**dict(model.named_parameters()), **masters, **saved_buffers}.items()}
+            trained.eval_loss = sum(
+                plain.loss(model, batch).item() for batch in held_out
+            ) / plain.count(held_out)
+            trained.right = [
+                sum(counts) / plain.count(held_out)
+                for counts in zip(*(plain.right(model, batch) for batch in held_out), strict=True)
+            ]
+    saved_buffers = {
+        name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
+    }
+    trained.weights = {
+        name: value.detach().clone()
+        for name, value in {**dict(model.named_parameters()), **masters, **saved_buffers}.items()
+    }
     return trained

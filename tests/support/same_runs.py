@@ -1,12 +1,15 @@
-"""Proves that a change of the code changes no run: a tiny run of each kind of a commit and of the working tree, compared bit for bit.
+"""Proves that a change of the code changes no run: a tiny run of each kind of a commit and of the
+working tree, compared bit for bit.
 
     python tests/support/same_runs.py COMMIT [--folder FOLDER] [--cases sft,muon] [--rtol 1e-6] [--now "--attention sdpa --loss whole"]
 
-Each run has 6 steps, an evaluation and a checkpoint every 3. The numbers of every step (loss, grad_norm, lr, tokens or samples, eval_loss)
-have to be equal, and the digests of every tensor of both checkpoints; then the working tree goes on from the commit's
-checkpoint of step 3, in the commit's own run folder, and has to come to the same end. `--folder` keeps the runs, and takes
-those of the commit from there the next time. `--rtol` compares numbers to a relative difference, and leaves the digests out.
-`--now` has flags that the commit does not know, for the runs of the working tree: what a new default was before.
+Each run has 6 steps, an evaluation and a checkpoint every 3. The numbers of every step (loss,
+grad_norm, lr, tokens or samples, eval_loss) have to be equal, and the digests of every tensor of
+both checkpoints; then the working tree goes on from the commit's checkpoint of step 3, in the
+commit's own run folder, and has to come to the same end. `--folder` keeps the runs, and takes those
+of the commit from there the next time. `--rtol` compares numbers to a relative difference, and
+leaves the digests out. `--now` has flags that the commit does not know, for the runs of the working
+tree: what a new default was before.
 """
 
 import argparse
@@ -43,13 +46,27 @@ CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags
     "fsdp2": (2, ["llama3_2_1b_fsdp2.py"]),
     "zero3_cpu": (2, ["llama3_1_8b_zero3_cpu.py"]),
 }
-NUMBERS = ["--tiny", "--steps", STEPS, "--warmup_steps", 2, "--save_every", SAVE_EVERY, "--eval_every", SAVE_EVERY, "--keep", STEPS]
+NUMBERS = [
+    "--tiny",
+    "--steps",
+    STEPS,
+    "--warmup_steps",
+    2,
+    "--save_every",
+    SAVE_EVERY,
+    "--eval_every",
+    SAVE_EVERY,
+    "--keep",
+    STEPS,
+]
 
 
 def checked_out(commit: str, folder: Path) -> Path:
     """The files of a commit, in a folder of their own."""
     if not folder.exists():
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+        packed = subprocess.run(
+            ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True
+        ).stdout
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(folder, filter="data")
     return folder
@@ -59,16 +76,42 @@ def train(tree: Path, case: str, out: Path, more: Sequence[str] = ()) -> None:
     """Runs a case with the code of `tree` and `more` flags, or goes on with the run in `out`."""
     ranks, (recipe, *flags) = CASES[case]
     flags += more
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    command = [*launcher, str(tree / "recipes" / recipe), *map(str, [*flags, *NUMBERS, "--out", out])]
-    done = subprocess.run(command, cwd=out.parent, env=environment() | {"PYTHONPATH": ""}, capture_output=True, text=True, timeout=300, check=False)
+    launcher = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+    ]
+    command = [
+        *launcher,
+        str(tree / "recipes" / recipe),
+        *map(str, [*flags, *NUMBERS, "--out", out]),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=out.parent,
+        env=environment() | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     if done.returncode:
-        sys.exit(f"{case} with {tree} ended with exit code {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+        sys.exit(
+            f"{case} with {tree} ended with exit code"
+            f" {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
+        )
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """What has to be equal: the lines of metrics.jsonl, and for each checkpoint the digests of its tensors."""
-    manifests = {folder.name: json.loads((folder / "manifest.json").read_text()) for folder in step_folders(run / CHECKPOINTS)}
+    """What has to be equal: the lines of metrics.jsonl, and for each checkpoint the digests of its
+    tensors.
+    """
+    manifests = {
+        folder.name: json.loads((folder / "manifest.json").read_text())
+        for folder in step_folders(run / CHECKPOINTS)
+    }
     return {
         "lines": numbers(read_metrics(run)),
         "digests": {name: manifest["tensors"] for name, manifest in manifests.items()},
@@ -81,15 +124,35 @@ def differences(before: dict[str, Any], after: dict[str, Any], rtol: float) -> l
     if len(before["lines"]) != len(after["lines"]):
         found.append(f"{len(before['lines'])} steps, now {len(after['lines'])}")
     for was, now in zip(before["lines"], after["lines"], strict=False):
-        unlike = [key for key in was.keys() | now.keys() if key not in was or key not in now or abs(was[key] - now[key]) > rtol * abs(was[key])]
-        found += [f"step {was['step']}: {key} {was.get(key)}, now {now.get(key)}" for key in sorted(unlike)]
+        unlike = [
+            key
+            for key in was.keys() | now.keys()
+            if key not in was or key not in now or abs(was[key] - now[key]) > rtol * abs(was[key])
+        ]
+        found += [
+            f"step {was['step']}: {key} {was.get(key)}, now {now.get(key)}"
+            for key in sorted(unlike)
+        ]
     if not rtol:
         for step, tensors in before["digests"].items():
             others = after["digests"].get(step, {})
-            unlike = [name for name in tensors.keys() | others.keys() if tensors.get(name) != others.get(name)]
-            found += [f"{step}: {len(unlike)} of {len(tensors)} tensors differ, {min(unlike)} among them"] if unlike else []
+            unlike = [
+                name
+                for name in tensors.keys() | others.keys()
+                if tensors.get(name) != others.get(name)
+            ]
+            found += (
+                [
+                    f"{step}: {len(unlike)} of {len(tensors)} tensors differ, {min(unlike)} among"
+                    " them"
+                ]
+                if unlike
+                else []
+            )
         if before["digests"].keys() != after["digests"].keys():
-            found.append(f"checkpoints {', '.join(before['digests'])}, now {', '.join(after['digests'])}")
+            found.append(
+                f"checkpoints {', '.join(before['digests'])}, now {', '.join(after['digests'])}"
+            )
     return found
 
 
@@ -107,12 +170,31 @@ def main() -> int:
     """Exit code: 0 nothing differs, 1 something does."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("commit", help="what the working tree is compared with, for example HEAD~3")
-    parser.add_argument("--folder", type=Path, help="keep the runs there (default: a temporary folder)")
-    parser.add_argument("--cases", default=",".join(CASES), help="names of cases, separated by commas (default: all)")
-    parser.add_argument("--rtol", type=float, default=0.0, help="relative difference of the numbers that is let pass (default: none)")
-    parser.add_argument("--now", default="", help="flags of the working tree's runs alone, in one word")
+    parser.add_argument(
+        "--folder", type=Path, help="keep the runs there (default: a temporary folder)"
+    )
+    parser.add_argument(
+        "--cases",
+        default=",".join(CASES),
+        help="names of cases, separated by commas (default: all)",
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=0.0,
+        help="relative difference of the numbers that is let pass (default: none)",
+    )
+    parser.add_argument(
+        "--now", default="", help="flags of the working tree's runs alone, in one word"
+    )
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", arguments.commit], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", arguments.commit],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
     found = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary)).absolute()

@@ -1,12 +1,15 @@
-"""A device beside the CPU on a machine that has none: `second`, torch's PrivateUse1 with a backend in Python.
+"""A device beside the CPU on a machine that has none: `second`, torch's PrivateUse1 with a backend
+in Python.
 
-Its tensors lie in host memory and every operation is the CPU's, so all of them have their values, and a run on it can be
-compared with one on the CPU. What differs is what an operation takes. As on CUDA it takes tensors of one device only; but
-copies take any, pointwise operations also numbers of the host (tensors without dimensions), indices may lie on the host,
-`numpy()` and a generator of the host are refused, and so are tensors of the host in collectives, which NCCL does not take.
+Its tensors lie in host memory and every operation is the CPU's, so all of them have their values,
+and a run on it can be compared with one on the CPU. What differs is what an operation takes. As on
+CUDA it takes tensors of one device only; but copies take any, pointwise operations also numbers of
+the host (tensors without dimensions), indices may lie on the host, `numpy()` and a generator of the
+host are refused, and so are tensors of the host in collectives, which NCCL does not take.
 
-FakeTensorMode over the same backend has torch's own check of devices, but no values: neither weights could be compared with
-their files, nor a checkpoint with what it saves. `install` is for the whole process and cannot be undone.
+FakeTensorMode over the same backend has torch's own check of devices, but no values: neither
+weights could be compared with their files, nor a checkpoint with what it saves. `install` is for
+the whole process and cannot be undone.
 """
 
 import contextlib
@@ -25,14 +28,29 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 NAME = "second"
 CPU = torch.device("cpu")
 COLLECTIVES = (
-    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all_single", "broadcast", "reduce", "reduce_scatter_tensor"),
+    *(
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "broadcast",
+        "reduce",
+        "reduce_scatter_tensor",
+    ),
     *("send", "recv", "batch_isend_irecv"),
 )
 aten: Any = torch.ops.aten
 COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
-INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, aten._unsafe_index.Tensor}
+INDEXED = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index.Tensor,
+}
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
-_LOWERED = threading.local()  # `now`: in an operation, whose tensors are the host's; DeepSpeed's all-to-all is one
+# `now`: in an operation, whose tensors are the host's; DeepSpeed's all-to-all is one
+_LOWERED = threading.local()
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
@@ -41,17 +59,31 @@ class OtherDevice(RuntimeError):
 
 
 class OnSecond(torch.Tensor):
-    """A tensor on the second device: ordinary, but for its device and for the memory, which only `_on_host` looks at."""
+    """A tensor on the second device: ordinary, but for its device and for the memory, which only
+    `_on_host` looks at.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(host: torch.Tensor) -> "OnSecond":
-        return torch.Tensor._make_subclass(OnSecond, host, host.requires_grad, dispatch_device=True, device_for_backend_keys=torch.device(NAME, 0))  # type: ignore
+        return torch.Tensor._make_subclass(
+            OnSecond,
+            host,
+            host.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=torch.device(NAME, 0),
+        )  # type: ignore
 
     @classmethod
-    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.device(NAME, 0) if operation is torch.ops.prim.device.default else _run(operation, args, kwargs or {})
+    def __torch_dispatch__(
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return (
+            torch.device(NAME, 0)
+            if operation is torch.ops.prim.device.default
+            else _run(operation, args, kwargs or {})
+        )
 
     def tolist(self) -> Any:
         return _on_host(self).tolist()
@@ -61,14 +93,19 @@ class OnSecond(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if threading.current_thread().name == "checkpoint":
-            raise OtherDevice("a checkpoint that is written in the background holds a tensor of the device, which training changes")
+            raise OtherDevice(
+                "a checkpoint that is written in the background holds a tensor of the device, which"
+                " training changes"
+            )
         return _on_host(self).__reduce_ex__(protocol)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of the CPU."""
     with torch._C._DisableTorchDispatch():
-        return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 def _run(operation: Any, args: Any, kwargs: Any) -> Any:
@@ -84,19 +121,27 @@ def _run(operation: Any, args: Any, kwargs: Any) -> Any:
             second[id(leaves[number])] = leaf
 
     def lift(value: Any) -> Any:
-        if isinstance(value, AsyncCollectiveTensor):  # DTensor's stand-in for what a collective has not brought yet
+        # DTensor's stand-in for what a collective has not brought yet
+        if isinstance(value, AsyncCollectiveTensor):
             value = value.trigger_wait()
         if not torch.is_tensor(value):
             return value
         if (tensor := second.get(id(value))) is not None:  # changed in place, maybe with its form
-            if (value.data_ptr(), value.shape, value.stride()) != (_on_host(tensor).data_ptr(), tensor.shape, tensor.stride()):
+            if (value.data_ptr(), value.shape, value.stride()) != (
+                _on_host(tensor).data_ptr(),
+                tensor.shape,
+                tensor.stride(),
+            ):
                 tensor.data = OnSecond.of(value)
             return tensor
         return OnSecond.of(value) if to_second else value
 
     host_args, host_kwargs = tree_unflatten(leaves, form)
-    if operation is aten.histc.default and not host_args[0].is_floating_point():  # CUDA has it for integers, the CPU has not
-        return lift(operation(host_args[0].float(), *host_args[1:], **host_kwargs).to(host_args[0].dtype))
+    # CUDA has it for integers, the CPU has not
+    if operation is aten.histc.default and not host_args[0].is_floating_point():
+        return lift(
+            operation(host_args[0].float(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
+        )
     _LOWERED.now = True
     try:
         return tree_map(lift, operation(*host_args, **host_kwargs))
@@ -113,7 +158,9 @@ def _check(operation: Any, args: Any, kwargs: Any) -> None:
         return
     if operation in INDEXED and isinstance(args[0], OnSecond):
         values = tree_leaves((args[0], args[2:]))
-    of_host = [value for value in values if torch.is_tensor(value) and not isinstance(value, OnSecond)]
+    of_host = [
+        value for value in values if torch.is_tensor(value) and not isinstance(value, OnSecond)
+    ]
     if not of_host:
         return
     written = {id(tensor) for tensor in tree_leaves(kwargs.get("out"))}
@@ -123,7 +170,10 @@ def _check(operation: Any, args: Any, kwargs: Any) -> None:
     pointwise = torch.Tag.pointwise in operation.tags or operation in INDEXED
     for tensor in of_host:
         if tensor.dim() > 0 or not pointwise or id(tensor) in written:
-            raise OtherDevice(f"{operation}: expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and {tensor.device}!")
+            raise OtherDevice(
+                f"{operation}: expected all tensors to be on the same device, but found at least"
+                f" two devices, {NAME}:0 and {tensor.device}!"
+            )
 
 
 class _Module:
@@ -143,11 +193,27 @@ class _Module:
     device = staticmethod(lambda _: contextlib.nullcontext())
 
 
-def _empty(size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None, memory_format: Any = None) -> torch.Tensor:
-    return OnSecond.of(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
+def _empty(
+    size: Any,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> torch.Tensor:
+    return OnSecond.of(
+        torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format)
+    )
 
 
-def _empty_strided(size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None) -> torch.Tensor:
+def _empty_strided(
+    size: Any,
+    stride: Any,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> torch.Tensor:
     return OnSecond.of(torch.empty_strided(size, stride, dtype=dtype))
 
 
@@ -158,26 +224,44 @@ def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = Fals
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value` from one device to the other, which torch allows for the CPU and CUDA but not for PrivateUse1."""
+    """`tensor.data = value` from one device to the other, which torch allows for the CPU and CUDA
+    but not for PrivateUse1.
+    """
     if isinstance(tensor, OnSecond) == isinstance(value, OnSecond):
         _DATA.__set__(tensor, value)
         return
     fresh: Any = value.detach().requires_grad_(tensor.requires_grad)
-    fresh.__dict__ |= vars(tensor) | ({"_is_param": True} if isinstance(tensor, torch.nn.Parameter) else {})
+    fresh.__dict__ |= vars(tensor) | (
+        {"_is_param": True} if isinstance(tensor, torch.nn.Parameter) else {}
+    )
     torch.utils.swap_tensors(tensor, fresh)
 
 
 def _without_host(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, which refuses tensors of the host as NCCL does, but for the group that is gloo's everywhere. Those of objects do not come by here."""
+    """The collective, which refuses tensors of the host as NCCL does, but for the group that is
+    gloo's everywhere.
+
+    Those of objects do not come by here.
+    """
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if getattr(kwargs.get("group"), "group_desc", "") == WAITING:
             return collective(*args, **kwargs)
-        operations = [value for value in tree_leaves((args, kwargs)) if isinstance(value, dist.P2POp)]
-        for value in [*tree_leaves((args, kwargs)), *(operation.tensor for operation in operations)]:
-            if torch.is_tensor(value) and not isinstance(value, OnSecond) and not getattr(_LOWERED, "now", False):
+        operations = [
+            value for value in tree_leaves((args, kwargs)) if isinstance(value, dist.P2POp)
+        ]
+        for value in [
+            *tree_leaves((args, kwargs)),
+            *(operation.tensor for operation in operations),
+        ]:
+            if (
+                torch.is_tensor(value)
+                and not isinstance(value, OnSecond)
+                and not getattr(_LOWERED, "now", False)
+            ):
                 raise OtherDevice(f"{name}: NCCL takes no tensor of the host")
-        for operation in operations:  # it looks for the backend of their device, and the groups are gloo's
+        # it looks for the backend of their device, and the groups are gloo's
+        for operation in operations:
             operation.tensor = _on_host(operation.tensor)
         return collective(*args, **kwargs)
 
@@ -190,7 +274,11 @@ def install() -> torch.device:
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
-    for name, kernel in {"empty.memory_format": _empty, "empty_strided": _empty_strided, "_copy_from": _copy_from}.items():
+    for name, kernel in {
+        "empty.memory_format": _empty,
+        "empty_strided": _empty_strided,
+        "_copy_from": _copy_from,
+    }.items():
         _LIBRARY.impl(name, kernel, "PrivateUse1")
     torch.Tensor.data = property(_DATA.__get__, _set_data)  # type: ignore[method-assign,assignment]
     for name in COLLECTIVES:
@@ -208,7 +296,13 @@ def install() -> torch.device:
         device_count = staticmethod(lambda: 1)
         device_name = staticmethod(lambda index=None: NAME if index is None else f"{NAME}:{index}")
 
-    for name, dtype in {"Float": torch.float32, "Double": torch.float64, "Long": torch.int64, "Int": torch.int32, "Byte": torch.uint8}.items():
+    for name, dtype in {
+        "Float": torch.float32,
+        "Double": torch.float64,
+        "Long": torch.int64,
+        "Int": torch.int32,
+        "Byte": torch.uint8,
+    }.items():
         setattr(Second, f"{name}Tensor", partial(torch.tensor, dtype=dtype, device=NAME))
     set_accelerator(Second())
     return torch.device(NAME, 0)

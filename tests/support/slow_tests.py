@@ -1,11 +1,13 @@
-"""Runs the slow tests for as long as there is time: those that changed, then the wings changed last, then those that waited longest.
+"""Runs the slow tests for as long as there is time: those that changed, then the wings changed
+last, then those that waited longest.
 
     python tests/support/slow_tests.py --minutes 45              # what .ci/run does
     python tests/support/slow_tests.py --minutes 0               # only shows the order, with the date of each file's last run
 
-A file that fails is run once more, its failed tests only: twice is a failure. tests/slow_runs.json has the date of each
-file's last run and a hash of its slow tests as they were then; commit it, and what was not reached goes first the next
-time. Exit code 1: a test failed or was skipped, or a slow test that is another than the one on record was not reached.
+A file that fails is run once more, its failed tests only: twice is a failure. tests/slow_runs.json
+has the date of each file's last run and a hash of its slow tests as they were then; commit it, and
+what was not reached goes first the next time. Exit code 1: a test failed or was skipped, or a slow
+test that is another than the one on record was not reached.
 """
 
 import argparse
@@ -22,7 +24,16 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "slow_runs.json"
 SELECTED = "slow and not gpu and not multi_gpu"
 SOURCES = {  # folder of tests -> what else it proves, besides the package of its name
-    "loop": ("train.py", "spec/task.py", "tasks", "optim", "parallel", "model", "engine", "runtime"),
+    "loop": (
+        "train.py",
+        "spec/task.py",
+        "tasks",
+        "optim",
+        "parallel",
+        "model",
+        "engine",
+        "runtime",
+    ),
     "recipes": ("spec", "plan.py", "run.py", "dslint"),
     "runtime": ("train.py", "checkpoints", "engine"),
     "checkpoints": ("parallel", "storage"),
@@ -33,24 +44,33 @@ SOURCES = {  # folder of tests -> what else it proves, besides the package of it
 
 
 def git(*words: str) -> str:
-    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def marks_slow(text: str) -> bool:
-    """Whether a file has a slow test, or a case that is; one that only speaks of the mark has none."""
+    """Whether a file has a slow test, or a case that is; one that only speaks of the mark has
+    none.
+    """
     return any(
-        (isinstance(node, ast.Attribute) and node.attr == "slow") or (isinstance(node, ast.keyword) and node.arg == "slow")
+        (isinstance(node, ast.Attribute) and node.attr == "slow")
+        or (isinstance(node, ast.keyword) and node.arg == "slow")
         for node in ast.walk(ast.parse(text))
     )
 
 
 def slow_tests(text: str) -> str:
-    """A hash of the slow tests of a file: of the functions that are marked themselves or by a case; imports and helpers do not count."""
+    """A hash of the slow tests of a file: of the functions that are marked themselves or by a case;
+    imports and helpers do not count.
+    """
     lines = text.splitlines()
     made = [
         "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
         for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and re.search("(attr|id)='slow'", "".join(map(ast.dump, node.decorator_list)))
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and re.search("(attr|id)='slow'", "".join(map(ast.dump, node.decorator_list)))
     ]
     return hashlib.blake2b("\n".join(made).encode(), digest_size=8).hexdigest()
 
@@ -58,7 +78,11 @@ def slow_tests(text: str) -> str:
 def newest_change(folder: str) -> int:
     """When what the tests of a folder prove was last committed, in seconds of the epoch."""
     kit = [f"recipes/recipekit/{name}" for name in (folder, *SOURCES.get(folder, ()))]
-    more = {"launch": ["launch"], "bench": ["tools/bench", "tools/drill"], "doctor": ["recipes/recipekit/commands/doctor.py"]}.get(folder, [])
+    more = {
+        "launch": ["launch"],
+        "bench": ["tools/bench", "tools/drill"],
+        "doctor": ["recipes/recipekit/commands/doctor.py"],
+    }.get(folder, [])
     return int(git("log", "-1", "--format=%ct", "--", f"tests/{folder}", *more, *kit).strip() or 0)
 
 
@@ -84,12 +108,26 @@ def main() -> int:
     arguments = parser.parse_args()
     ends = time.monotonic() + 60 * arguments.minutes
     record: dict[str, dict[str, str]] = json.loads(RECORD.read_text())
-    texts = {file.relative_to(ROOT).as_posix(): file.read_text() for file in (ROOT / "tests").glob("*/test_*.py")}
+    texts = {
+        file.relative_to(ROOT).as_posix(): file.read_text()
+        for file in (ROOT / "tests").glob("*/test_*.py")
+    }
     hashes = {file: slow_tests(text) for file, text in texts.items() if marks_slow(text)}
-    changes = {folder: newest_change(folder) for folder in {Path(file).parent.name for file in hashes}}
+    changes = {
+        folder: newest_change(folder) for folder in {Path(file).parent.name for file in hashes}
+    }
     rewritten = {file for file in hashes if record.get(file, {}).get("tests") != hashes[file]}
     date = lambda file: record.get(file, {}).get("date", "")  # noqa: E731
-    order = sorted(hashes, key=lambda file: (file not in rewritten, "test_bench_" in file, -changes[Path(file).parent.name], date(file), file))
+    order = sorted(
+        hashes,
+        key=lambda file: (
+            file not in rewritten,
+            "test_bench_" in file,
+            -changes[Path(file).parent.name],
+            date(file),
+            file,
+        ),
+    )
     failed, missed = [], []
     for file in order:
         left = ends - time.monotonic()
@@ -104,7 +142,10 @@ def main() -> int:
             record[file] = {"date": time.strftime("%Y-%m-%d"), "tests": hashes[file]}
             RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
     for file in missed:
-        print(f"not reached: {file}, last run {date(file) or 'not on record'}{', and rewritten since' if file in rewritten else ''}")
+        print(
+            f"not reached: {file}, last run"
+            f" {date(file) or 'not on record'}{', and rewritten since' if file in rewritten else ''}"
+        )
     for file in failed:
         print(f"failed: {file}")
     return 1 if failed or (arguments.minutes and rewritten & set(missed)) else 0

@@ -1,4 +1,6 @@
-"""A real Slurm of two nodes on one machine: munged, slurmctld and two slurmd, with everything they write in one folder."""
+"""A real Slurm of two nodes on one machine: munged, slurmctld and two slurmd, with everything they
+write in one folder.
+"""
 
 import os
 import shutil
@@ -47,7 +49,9 @@ def missing() -> str:
     """What this machine lacks for it; empty if nothing."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     lacking = [
-        package for package in ("slurmctld", "slurmd", "slurm-client", "munge") if not shutil.which({"slurm-client": "sbatch"}.get(package, package), path=path)
+        package
+        for package in ("slurmctld", "slurmd", "slurm-client", "munge")
+        if not shutil.which({"slurm-client": "sbatch"}.get(package, package), path=path)
     ]
     if lacking:
         return f"needs Debian's {', '.join(lacking)} (tests/system_packages.sh)"
@@ -62,33 +66,55 @@ class Slurm:
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def make(self) -> None:
-        os.chmod(self.folder, 0o755)  # munged wants no folder above its socket that others may write
+        # munged wants no folder above its socket that others may write
+        os.chmod(self.folder, 0o755)
         ports = {"control": free_port(), "first": free_port(), "second": free_port()}
-        (self.folder / "slurm.conf").write_text(CONFIG.format(folder=self.folder, host=socket.gethostname(), **ports))
+        (self.folder / "slurm.conf").write_text(
+            CONFIG.format(folder=self.folder, host=socket.gethostname(), **ports)
+        )
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("pid", "log", "seed")]
-        self._start("munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket", f"--key-file={key}", *files)
+        self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.folder}/munge.socket",
+            f"--key-file={key}",
+            *files,
+        )
         self._until(lambda: (self.folder / "munge.socket").exists(), "munged")
         self._start("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self._start("slurmd", "-D", "-N", node)
-        self._until(lambda: self.run("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"], "the nodes")
+        self._until(
+            lambda: self.run("sinfo", "-h", "-o", "%D %t").split() == ["2", "idle"], "the nodes"
+        )
 
     def _start(self, name: str, *flags: str) -> None:
         program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
         assert program
         with (self.folder / f"{name}_{len(self.daemons)}.out").open("wb") as log:
             self.daemons.append(
-                subprocess.Popen([program, *flags], env=self.environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                subprocess.Popen(
+                    [program, *flags],
+                    env=self.environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
             )
 
     def _until(self, true: object, what: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not true():  # type: ignore[operator]
-            logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in [*self.folder.glob("*.out"), *self.folder.glob("*.log")])
+            logs = "\n".join(
+                path.read_text(errors="replace")[-2000:]
+                for path in [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
+            )
             assert time.monotonic() < deadline, f"{what} did not come up:\n{logs}"
             time.sleep(0.2)
 
@@ -96,12 +122,24 @@ class Slurm:
         return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def run(self, *argv: str, folder: Path | None = None, **variables: str) -> str:
-        done = subprocess.run(argv, cwd=folder, env=self.environment() | variables, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            argv,
+            cwd=folder,
+            env=self.environment() | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         return done.stdout + done.stderr
 
     def job(self, number: str) -> dict[str, str]:
         """What scontrol says of a job."""
-        return dict(word.split("=", 1) for word in self.run("scontrol", "show", "job", "--oneliner", number).split() if "=" in word)
+        return dict(
+            word.split("=", 1)
+            for word in self.run("scontrol", "show", "job", "--oneliner", number).split()
+            if "=" in word
+        )
 
     def close(self) -> None:
         if self.daemons:

@@ -1,14 +1,16 @@
-"""Lists the parameters that pass through more than three functions of recipekit which hand them on and do not read them.
+"""Lists the parameters that pass through more than three functions of recipekit which hand them on
+and do not read them.
 
     python tests/support/threaded.py
     python tests/support/threaded.py --root OTHER_CHECKOUT --most 2
 
-A function hands a parameter on if it uses it only as an argument, as it is, of calls of recipekit: of functions, of
-methods of classes that can be told, of classes (which keep it), and of these in partial(...). A way is followed through
-the functions that read the value, too, but these are neither counted nor shown. What is called through a variable, a
-field or a table is not seen.
+A function hands a parameter on if it uses it only as an argument, as it is, of calls of recipekit:
+of functions, of methods of classes that can be told, of classes (which keep it), and of these in
+partial(...). A way is followed through the functions that read the value, too, but these are
+neither counted nor shown. What is called through a variable, a field or a table is not seen.
 
-There are none, as in commit 521c804, whose 12,400 lines were fewer functions (through more than two: 14 there).
+There are none, as in commit 521c804, whose 12,400 lines were fewer functions (through more than
+two: 14 there).
 """
 
 import argparse
@@ -23,7 +25,8 @@ PACKAGE = "recipekit"
 MOST = 3  # functions that may hand a value on unread before it is listed
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Tree = ast.Module | ast.ClassDef | Function
-Place = tuple[str, str]  # a function by its full name, as recipekit.data.lanes.Domains.deal, and one of its parameters
+# a function by its full name, as recipekit.data.lanes.Domains.deal, and one of its parameters
+Place = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,25 @@ class Code:
     functions: dict[str, Function]
     stored: dict[str, set[str]]  # function -> the names that it sets
     imported: dict[str, str]
-    values: dict[tuple[str, str], set[str]]  # (module, or "" for all; variable, parameter or attribute) -> the classes of what it holds
+    # (module, or "" for all; variable, parameter or attribute) -> the classes of what it holds
+    values: dict[tuple[str, str], set[str]]
 
 
 @dataclass(frozen=True)
 class Thread:
-    """Holds a value's way: the name that it has first, who gives it, and the functions that hand it on unread."""
+    """Holds a value's way: the name that it has first, who gives it, and the functions that hand it
+    on unread.
+    """
 
     name: str
     givers: tuple[str, ...]
     functions: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name}, from {', '.join(self.givers) or 'callers that are not seen'}: {' > '.join(self.functions)}".replace(f"{PACKAGE}.", "")
+        return (
+            f"{self.name}, from {', '.join(self.givers) or 'callers that are not seen'}:"
+            f" {' > '.join(self.functions)}".replace(f"{PACKAGE}.", "")
+        )
 
 
 def read_code(package: Path) -> Code:
@@ -64,13 +73,24 @@ def read_code(package: Path) -> Code:
             match node:
                 case (
                     ast.arg(arg=name, annotation=ast.expr() as kind)
-                    | ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name), annotation=kind)
-                    | ast.Assign(targets=[ast.Name(id=name) | ast.Attribute(attr=name)], value=ast.Call(func=kind))
-                    | ast.withitem(optional_vars=ast.Name(id=name), context_expr=ast.Call(func=kind))
+                    | ast.AnnAssign(
+                        target=ast.Name(id=name) | ast.Attribute(attr=name), annotation=kind
+                    )
+                    | ast.Assign(
+                        targets=[ast.Name(id=name) | ast.Attribute(attr=name)],
+                        value=ast.Call(func=kind),
+                    )
+                    | ast.withitem(
+                        optional_vars=ast.Name(id=name), context_expr=ast.Call(func=kind)
+                    )
                 ):
                     made = code.functions.get(_meant(code, module, kind) or "")
                     kinds = ast.walk(made.returns) if made and made.returns else ast.walk(kind)
-                    held = {found for each in kinds if (found := _meant(code, module, each)) in code.classes}
+                    held = {
+                        found
+                        for each in kinds
+                        if (found := _meant(code, module, each)) in code.classes
+                    }
                     code.values[module, name] |= held
                     code.values["", name] |= held
     return code
@@ -81,14 +101,25 @@ def _define(code: Code, tree: Tree, scope: str, package: tuple[str, ...]) -> Non
     for node in _own(tree):
         if isinstance(node, Function):
             code.functions[f"{scope}.{node.name}"] = node
-            code.stored[f"{scope}.{node.name}"] = {each.id for each in _own(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+            code.stored[f"{scope}.{node.name}"] = {
+                each.id
+                for each in _own(node)
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
             _define(code, node, f"{scope}.{node.name}", package)
         elif isinstance(node, ast.ClassDef):
             code.classes.add(f"{scope}.{node.name}")
             _define(code, node, f"{scope}.{node.name}", package)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
-            code.imported.update({f"{scope}.{alias.asname or alias.name}": ".".join(filter(None, [*base, node.module, alias.name])) for alias in node.names})
+            code.imported.update(
+                {
+                    f"{scope}.{alias.asname or alias.name}": ".".join(
+                        filter(None, [*base, node.module, alias.name])
+                    )
+                    for alias in node.names
+                }
+            )
 
 
 def _own(tree: Tree) -> Iterator[ast.AST]:
@@ -97,7 +128,11 @@ def _own(tree: Tree) -> Iterator[ast.AST]:
     while rest:
         yield (node := rest.pop())
         if isinstance(node, Function):
-            rest += [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
+            rest += [
+                *node.decorator_list,
+                *node.args.defaults,
+                *filter(None, node.args.kw_defaults),
+            ]
         elif not isinstance(node, ast.ClassDef):
             rest += ast.iter_child_nodes(node)
 
@@ -122,31 +157,49 @@ def _scopes(code: Code, scope: str) -> Iterator[str]:
 def _owner(code: Code, scope: str, name: str) -> str | None:
     """Finds the function whose parameter or variable a name is."""
     for each in _scopes(code, scope):
-        if each in code.functions and (name in _parameters(code, each)[1] or name in code.stored[each]):
+        if each in code.functions and (
+            name in _parameters(code, each)[1] or name in code.stored[each]
+        ):
             return each
     return None
 
 
 def _parameter(code: Code, scope: str, node: ast.AST) -> Place | None:
     """Finds whose parameter an expression is, if it is one and no more."""
-    if isinstance(node, ast.Name) and (owner := _owner(code, scope, node.id)) and node.id in _parameters(code, owner)[1]:
+    if (
+        isinstance(node, ast.Name)
+        and (owner := _owner(code, scope, node.id))
+        and node.id in _parameters(code, owner)[1]
+    ):
         return owner, node.id
     return None
 
 
 def _meant(code: Code, scope: str, node: ast.AST) -> str | None:
-    """Finds the module, class or function that an expression names; a method, where one class that its receiver may have defines it."""
+    """Finds the module, class or function that an expression names; a method, where one class that
+    its receiver may have defines it.
+    """
     names: list[str] = []
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
         node = ast.Name(node.value)
     if isinstance(node, ast.Name):
-        names = [] if _owner(code, scope, node.id) else [f"{each}.{node.id}" for each in _scopes(code, scope)]
+        names = (
+            []
+            if _owner(code, scope, node.id)
+            else [f"{each}.{node.id}" for each in _scopes(code, scope)]
+        )
     elif isinstance(node, ast.Attribute) and (base := _meant(code, scope, node.value)):
         names = [f"{base}.{node.attr}"]
     elif isinstance(node, ast.Attribute):
-        receiver = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        receiver = (
+            node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        )
         *around, module = _scopes(code, scope)
-        owners = [each.rpartition(".")[0] for each in around] if receiver == "self" else code.values[module, receiver] or code.values["", receiver]
+        owners = (
+            [each.rpartition(".")[0] for each in around]
+            if receiver == "self"
+            else code.values[module, receiver] or code.values["", receiver]
+        )
         names = [name for owner in owners if (name := f"{owner}.{node.attr}") in code.functions]
         names = names if len(names) == 1 else []
     known = code.functions.keys() | code.classes | code.modules
@@ -159,16 +212,23 @@ def _meant(code: Code, scope: str, node: ast.AST) -> str | None:
 
 
 def _handed(code: Code, scope: str, call: ast.Call) -> Iterator[tuple[ast.expr, Place | None]]:
-    """Yields the arguments of a call of ours, or of partial(ours, ...), each with the parameter that it becomes."""
+    """Yields the arguments of a call of ours, or of partial(ours, ...), each with the parameter
+    that it becomes.
+    """
     args, called = call.args, _meant(code, scope, call.func)
-    if args and (getattr(call.func, "id", None) or getattr(call.func, "attr", None)) in ("partial", "submit"):
+    if args and (getattr(call.func, "id", None) or getattr(call.func, "attr", None)) in (
+        "partial",
+        "submit",
+    ):
         called, args = _meant(code, scope, args[0]), args[1:]
     if called in code.classes:
         called = f"{called}.__init__"  # of a dataclass too: it keeps the value
     elif called not in code.functions:
         return
     placed, known = _parameters(code, called) if called in code.functions else ([], [])
-    starred = next((index for index, each in enumerate(args) if isinstance(each, ast.Starred)), len(args))
+    starred = next(
+        (index for index, each in enumerate(args) if isinstance(each, ast.Starred)), len(args)
+    )
     for index, value in enumerate(args[:starred]):
         yield value, (called, placed[index]) if index < len(placed) else None
     for keyword in call.keywords:
@@ -177,7 +237,9 @@ def _handed(code: Code, scope: str, call: ast.Call) -> Iterator[tuple[ast.expr, 
 
 
 def threads(package: Path, most: int = MOST) -> list[Thread]:
-    """Lists the longest way of each value that more than `most` functions hand on unread, without ways that lie in another."""
+    """Lists the longest way of each value that more than `most` functions hand on unread, without
+    ways that lie in another.
+    """
     code = read_code(package)
     ways: dict[Place, set[Place]] = defaultdict(set)
     givers: dict[Place, set[str]] = defaultdict(set)
@@ -191,11 +253,19 @@ def threads(package: Path, most: int = MOST) -> list[Thread]:
                     ways[source] |= {place} if place else set()
                 elif place:
                     givers[place].add(scope)
-        read |= {source for node in _own(function) if id(node) not in handed and (source := _parameter(code, scope, node))}
+        read |= {
+            source
+            for node in _own(function)
+            if id(node) not in handed and (source := _parameter(code, scope, node))
+        }
 
     def longest(place: Place, before: tuple[str, ...] = ()) -> tuple[str, ...]:
         here = () if place in read or place not in ways else place[:1]
-        after = [longest(each, (*before, place[0])) for each in ways.get(place, ()) if each[0] not in (*before, place[0])]
+        after = [
+            longest(each, (*before, place[0]))
+            for each in ways.get(place, ())
+            if each[0] not in (*before, place[0])
+        ]
         return here + max(sorted(after), key=len, default=())
 
     inner = set().union(*ways.values())
@@ -203,17 +273,34 @@ def threads(package: Path, most: int = MOST) -> list[Thread]:
     for place in sorted(place for place in ways if place in givers or place not in inner):
         functions = longest(place)
         same = found.get(functions)
-        found[functions] = Thread(same.name if same else place[1], tuple(sorted({*givers.get(place, ()), *(same.givers if same else ())})), functions)
-    return [thread for key, thread in found.items() if len(key) > most and not any(set(key) < set(other) for other in found)]
+        found[functions] = Thread(
+            same.name if same else place[1],
+            tuple(sorted({*givers.get(place, ()), *(same.givers if same else ())})),
+            functions,
+        )
+    return [
+        thread
+        for key, thread in found.items()
+        if len(key) > most and not any(set(key) < set(other) for other in found)
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="a checkout")
-    parser.add_argument("--most", type=int, default=MOST, help="functions that may hand a value on unread")
+    parser.add_argument(
+        "--most", type=int, default=MOST, help="functions that may hand a value on unread"
+    )
     args = parser.parse_args()
     found = threads(args.root / "recipes" / PACKAGE, args.most)
-    print(*found, f"{len(found)} parameters pass through more than {args.most} functions that do not read them", sep="\n")
+    print(
+        *found,
+        f"{len(found)} parameters pass through more than {args.most} functions that do not read"
+        " them",
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

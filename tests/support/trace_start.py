@@ -1,10 +1,12 @@
-"""Counts what one start enters of recipekit and the recipe: files and functions before step 1, files of one step, calls of each choice.
+"""Counts what one start enters of recipekit and the recipe: files and functions before step 1,
+files of one step, calls of each choice.
 
     python tests/support/trace_start.py                          # llama_nano_zero2 --tiny on one rank
     python tests/support/trace_start.py recipes/NAME.py --list   # also names the files and functions
 
-The recipe runs in this process, under `sys.setprofile`, for two steps without evaluation, export and W&B. Code of a module, of a class body
-and of a comprehension is no function. Files of `kernels` are not counted in a step.
+The recipe runs in this process, under `sys.setprofile`, for two steps without evaluation, export
+and W&B. Code of a module, of a class body and of a comprehension is no function. Files of `kernels`
+are not counted in a step.
 """
 
 import argparse
@@ -30,11 +32,25 @@ CHOICES = {  # what is decided -> the functions that decide it: (file of recipek
     "models built": (("model/empty.py", "construct"),),
     "data opened": (("data/stream.py", "open_corpus"),),
 }
-FLAGS = ("--tiny", "--steps", "2", "--warmup_steps", "0", "--save_every", "0", "--eval_every", "0", "--no-export", "--no-wandb")
+FLAGS = (
+    "--tiny",
+    "--steps",
+    "2",
+    "--warmup_steps",
+    "0",
+    "--save_every",
+    "0",
+    "--eval_every",
+    "0",
+    "--no-export",
+    "--no-wandb",
+)
 
 
 class Trace:
-    """The functions that were entered, in the two parts of a start: before the first step, and in the second one."""
+    """The functions that were entered, in the two parts of a start: before the first step, and in
+    the second one.
+    """
 
     def __init__(self) -> None:
         self.before: Counter[tuple[str, str]] = Counter()
@@ -63,10 +79,13 @@ class Trace:
 
 
 def named(code: CodeType) -> tuple[str, str] | None:
-    """Return (file, function) below recipes/ of some code, None for code that is no function there."""
+    """Return (file, function) below recipes/ of some code, None for code that is no function
+    there.
+    """
     path = Path(code.co_filename)
     inner = code.co_qualname.rpartition(".")[2]
-    if not path.is_relative_to(RECIPES) or inner.startswith("<") or not code.co_flags & 0x02:  # CO_NEWLOCALS: not a module's
+    # CO_NEWLOCALS: not a module's
+    if not path.is_relative_to(RECIPES) or inner.startswith("<") or not code.co_flags & 0x02:
         return None
     return path.relative_to(RECIPES).as_posix(), code.co_qualname
 
@@ -94,18 +113,39 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         trace = traced(arguments.recipe.resolve(), Path(folder) / "run")
     if trace.num_steps != 2:
-        print(f"{arguments.recipe}: ran {trace.num_steps} steps instead of 2; its messages are above", file=sys.stderr)
+        print(
+            f"{arguments.recipe}: ran {trace.num_steps} steps instead of 2; its messages are above",
+            file=sys.stderr,
+        )
         return 1
     files = sorted({file for file, _ in trace.before})
     step = sorted({file for file, _ in trace.in_step if "/kernels/" not in file})
     print(f"before step 1: {len(files)} files, {len(trace.before)} functions")
     print(f"one step: {len(step)} files, {len(trace.in_step)} functions")
     for choice, functions in CHOICES.items():
-        calls = sum(count for (file, name), count in trace.before.items() if (file.removeprefix("recipekit/"), name) in functions)
+        calls = sum(
+            count
+            for (file, name), count in trace.before.items()
+            if (file.removeprefix("recipekit/"), name) in functions
+        )
         print(f"{choice}: {calls} calls")
     if arguments.list:
-        print(*(f"before {file}: {' '.join(sorted(name for other, name in trace.before if other == file))}" for file in files), sep="\n")
-        print(*(f"step {file}: {' '.join(sorted(name for other, name in trace.in_step if other == file))}" for file in step), sep="\n")
+        print(
+            *(
+                f"before {file}:"
+                f" {' '.join(sorted(name for other, name in trace.before if other == file))}"
+                for file in files
+            ),
+            sep="\n",
+        )
+        print(
+            *(
+                f"step {file}:"
+                f" {' '.join(sorted(name for other, name in trace.in_step if other == file))}"
+                for file in step
+            ),
+            sep="\n",
+        )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Two hosts on one machine: network namespaces joined by a cable (veth), each with a real sshd, a name and a hosts file of its own.
+"""Two hosts on one machine: network namespaces joined by a cable (veth), each with a real sshd, a
+name and a hosts file of its own.
 
 They share the file system, as the hosts of a cluster share the folder of the runs.
 """
@@ -23,12 +24,19 @@ def missing() -> str:
     """What this machine lacks for them; empty if nothing."""
     lacking = [
         f"{package} ({program})"
-        for program, package in (("ip", "iproute2"), ("sshd", "openssh-server"), ("ssh-keygen", "openssh-client"))
+        for program, package in (
+            ("ip", "iproute2"),
+            ("sshd", "openssh-server"),
+            ("ssh-keygen", "openssh-client"),
+        )
         if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin")
     ]
     if lacking:
         return f"needs Debian's {', '.join(lacking)} (tests/system_packages.sh)"
-    if os.geteuid() or subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
+    ):
         return "needs the right to make network namespaces (root)"
     return ""
 
@@ -40,48 +48,88 @@ class TwoHosts:
         self.folder = Path(tempfile.mkdtemp(prefix="hosts_"))
         self.spaces = [f"rk{os.getpid()}{letter}" for letter in "ab"]
         self.addresses = [f"10.86.{os.getpid() % 250}.{index + 1}" for index in range(2)]
-        self.addresses_6 = [f"fd86::{index + 1}" for index in range(2)]  # of IPv6; lost once the cable is out
+        # of IPv6; lost once the cable is out
+        self.addresses_6 = [f"fd86::{index + 1}" for index in range(2)]
         self.sshd: list[subprocess.Popen[bytes]] = []
 
     def make(self) -> None:
         key = self.folder / "key"
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         Path("/run/sshd").mkdir(exist_ok=True)  # where sshd separates its privileges
-        table = "".join(f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True))
+        table = "".join(
+            f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True)
+        )
         for space, name in zip(self.spaces, NAMES, strict=True):
             run("ip", "netns", "add", space)
             self.file_of(space).mkdir(parents=True)
-            # as Debian installs it: a host knows its own name at an address where no other host finds it
-            (self.file_of(space) / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{table}")
+            # as Debian installs it: a host knows its own name at an address where no other host
+            # finds it
+            (self.file_of(space) / "hosts").write_text(
+                f"127.0.0.1 localhost\n127.0.1.1 {name}\n{table}"
+            )
             run("ip", "-n", space, "link", "set", "lo", "up")
         cables = [f"ve{os.getpid()}{letter}" for letter in "ab"]
-        run("ip", "-n", self.spaces[0], "link", "add", cables[0], "type", "veth", "peer", "name", cables[1], "netns", self.spaces[1])
-        for space, cable, address, address_6 in zip(self.spaces, cables, self.addresses, self.addresses_6, strict=True):
+        run(
+            "ip",
+            "-n",
+            self.spaces[0],
+            "link",
+            "add",
+            cables[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            cables[1],
+            "netns",
+            self.spaces[1],
+        )
+        for space, cable, address, address_6 in zip(
+            self.spaces, cables, self.addresses, self.addresses_6, strict=True
+        ):
             run("ip", "-n", space, "link", "set", cable, "name", "eth0")
             run("ip", "-n", space, "address", "add", f"{address}/24", "dev", "eth0")
-            run("ip", "-n", space, "-6", "address", "add", f"{address_6}/64", "dev", "eth0", "nodad")
+            run(
+                "ip", "-n", space, "-6", "address", "add", f"{address_6}/64", "dev", "eth0", "nodad"
+            )
             run("ip", "-n", space, "link", "set", "eth0", "up")
         for index in range(2):
             config = self.folder / f"sshd_{index}"
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", f"{config}_key")
             config.write_text(
-                f"Port 22\nHostKey {config}_key\nAuthorizedKeysFile {key}.pub\nPidFile {config}.pid\nStrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\n"
+                f"Port 22\nHostKey {config}_key\nAuthorizedKeysFile {key}.pub\nPidFile"
+                f" {config}.pid\nStrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\n"
             )
             self.sshd.append(self.start_sshd(index))
         (self.folder / "ssh_config").write_text(
-            f"Host *\n IdentityFile {key}\n IdentitiesOnly yes\n UserKnownHostsFile {self.folder}/known_hosts\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n"
+            f"Host *\n IdentityFile {key}\n IdentitiesOnly yes\n UserKnownHostsFile"
+            f" {self.folder}/known_hosts\n StrictHostKeyChecking accept-new\n LogLevel ERROR\n"
         )
         deadline = time.monotonic() + 30
         for name in NAMES:
-            while subprocess.run(self.on(0, ["ssh", "-F", str(self.config), name, "true"]), capture_output=True, check=False).returncode:
-                assert time.monotonic() < deadline, (self.folder / "sshd_0.log").read_text() + (self.folder / "sshd_1.log").read_text()
+            while subprocess.run(
+                self.on(0, ["ssh", "-F", str(self.config), name, "true"]),
+                capture_output=True,
+                check=False,
+            ).returncode:
+                assert time.monotonic() < deadline, (self.folder / "sshd_0.log").read_text() + (
+                    self.folder / "sshd_1.log"
+                ).read_text()
                 time.sleep(0.2)
 
     def start_sshd(self, host: int) -> subprocess.Popen[bytes]:
         config = self.folder / f"sshd_{host}"
-        inside = ["unshare", "--uts", "sh", "-c", f"hostname {NAMES[host]}; exec /usr/sbin/sshd -D -e -f {config}"]
+        inside = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            f"hostname {NAMES[host]}; exec /usr/sbin/sshd -D -e -f {config}",
+        ]
         with Path(f"{config}.log").open("ab") as log:
-            return subprocess.Popen(["ip", "netns", "exec", self.spaces[host], *inside], stdout=log, stderr=log)
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.spaces[host], *inside], stdout=log, stderr=log
+            )
 
     def power_off(self, host: int) -> None:
         """End everything on a host, sshd and its connections included, as when a host reboots."""
@@ -124,12 +172,16 @@ class TwoHosts:
         return found
 
     def ranks(self, host: int) -> dict[int, psutil.Process]:
-        """RANK -> process, of the Python processes that a launcher started and that have become their script."""
+        """RANK -> process, of the Python processes that a launcher started and that have become
+        their script.
+        """
         found = {}
         for process in self.processes(host):
             with contextlib.suppress(psutil.Error):
                 words, variables = process.cmdline(), process.environ()
-                if "RANK" in variables and any(word.endswith(".py") and "/recipes/" in f"/{word}" for word in words[1:3]):
+                if "RANK" in variables and any(
+                    word.endswith(".py") and "/recipes/" in f"/{word}" for word in words[1:3]
+                ):
                     found[int(variables["RANK"])] = process
         return found
 

@@ -27,7 +27,11 @@ def read_records(path: Path) -> Iterator[Record]:
         position += CHUNK_HEADER.size
         if kind not in (FULL, FIRST, MIDDLE, LAST) or position + length > len(data):
             return
-        parts = data[position : position + length] if kind in (FULL, FIRST) else parts + data[position : position + length]
+        parts = (
+            data[position : position + length]
+            if kind in (FULL, FIRST)
+            else parts + data[position : position + length]
+        )
         position += length
         if kind in (FULL, LAST):
             record = Record()
@@ -37,13 +41,17 @@ def read_records(path: Path) -> Iterator[Record]:
 
 def wandb_files(run_dir: Path) -> list[Path]:
     """The `.wandb` files of a run folder, in the order of their jobs."""
-    return sorted((run_dir / "wandb").glob("*run-*/*.wandb"), key=lambda path: path.parent.name.split("-", 1)[1].removeprefix("run-"))
+    return sorted(
+        (run_dir / "wandb").glob("*run-*/*.wandb"),
+        key=lambda path: path.parent.name.split("-", 1)[1].removeprefix("run-"),
+    )
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
     """What W&B holds of a run: each step of the last file that has it, without W&B's own `_` keys.
 
-    A file may have several records of a step: `save_stall_s` is known after the step, and pictures, which are left out here.
+    A file may have several records of a step: `save_stall_s` is known after the step, and pictures,
+    which are left out here.
     """
     steps: dict[int, dict[str, Any]] = {}
     for path in wandb_files(run_dir):
@@ -51,8 +59,12 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
         for record in read_records(path):
             if record.WhichOneof("record_type") == "history":
                 items = [item for item in record.history.item if len(item.nested_key) < 2]
-                payload = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
-                of_file.setdefault(payload["step"], {}).update({key: value for key, value in payload.items() if not key.startswith("_")})
+                payload = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json) for item in items
+                }
+                of_file.setdefault(payload["step"], {}).update(
+                    {key: value for key, value in payload.items() if not key.startswith("_")}
+                )
         steps |= of_file
     return [steps[step] for step in sorted(steps)]
 
@@ -63,28 +75,62 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     for path in wandb_files(run_dir):
         for record in read_records(path):
             if record.WhichOneof("record_type") == "run":
-                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+                config |= {
+                    item.key: json.loads(item.value_json) for item in record.run.config.update
+                }
     return config
 
 
 def read_exit_codes(run_dir: Path) -> list[int]:
     """The exit code of each finished job of the run."""
-    return [record.exit.exit_code for path in wandb_files(run_dir) for record in read_records(path) if record.WhichOneof("record_type") == "exit"]
+    return [
+        record.exit.exit_code
+        for path in wandb_files(run_dir)
+        for record in read_records(path)
+        if record.WhichOneof("record_type") == "exit"
+    ]
 
 
 def read_pictures(run_dir: Path) -> set[str]:
     """The keys of the pictures that W&B holds."""
-    items = [item for path in wandb_files(run_dir) for record in read_records(path) for item in record.history.item]
-    return {item.nested_key[0] for item in items if item.nested_key[1:] == ["_type"] and json.loads(item.value_json) == "image-file"}
+    items = [
+        item
+        for path in wandb_files(run_dir)
+        for record in read_records(path)
+        for item in record.history.item
+    ]
+    return {
+        item.nested_key[0]
+        for item in items
+        if item.nested_key[1:] == ["_type"] and json.loads(item.value_json) == "image-file"
+    }
 
 
 def read_lowest(run_dir: Path) -> set[str]:
     """The metrics of which the summary holds the lowest value."""
-    return {record.metric.name for path in wandb_files(run_dir) for record in read_records(path) if record.metric.summary.min}
+    return {
+        record.metric.name
+        for path in wandb_files(run_dir)
+        for record in read_records(path)
+        if record.metric.summary.min
+    }
 
 
 def read_artifacts(run_dir: Path) -> list[tuple[str, str, list[str]]]:
     """(type, name, files) of each artifact of the run."""
-    found = [record.request.log_artifact.artifact for path in wandb_files(run_dir) for record in read_records(path) if record.request.HasField("log_artifact")]
-    found += [record.artifact for path in wandb_files(run_dir) for record in read_records(path) if record.HasField("artifact")]
-    return [(artifact.type, artifact.name, sorted(entry.path for entry in artifact.manifest.contents)) for artifact in found]
+    found = [
+        record.request.log_artifact.artifact
+        for path in wandb_files(run_dir)
+        for record in read_records(path)
+        if record.request.HasField("log_artifact")
+    ]
+    found += [
+        record.artifact
+        for path in wandb_files(run_dir)
+        for record in read_records(path)
+        if record.HasField("artifact")
+    ]
+    return [
+        (artifact.type, artifact.name, sorted(entry.path for entry in artifact.manifest.contents))
+        for artifact in found
+    ]

@@ -1,4 +1,6 @@
-"""Pictures as a model takes them: crops, values, labels; what transformers makes of our preprocessor_config.json; data of other classes than the model's."""
+"""Pictures as a model takes them: crops, values, labels; what transformers makes of our
+preprocessor_config.json; data of other classes than the model's.
+"""
 
 import io
 import json
@@ -25,11 +27,18 @@ from recipekit.spec.task import IGNORE
 from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn, published
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
 
-CONFIG: dict[str, Any] = {"model_type": "vit", "image_size": 32, "id2label": {str(number): f"class {number}" for number in range(10)}}
+CONFIG: dict[str, Any] = {
+    "model_type": "vit",
+    "image_size": 32,
+    "id2label": {str(number): f"class {number}" for number in range(10)},
+}
 
 
 def pictures(config: dict[str, Any] | None = None, **fields) -> Pictures:
-    return TASK.processor(Request(**({"task": "image_classification", "dataset": "nobody/nothing"} | fields)), CONFIG | (config or {}))
+    return TASK.processor(
+        Request(**({"task": "image_classification", "dataset": "nobody/nothing"} | fields)),
+        CONFIG | (config or {}),
+    )
 
 
 def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
@@ -44,7 +53,9 @@ def encoded(image: Image.Image, kind: str = "PNG", **more) -> bytes:
     return stream.getvalue()
 
 
-def collated(rows: list[dict[str, Any] | None], keys: list[int] | None = None, **fields) -> dict[str, torch.Tensor]:
+def collated(
+    rows: list[dict[str, Any] | None], keys: list[int] | None = None, **fields
+) -> dict[str, torch.Tensor]:
     assert TASK.samples is not None
     return TASK.samples.collate(pictures(**fields), rows, keys)
 
@@ -56,27 +67,48 @@ def bytes_of(values: torch.Tensor) -> np.ndarray:
     return pixels.round().astype(np.uint8)
 
 
-# What is evaluated ----------------------------------------------------------------------------------------------------
+# What is evaluated
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 75), (31, 90), (36, 36), (5, 4)])
 def test_an_evaluated_picture_is_the_middle_of_its_short_side(width, height):
     image = photo(width, height)
-    for form in (encoded(image), {"bytes": encoded(image), "path": None}, np.asarray(image), np.asarray(image).tolist()):
+    for form in (
+        encoded(image),
+        {"bytes": encoded(image), "path": None},
+        np.asarray(image),
+        np.asarray(image).tolist(),
+    ):
         values = collated([{"image": form, "label": 3}])
-        assert values["pixel_values"].shape == (1, 3, 32, 32) and values["pixel_values"].dtype == torch.float32
+        assert (
+            values["pixel_values"].shape == (1, 3, 32, 32)
+            and values["pixel_values"].dtype == torch.float32
+        )
         assert values["labels"].tolist() == [3] and values["labels"].dtype == torch.int64
         short = min(width, height)
-        scaled = image.resize((int(36 * width / short), int(36 * height / short)), Image.Resampling.BILINEAR)
+        scaled = image.resize(
+            (int(36 * width / short), int(36 * height / short)), Image.Resampling.BILINEAR
+        )
         left, top = (scaled.width - 32) // 2, (scaled.height - 32) // 2
-        assert (bytes_of(values["pixel_values"][0]) == np.asarray(scaled)[top : top + 32, left : left + 32]).all()
+        assert (
+            bytes_of(values["pixel_values"][0])
+            == np.asarray(scaled)[top : top + 32, left : left + 32]
+        ).all()
 
 
 def test_pictures_of_any_form_have_the_channels_of_the_model(tmp_path):
     image = photo(40, 40)
-    grey = collated([{"image": encoded(image), "label": 0}], config={"num_channels": 1})["pixel_values"]
+    grey = collated([{"image": encoded(image), "label": 0}], config={"num_channels": 1})[
+        "pixel_values"
+    ]
     assert grey.shape == (1, 1, 32, 32)
-    assert (bytes_of(grey[0])[:, :, 0] == np.asarray(image.convert("L").resize((36, 36), Image.Resampling.BILINEAR).crop((2, 2, 34, 34)))).all()
+    assert (
+        bytes_of(grey[0])[:, :, 0]
+        == np.asarray(
+            image.convert("L").resize((36, 36), Image.Resampling.BILINEAR).crop((2, 2, 34, 34))
+        )
+    ).all()
     (tmp_path / "a.png").write_bytes(encoded(image))
     turned = Image.Exif()
     turned[0x0112] = 6  # by a quarter
@@ -91,13 +123,19 @@ def test_pictures_of_any_form_have_the_channels_of_the_model(tmp_path):
     }
     for name, (form, wanted) in expected.items():
         found = bytes_of(collated([{"image": form, "label": 0}])["pixel_values"][0])
-        wanted = np.asarray(wanted.convert("RGB").resize((36, 36), Image.Resampling.BILINEAR).crop((2, 2, 34, 34)))
+        wanted = np.asarray(
+            wanted.convert("RGB").resize((36, 36), Image.Resampling.BILINEAR).crop((2, 2, 34, 34))
+        )
         assert (found == wanted).all(), name
 
 
 def test_rows_that_only_fill_up():
     batch = collated([None, {"image": np.full((4, 4), 255), "label": 9}, None], [0, 1, 2])
-    assert batch["labels"].tolist() == [IGNORE, 9, IGNORE] and TASK.count(batch).tolist() == [0, 1, 0]
+    assert batch["labels"].tolist() == [IGNORE, 9, IGNORE] and TASK.count(batch).tolist() == [
+        0,
+        1,
+        0,
+    ]
     assert not batch["pixel_values"][[0, 2]].any() and (batch["pixel_values"][1] == 1).all()
     assert collated([None, None])["pixel_values"].shape == (2, 3, 32, 32)
 
@@ -105,10 +143,19 @@ def test_rows_that_only_fill_up():
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"image": b"GIF89a nothing", "label": 0}, "is not a readable image: cannot identify image file"),
+        (
+            {"image": b"GIF89a nothing", "label": 0},
+            "is not a readable image: cannot identify image file",
+        ),
         ({"image": encoded(photo(64, 64))[:2000], "label": 0}, "is not a readable image: "),
-        ({"image": encoded(photo(64, 64), "JPEG")[:700], "label": 0}, "is not a readable image: image file is truncated"),
-        ({"image": encoded(Image.fromarray(np.zeros((4, 4), np.uint16))), "label": 0}, "more than 8 bits per channel"),
+        (
+            {"image": encoded(photo(64, 64), "JPEG")[:700], "label": 0},
+            "is not a readable image: image file is truncated",
+        ),
+        (
+            {"image": encoded(Image.fromarray(np.zeros((4, 4), np.uint16))), "label": 0},
+            "more than 8 bits per channel",
+        ),
         ({"image": None, "label": 0}, "is not a readable image: NoneType"),
         ({"image": [[300]], "label": 0}, "pixels must be whole numbers from 0 to 255"),
         ({"image": [[3]], "label": 10}, "class 10 is not one of the model's classes, 0 to 9"),
@@ -126,7 +173,9 @@ def test_what_cannot_be_used(row, says):
 
 @pytest.mark.filterwarnings("ignore")  # Pillow warns of odd metadata
 def test_any_broken_file_is_a_value_error():
-    """400 files with a few wrong bytes, and cut ones: Pillow's decoders raise many kinds of errors."""
+    """400 files with a few wrong bytes, and cut ones: Pillow's decoders raise many kinds of
+    errors.
+    """
     draw = np.random.default_rng(0)
     broken = 0
     for number in range(400):
@@ -142,7 +191,8 @@ def test_any_broken_file_is_a_value_error():
     assert broken > 100
 
 
-# What is trained on ---------------------------------------------------------------------------------------------------
+# What is trained on
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_crop_is_what_pillow_cuts_and_is_mirrored_every_second_time():
@@ -154,7 +204,9 @@ def test_a_crop_is_what_pillow_cuts_and_is_mirrored_every_second_time():
         box = _box(100, 75, draw)
         flip = draw.random() < 0.5
         wanted = image.resize((32, 32), Image.Resampling.BILINEAR, box)
-        assert (bytes_of(batch[key]) == np.asarray(ImageOps.mirror(wanted) if flip else wanted)).all()
+        assert (
+            bytes_of(batch[key]) == np.asarray(ImageOps.mirror(wanted) if flip else wanted)
+        ).all()
         mirrored += flip
         boxes.add(box)
     assert 20 <= mirrored <= 40 and len(boxes) == 60
@@ -163,51 +215,85 @@ def test_a_crop_is_what_pillow_cuts_and_is_mirrored_every_second_time():
 
 
 def test_crops_have_any_size_shape_and_place_within_the_picture():
-    """Areas are uniform from 8 to 100 %, shapes from 3:4 to 4:3; what does not fit is drawn again."""
+    """Areas are uniform from 8 to 100 %, shapes from 3:4 to 4:3; what does not fit is drawn
+    again.
+    """
     boxes = np.array([_box(400, 400, np.random.default_rng(key)) for key in range(3000)])
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert (boxes >= 0).all() and (boxes <= 400).all()
     areas, ratios = width * height / 160_000, np.log(width / height)
-    assert 0.078 < areas.min() < 0.085 and areas.max() > 0.95 and 0.5 < np.mean(areas < 0.54) < 0.6  # large ones fit less often
-    assert -math.log(4 / 3) - 0.02 < ratios.min() < -0.25 and 0.25 < ratios.max() < math.log(4 / 3) + 0.02 and abs(ratios.mean()) < 0.02
-    for side in (boxes[:, 0] / np.maximum(1, 400 - width), boxes[:, 1] / np.maximum(1, 400 - height)):
+    # large ones fit less often
+    assert 0.078 < areas.min() < 0.085 and areas.max() > 0.95 and 0.5 < np.mean(areas < 0.54) < 0.6
+    assert (
+        -math.log(4 / 3) - 0.02 < ratios.min() < -0.25
+        and 0.25 < ratios.max() < math.log(4 / 3) + 0.02
+        and abs(ratios.mean()) < 0.02
+    )
+    for side in (
+        boxes[:, 0] / np.maximum(1, 400 - width),
+        boxes[:, 1] / np.maximum(1, 400 - height),
+    ):
         assert abs(side[(width < 390) & (height < 390)].mean() - 0.5) < 0.03
-    assert _box(1000, 2, np.random.default_rng(0)) == (498, 0, 501, 2)  # nothing fits: the largest one of an allowed shape
-    assert _box(2, 1000, np.random.default_rng(0)) == (0, 498, 2, 501) and _box(1, 1, np.random.default_rng(0)) == (0, 0, 1, 1)
+    # nothing fits: the largest one of an allowed shape
+    assert _box(1000, 2, np.random.default_rng(0)) == (498, 0, 501, 2)
+    assert _box(2, 1000, np.random.default_rng(0)) == (0, 498, 2, 501) and _box(
+        1, 1, np.random.default_rng(0)
+    ) == (0, 0, 1, 1)
 
 
 def test_without_augmentation_a_trained_picture_is_like_an_evaluated_one():
     row = {"image": encoded(photo(100, 75)), "label": 0}
-    assert torch.equal(collated([row], [5], augment="none")["pixel_values"], collated([row])["pixel_values"])
+    assert torch.equal(
+        collated([row], [5], augment="none")["pixel_values"], collated([row])["pixel_values"]
+    )
     assert not torch.equal(collated([row], [5])["pixel_values"], collated([row])["pixel_values"])
 
 
 @pytest.mark.parametrize("threads", [2, 7])
 def test_threads_change_no_bit(threads):
-    rows: list[dict[str, Any] | None] = [{"image": encoded(photo(90 + number, 70, number), "JPEG"), "label": number % 10} for number in range(40)]
+    rows: list[dict[str, Any] | None] = [
+        {"image": encoded(photo(90 + number, 70, number), "JPEG"), "label": number % 10}
+        for number in range(40)
+    ]
     rows[7] = None
     one, more = (collated(rows, list(range(40)), threads=count) for count in (1, threads))
-    assert torch.equal(one["pixel_values"], more["pixel_values"]) and torch.equal(one["labels"], more["labels"])
+    assert torch.equal(one["pixel_values"], more["pixel_values"]) and torch.equal(
+        one["labels"], more["labels"]
+    )
 
 
 def test_a_picture_for_a_model_that_takes_no_square():
-    """Height and width keep their places in crops, in what is evaluated, and in what is written; each channel has its mean and deviation."""
+    """Height and width keep their places in crops, in what is evaluated, and in what is written;
+    each channel has its mean and deviation.
+    """
     made = pictures({"image_size": [24, 40]})
     image, mirrored = photo(100, 75), set()
     assert made.size == (24, 40) and TASK.samples is not None
-    batch = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}] * 8, list(range(8)))["pixel_values"]
+    batch = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}] * 8, list(range(8)))[
+        "pixel_values"
+    ]
     assert batch.shape == (8, 3, 24, 40)
     for key in range(8):
         draw = np.random.default_rng(key)
         wanted = image.resize((40, 24), Image.Resampling.BILINEAR, _box(100, 75, draw))
         mirrored.add(flip := draw.random() < 0.5)
-        assert (bytes_of(batch[key]) == np.asarray(ImageOps.mirror(wanted) if flip else wanted)).all()
+        assert (
+            bytes_of(batch[key]) == np.asarray(ImageOps.mirror(wanted) if flip else wanted)
+        ).all()
     assert mirrored == {True, False}
-    evaluated = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}], None)["pixel_values"][0]
-    assert (bytes_of(evaluated) == np.asarray(image.resize((40, 24), Image.Resampling.BILINEAR))).all()
+    evaluated = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}], None)[
+        "pixel_values"
+    ][0]
+    assert (
+        bytes_of(evaluated) == np.asarray(image.resize((40, 24), Image.Resampling.BILINEAR))
+    ).all()
     own = replace(made, mean=(0.1, 0.2, 0.4), std=(0.5, 0.25, 2.0))
-    values = TASK.samples.collate(own, [{"image": np.full((3, 5, 3), (51, 102, 204), np.uint8), "label": 0}], None)["pixel_values"][0]
-    assert [float(channel.mean()) for channel in values] == pytest.approx([(0.2 - 0.1) / 0.5, (0.4 - 0.2) / 0.25, (0.8 - 0.4) / 2.0], rel=1e-5)
+    values = TASK.samples.collate(
+        own, [{"image": np.full((3, 5, 3), (51, 102, 204), np.uint8), "label": 0}], None
+    )["pixel_values"][0]
+    assert [float(channel.mean()) for channel in values] == pytest.approx(
+        [(0.2 - 0.1) / 0.5, (0.4 - 0.2) / 0.25, (0.8 - 0.4) / 2.0], rel=1e-5
+    )
 
 
 def test_a_crop_is_wide_and_high_as_it_is_drawn():
@@ -228,13 +314,20 @@ def test_a_crop_is_wide_and_high_as_it_is_drawn():
 @pytest.mark.parametrize(("size", "expected"), [([16, 24], (2, 3, 16, 24)), (20, (2, 3, 20, 20))])
 def test_an_example_picture_has_the_form_of_the_models(size, expected):
     assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size)).shape == expected  # type: ignore[arg-type]
-    assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size, num_channels=1)).shape == (2, 1, *expected[2:])  # type: ignore[arg-type]
+    assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size, num_channels=1)).shape == (
+        2,
+        1,
+        *expected[2:],
+    )  # type: ignore[arg-type]
 
 
-# How pictures are made for the model ----------------------------------------------------------------------------------
+# How pictures are made for the model
+# ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [{}, {"num_channels": 1}, {"image_size": [32, 48]}], ids=["square", "grey", "wide"])
+@pytest.mark.parametrize(
+    "config", [{}, {"num_channels": 1}, {"image_size": [32, 48]}], ids=["square", "grey", "wide"]
+)
 def test_transformers_makes_the_same_of_what_is_exported(tmp_path, config):
     """With its backend on Pillow, as torchvision is not needed."""
     (tmp_path / "model").mkdir()
@@ -247,29 +340,60 @@ def test_transformers_makes_the_same_of_what_is_exported(tmp_path, config):
     for width, height in ((100, 75), (33, 80), (20, 20)):
         image = photo(width, height, mode="L" if config.get("num_channels") == 1 else "RGB")
         wanted = theirs(image, return_tensors="pt")["pixel_values"]
-        found = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}], None)["pixel_values"]
+        found = TASK.samples.collate(made, [{"image": encoded(image), "label": 0}], None)[
+            "pixel_values"
+        ]
         assert found.shape == wanted.shape and (found - wanted).abs().max() < 1e-5
     again = pictures(config, model=str(tmp_path))
-    assert (again.size, again.mean, again.std, again.resample) == (made.size, made.mean, made.std, made.resample)
+    assert (again.size, again.mean, again.std, again.resample) == (
+        made.size,
+        made.mean,
+        made.std,
+        made.resample,
+    )
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["own file", "in processor_config.json"])
 def test_keys_of_the_models_processor_that_change_no_picture_are_exported(tmp_path, nested):
-    own = {"image_mean": [0.1, 0.2, 0.3], "served_by": {"a": [1]}, "crop_pct": 0.9, "do_pad": True, "pad_size": 64}
-    own |= {"image_processor_type": "ConvNextImageProcessor", "feature_extractor_type": "ConvNextFeatureExtractor"}
-    file, content = ("processor_config.json", {"image_processor": own}) if nested else ("preprocessor_config.json", own)
+    own = {
+        "image_mean": [0.1, 0.2, 0.3],
+        "served_by": {"a": [1]},
+        "crop_pct": 0.9,
+        "do_pad": True,
+        "pad_size": 64,
+    }
+    own |= {
+        "image_processor_type": "ConvNextImageProcessor",
+        "feature_extractor_type": "ConvNextFeatureExtractor",
+    }
+    file, content = (
+        ("processor_config.json", {"image_processor": own})
+        if nested
+        else ("preprocessor_config.json", own)
+    )
     (tmp_path / file).write_text(json.dumps(content))
     made = pictures(model=str(tmp_path))
     assert made.mean == (0.1, 0.2, 0.3)
     (tmp_path / "hf").mkdir()
     made.save_pretrained(tmp_path / "hf")
     found = json.loads((tmp_path / "hf" / "preprocessor_config.json").read_text())
-    assert found["served_by"] == {"a": [1]} and found["crop_pct"] == 0.9 and found["image_processor_type"] == "ViTImageProcessor"
+    assert (
+        found["served_by"] == {"a": [1]}
+        and found["crop_pct"] == 0.9
+        and found["image_processor_type"] == "ViTImageProcessor"
+    )
     assert not {"do_pad", "pad_size", "feature_extractor_type"} & found.keys()
-    config = CONFIG | {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = CONFIG | {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     recipe = Recipe(model="none", init="random", task="image_classification", wandb=False)
-    built = build_model(recipe, config, None, {"zero_optimization": {"stage": 0}}, torch.device("cpu"))
+    built = build_model(
+        recipe, config, None, {"zero_optimization": {"stage": 0}}, torch.device("cpu")
+    )
     exported = gather(built, config, made, torch.float32, Origin(tmp_path), ()).contents
     assert json.loads(exported["preprocessor_config.json"]) == found
     if nested:
@@ -282,10 +406,26 @@ def test_keys_of_the_models_processor_that_change_no_picture_are_exported(tmp_pa
         (None, {}, (32, 32), 0.5),
         ({"size": 48, "image_mean": [0.4] * 3}, {"image_size": None}, (48, 48), 0.4),
         ({"size": {"height": 40, "width": 48}}, {"image_size": None}, (40, 48), 0.5),
-        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}, {"image_size": None}, (224, 224), 0.5),
-        ({"size": {"shortest_edge": 224}, "do_normalize": False}, {"image_size": None}, (224, 224), 0.0),
-        ({"size": 224, "image_mean": [0.1, 0.2, 0.3]}, {}, (32, 32), [0.1, 0.2, 0.3]),  # shrunk by --tiny
-        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}, {}, (32, 32), 0.5),
+        (
+            {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}},
+            {"image_size": None},
+            (224, 224),
+            0.5,
+        ),
+        (
+            {"size": {"shortest_edge": 224}, "do_normalize": False},
+            {"image_size": None},
+            (224, 224),
+            0.0,
+        ),
+        # shrunk by --tiny
+        ({"size": 224, "image_mean": [0.1, 0.2, 0.3]}, {}, (32, 32), [0.1, 0.2, 0.3]),
+        (
+            {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}},
+            {},
+            (32, 32),
+            0.5,
+        ),
         ({"image_mean": [0.1, 0.2, 0.3]}, {"num_channels": 1}, (32, 32), pytest.approx(0.2)),
         ({}, {"image_size": None}, (224, 224), 0.5),
         (None, {"image_size": [16, 24]}, (16, 24), 0.5),
@@ -295,7 +435,9 @@ def test_size_and_mean_are_those_that_the_model_publishes(tmp_path, own, config,
     if own is not None:
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
     made = pictures(config, model=str(tmp_path))
-    assert made.size == size and list(made.mean) == (mean if isinstance(mean, list) else [mean] * made.channels)
+    assert made.size == size and list(made.mean) == (
+        mean if isinstance(mean, list) else [mean] * made.channels
+    )
 
 
 def test_a_model_of_the_hub_is_looked_up_in_the_cache(tmp_path, monkeypatch):
@@ -317,30 +459,61 @@ def test_the_files_of_main_are_taken_and_the_processors_own_first(tmp_path, monk
     folders = [tmp_path / "models--nobody--model" / "snapshots" / name for name in ("b", "c", "a")]
     for number, folder in enumerate(folders):
         folder.mkdir(parents=True)
-        (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [number / 4] * 3}))
+        (folder / "preprocessor_config.json").write_text(
+            json.dumps({"image_mean": [number / 4] * 3})
+        )
         os.utime(folder, (9 - number, 9 - number))
     refs = folders[0].parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text("a")
-    assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3} and published("nobody/model", "random") == {}
-    (folders[1] / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.125] * 3}}))
+    assert (
+        published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
+        and published("nobody/model", "random") == {}
+    )
+    (folders[1] / "processor_config.json").write_text(
+        json.dumps({"image_processor": {"image_mean": [0.125] * 3}})
+    )
     assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
-    (folders[2] / "processor_config.json").write_text(json.dumps({"image_processor": {"image_mean": [0.75] * 3}}))
-    assert published("nobody/model", "pretrained") == published(str(folders[2]), "random") == {"image_mean": [0.75] * 3}
+    (folders[2] / "processor_config.json").write_text(
+        json.dumps({"image_processor": {"image_mean": [0.75] * 3}})
+    )
+    assert (
+        published("nobody/model", "pretrained")
+        == published(str(folders[2]), "random")
+        == {"image_mean": [0.75] * 3}
+    )
     (folders[2] / "processor_config.json").write_text('{"processor_class": "X"}')
     assert published(str(folders[2]), "random") == {"image_mean": [0.5] * 3}
 
 
-LEFT_OUT = ("do_pad", "pad_size", "default_to_square", "data_format", "input_data_format", "image_seq_length", "return_tensors", "device", "auto_map")
+LEFT_OUT = (
+    "do_pad",
+    "pad_size",
+    "default_to_square",
+    "data_format",
+    "input_data_format",
+    "image_seq_length",
+    "return_tensors",
+    "device",
+    "auto_map",
+)
 
 
 def test_only_keys_that_no_class_acts_on_are_carried(tmp_path):
-    own = {**dict.fromkeys((*LEFT_OUT, "feature_extractor_type"), 3), "do_resize": False, "resample": 3, "x_pad_size": 5, "size": 9}
+    own = {
+        **dict.fromkeys((*LEFT_OUT, "feature_extractor_type"), 3),
+        "do_resize": False,
+        "resample": 3,
+        "x_pad_size": 5,
+        "size": 9,
+    }
     made = replace(pictures(), own=own)
     made.save_pretrained(tmp_path)
     found = json.loads((tmp_path / "preprocessor_config.json").read_text())
     replace(made, own={}).save_pretrained(tmp_path)
-    assert found == json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"x_pad_size": 5}
+    assert found == json.loads((tmp_path / "preprocessor_config.json").read_text()) | {
+        "x_pad_size": 5
+    }
 
 
 @pytest.mark.parametrize("own", ["[]", "3", '{"image_processor": []}', '{"image_processor": "x"}'])
@@ -357,11 +530,15 @@ def test_an_image_processor_that_is_null_counts_as_missing(tmp_path):
 
 
 def test_a_model_of_other_channels_is_refused():
-    with pytest.raises(Refusal, match=r"requires images with 4 channels, but images are read as grey \(1\) or color \(3\)"):
+    with pytest.raises(
+        Refusal,
+        match=r"requires images with 4 channels, but images are read as grey \(1\) or color \(3\)",
+    ):
         pictures({"num_channels": 4})
 
 
-# Classes --------------------------------------------------------------------------------------------------------------
+# Classes
+# --------------------------------------------------------------------------------------------------
 
 
 def folder_of(folder: Path, classes: int) -> Path:
@@ -372,18 +549,35 @@ def folder_of(folder: Path, classes: int) -> Path:
 
 
 def test_classes_that_the_model_does_not_have_are_refused_before_it_is_built(tmp_path):
-    with pytest.raises(Refusal, match=r"--dataset builtin: has 10 classes, but a/b has 2 labels\. Use --num_labels 10"):
+    with pytest.raises(
+        Refusal,
+        match=r"--dataset builtin: has 10 classes, but a/b has 2 labels\. Use --num_labels 10",
+    ):
         pictures({"id2label": None}, model="a/b", dataset="builtin")
     assert pictures({"id2label": None, "num_labels": 12}, dataset="builtin").num_labels == 12
     data = folder_of(tmp_path / "data", 3)
-    with pytest.raises(Refusal, match=r"data: has 3 folders of classes, but a/b has 10 labels\. Use --num_labels 3"):
+    with pytest.raises(
+        Refusal, match=r"data: has 3 folders of classes, but a/b has 10 labels\. Use --num_labels 3"
+    ):
         pictures(model="a/b", dataset=str(data))
-    assert pictures({"id2label": {"0": "a", "1": "b", "2": "c"}}, dataset=f"a={data}@1; b={data}/*/*.png@2").num_labels == 3
-    assert pictures(dataset=str(tmp_path / "none")).num_labels == 10  # told where it is opened, on all ranks
+    assert (
+        pictures(
+            {"id2label": {"0": "a", "1": "b", "2": "c"}}, dataset=f"a={data}@1; b={data}/*/*.png@2"
+        ).num_labels
+        == 3
+    )
+    # told where it is opened, on all ranks
+    assert pictures(dataset=str(tmp_path / "none")).num_labels == 10
     other = folder_of(tmp_path / "other", 2)
     (other / "zebra").mkdir()
     (other / "zebra" / "a.png").write_bytes(encoded(photo(4, 4)))
-    with pytest.raises(Refusal, match=r"other: has a class zebra, which another folder of the mixture does not have\. Give all folders the same classes"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"other: has a class zebra, which another folder of the mixture does not have\. Give"
+            r" all folders the same classes"
+        ),
+    ):
         pictures({"id2label": {"0": "a", "1": "b", "2": "c"}}, dataset=f"a={data}@1; b={other}@2")
 
 
@@ -391,57 +585,127 @@ def test_a_new_head_has_the_names_of_the_folders(tmp_path):
     config = {"num_labels": 10, "id2label": {"0": "old"}, "label2id": {"old": 0}, "hidden_size": 8}
     classes = folder_classes(str(folder_of(tmp_path / "data", 3)))
     named = with_labels(config, 3, classes)
-    assert named == {"hidden_size": 8, "id2label": {"0": "class 0", "1": "class 1", "2": "class 2"}, "label2id": {"class 0": 0, "class 1": 1, "class 2": 2}}
-    assert with_labels(config, 4, classes) == {"hidden_size": 8, "num_labels": 4} and with_labels(config, 0, classes) is config
-    assert folder_classes("builtin") == folder_classes(str(tmp_path / "none")) == folder_classes("a/b") == []
+    assert named == {
+        "hidden_size": 8,
+        "id2label": {"0": "class 0", "1": "class 1", "2": "class 2"},
+        "label2id": {"class 0": 0, "class 1": 1, "class 2": 2},
+    }
+    assert (
+        with_labels(config, 4, classes) == {"hidden_size": 8, "num_labels": 4}
+        and with_labels(config, 0, classes) is config
+    )
+    assert (
+        folder_classes("builtin")
+        == folder_classes(str(tmp_path / "none"))
+        == folder_classes("a/b")
+        == []
+    )
 
 
 def test_classes_that_the_model_numbers_otherwise_are_refused(tmp_path):
     data = str(folder_of(tmp_path / "data", 3))
-    assert pictures({"id2label": {"2": "class 2", "0": "class 0", "1": "class 1"}}, dataset=data).num_labels == 3
-    with pytest.raises(Refusal, match=r"numbers its folders by name, class 0 0, and in the config.json of a/b class 1 has this number\. Rename the folders"):
-        pictures({"id2label": {"0": "class 1", "1": "class 0", "2": "class 2"}}, model="a/b", dataset=data)
+    assert (
+        pictures(
+            {"id2label": {"2": "class 2", "0": "class 0", "1": "class 1"}}, dataset=data
+        ).num_labels
+        == 3
+    )
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"numbers its folders by name, class 0 0, and in the config.json of a/b class 1 has"
+            r" this number\. Rename the folders"
+        ),
+    ):
+        pictures(
+            {"id2label": {"0": "class 1", "1": "class 0", "2": "class 2"}},
+            model="a/b",
+            dataset=data,
+        )
 
 
 def test_labels_are_counted_as_transformers_does():
-    for config in ({}, {"num_labels": 7}, {"id2label": {"0": "a", "1": "b", "2": "c"}}, {"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}):
+    for config in (
+        {},
+        {"num_labels": 7},
+        {"id2label": {"0": "a", "1": "b", "2": "c"}},
+        {"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}},
+    ):
         assert pictures({"id2label": None} | config).num_labels == ViTConfig(**config).num_labels
 
 
-# The loss, and what an evaluation measures ----------------------------------------------------------------------------
+# The loss, and what an evaluation measures
+# ----------------------------------------------------------------------------
 
 
 def test_accuracies_are_those_of_the_rows_with_a_class():
-    logits = torch.tensor([[9.0, 1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 9], [5, 4, 3, 2, 1, 0, 9]])
+    logits = torch.tensor(
+        [
+            [9.0, 1, 2, 3, 4, 5, 6],
+            [1, 2, 3, 4, 5, 6, 7],
+            [0, 1, 2, 3, 4, 5, 9],
+            [5, 4, 3, 2, 1, 0, 9],
+        ]
+    )
     assert TASK.measure(logits, {"labels": torch.tensor([0, 5, 0, IGNORE])}).tolist() == [1, 2]
-    assert TASK.measure(logits[[1, 1, 1]], {"labels": torch.tensor([1, 2, 6])}).tolist() == [1, 2]  # the sixth, fifth and first
+    # the sixth, fifth and first
+    assert TASK.measure(logits[[1, 1, 1]], {"labels": torch.tensor([1, 2, 6])}).tolist() == [1, 2]
     assert TASK.measures == ("accuracy", "top5_accuracy")
-    assert TASK.measure(logits[:, :2], {"labels": torch.tensor([0, 1, 0, IGNORE])}).tolist() == [2, 3]  # fewer than five classes
+    # fewer than five classes
+    assert TASK.measure(logits[:, :2], {"labels": torch.tensor([0, 1, 0, IGNORE])}).tolist() == [
+        2,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_any_dtype_takes_the_pictures(dtype):
     model = ViTForImageClassification(
-        ViTConfig(image_size=32, patch_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=10)
+        ViTConfig(
+            image_size=32,
+            patch_size=16,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            num_labels=10,
+        )
     ).to(dtype)
     batch = collated([drawn(0), drawn(1), None], [0, 1, 2])
     logits = TASK.forward(model, batch)
     assert logits.shape == (3, 10) and logits.dtype == dtype
     rows = TASK.loss(logits, batch, True)
-    assert rows.dtype == torch.float32 and rows[2] == 0 and float(rows.detach().sum()) == pytest.approx(float(TASK.loss(logits, batch, False).detach()))
+    assert (
+        rows.dtype == torch.float32
+        and rows[2] == 0
+        and float(rows.detach().sum())
+        == pytest.approx(float(TASK.loss(logits, batch, False).detach()))
+    )
 
 
-# The built-in pictures ------------------------------------------------------------------------------------------------
+# The built-in pictures
+# ------------------------------------------------------------------------------------------------
 
 
 def test_builtin_pictures_are_drawn_from_their_number():
     rows = [drawn(number) for number in range(200)]
     assert [row["label"] for row in rows] == [number % 10 for number in range(200)]
-    assert len({row["image"].tobytes() for row in rows}) == 200 and all((drawn(n)["image"] == rows[n]["image"]).all() for n in (0, 77))
+    assert len({row["image"].tobytes() for row in rows}) == 200 and all(
+        (drawn(n)["image"] == rows[n]["image"]).all() for n in (0, 77)
+    )
     for row in rows:
         bright = (row["image"] >= 128).all(2)
-        assert row["image"].shape == (32, 32, 3) and row["image"].dtype == np.uint8 and 25 < bright.sum() < 600
-    shapes = {label: np.mean([(row["image"] >= 128).all(2).sum() for row in rows if row["label"] == label]) for label in range(10)}
+        assert (
+            row["image"].shape == (32, 32, 3)
+            and row["image"].dtype == np.uint8
+            and 25 < bright.sum() < 600
+        )
+    shapes = {
+        label: np.mean(
+            [(row["image"] >= 128).all(2).sum() for row in rows if row["label"] == label]
+        )
+        for label in range(10)
+    }
     assert len(SHAPES) == 10 and shapes[0] > shapes[1] and shapes[2] > shapes[3]
 
 

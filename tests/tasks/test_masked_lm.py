@@ -1,4 +1,6 @@
-"""Which tokens are hidden: so many, of which kinds, always the same ones of a row whatever it is read on; never special ones; whole words."""
+"""Which tokens are hidden: so many, of which kinds, always the same ones of a row whatever it is
+read on; never special ones; whole words.
+"""
 
 import contextlib
 import json
@@ -27,16 +29,39 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import PreTrainedTokenizerFast
 
 BYTES = byte_tokenizer(masked=True)
-CLS, SEP, PAD, MASK = (BYTES.convert_tokens_to_ids(token) for token in ("<|begin|>", "<|endoftext|>", "<|pad|>", "<|reserved_0|>"))
+CLS, SEP, PAD, MASK = (
+    BYTES.convert_tokens_to_ids(token)
+    for token in ("<|begin|>", "<|endoftext|>", "<|pad|>", "<|reserved_0|>")
+)
 
 
 def request(**fields: Any) -> Request:
-    return Request(**({"task": "masked_lm", "tokenizer": "bytes", "seq_len": 64, "micro_batch": 2, "global_batch": 8} | fields))
+    return Request(
+        **(
+            {
+                "task": "masked_lm",
+                "tokenizer": "bytes",
+                "seq_len": 64,
+                "micro_batch": 2,
+                "global_batch": 8,
+            }
+            | fields
+        )
+    )
 
 
-def rows_of(steps: int, tokenizer: Any = BYTES, dp: int = 1, dp_rank: int = 0, state: Any = None, **fields: Any) -> tuple[dict[str, torch.Tensor], Any]:
+def rows_of(
+    steps: int,
+    tokenizer: Any = BYTES,
+    dp: int = 1,
+    dp_rank: int = 0,
+    state: Any = None,
+    **fields: Any,
+) -> tuple[dict[str, torch.Tensor], Any]:
     """The rows of some steps of one rank, one below the other, and the state after them."""
-    with contextlib.closing(open_stream(request(**fields), tokenizer, dp=dp, dp_rank=dp_rank, state=state)) as stream:
+    with contextlib.closing(
+        open_stream(request(**fields), tokenizer, dp=dp, dp_rank=dp_rank, state=state)
+    ) as stream:
         batches = []
         for _ in range(steps):
             made, state = next(stream)
@@ -51,23 +76,43 @@ def masks(**fields: Any) -> Masks:
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
-    """Reads lower-case text as BERT does: words of a few known ones, else letter by letter, the later ones marked ##."""
+    """Reads lower-case text as BERT does: words of a few known ones, else letter by letter, the
+    later ones marked ##.
+    """
     letters = "abcdefghijklmnopqrstuvwxyz0123456789().,:=_"
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), "the", "##ing", "return"]
-    backend = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *(f"##{letter}" for letter in letters),
+        "the",
+        "##ing",
+        "return",
+    ]
+    backend = Tokenizer(
+        models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
 
 
-# What is hidden -------------------------------------------------------------------------------------------------------
+# What is hidden
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.4])
 def test_so_many_tokens_are_hidden_and_replaced_as_the_paper_says(rate):
-    """Counted on half a million tokens: the shares are those of independent draws, to five standard deviations."""
+    """Counted on half a million tokens: the shares are those of independent draws, to five standard
+    deviations.
+    """
     ids = np.random.default_rng(0).integers(0, 256, 500_000).astype(np.int32)
     seen, labels = masks(mask_rate=rate)(ids, "key")
     hidden = labels != IGNORE
@@ -80,7 +125,8 @@ def test_so_many_tokens_are_hidden_and_replaced_as_the_paper_says(rate):
     assert (labels[hidden] == ids[hidden]).all() and (seen[~hidden] == ids[~hidden]).all()
     share_is(int((seen[hidden] == MASK).sum()), count, REPLACED)
     others = (seen != MASK) & hidden
-    share_is(int((seen[others] != ids[others]).sum()), count, RANDOM * 255 / 256)  # one in 256 is drawn to be what it was
+    # one in 256 is drawn to be what it was
+    share_is(int((seen[others] != ids[others]).sum()), count, RANDOM * 255 / 256)
     drawn = seen[others & (seen != ids)]
     assert drawn.max() <= 255 and len(np.unique(drawn)) == 256, "any token but a special one"
     apart = hidden[1:] & hidden[:-1]
@@ -101,10 +147,15 @@ def test_special_tokens_are_never_hidden():
     ids = np.tile(np.array([CLS, 65, 66, SEP, PAD, MASK], np.int32), 2000)
     seen, labels = masks(mask_rate=0.9)(ids, "key")
     special = np.isin(ids, [CLS, SEP, PAD, MASK])
-    assert (labels[special] == IGNORE).all() and (seen[special] == ids[special]).all() and (labels[~special] != IGNORE).mean() > 0.85
+    assert (
+        (labels[special] == IGNORE).all()
+        and (seen[special] == ids[special]).all()
+        and (labels[~special] != IGNORE).mean() > 0.85
+    )
 
 
-# Rows -----------------------------------------------------------------------------------------------------------------
+# Rows
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_row_is_the_same_on_any_rank_in_any_micro_batch_and_after_a_resume():
@@ -122,15 +173,27 @@ def test_a_row_is_the_same_on_any_rank_in_any_micro_batch_and_after_a_resume():
 
 
 def test_an_epoch_hides_other_tokens_than_the_one_before(tmp_path):
-    """Of the same documents: found again in the rows of two epochs by their labels and what is not hidden."""
-    texts = [f"{number:03d}" * 18 for number in range(200)]  # 54 letters and two edges: one document in a row of 64
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    """Of the same documents: found again in the rows of two epochs by their labels and what is not
+    hidden.
+    """
+    # 54 letters and two edges: one document in a row of 64
+    texts = [f"{number:03d}" * 18 for number in range(200)]
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     rows, state = rows_of(50, dataset=str(tmp_path / "texts.jsonl"), token_cache="off")
-    assert state["domains"]["texts" if "texts" in state["domains"] else next(iter(state["domains"]))]["place"].get("epoch", 0) >= 1
+    assert (
+        state["domains"]["texts" if "texts" in state["domains"] else next(iter(state["domains"]))][
+            "place"
+        ].get("epoch", 0)
+        >= 1
+    )
     shown = torch.where(rows["labels"] != IGNORE, rows["labels"], rows["input_ids"])
     found: dict[str, list[tuple[int, ...]]] = {}
     for ids, labels in zip(shown, rows["labels"], strict=True):
-        found.setdefault(BYTES.decode(ids[1:55]), []).append(tuple((labels != IGNORE).nonzero().flatten().tolist()))
+        found.setdefault(BYTES.decode(ids[1:55]), []).append(
+            tuple((labels != IGNORE).nonzero().flatten().tolist())
+        )
     assert found.keys() <= set(texts), "labels and what is not hidden are the text"
     twice = [places for places in found.values() if len(places) > 1]
     assert len(twice) > 100 and sum(one == other for one, other, *_ in twice) < 3
@@ -138,39 +201,65 @@ def test_an_epoch_hides_other_tokens_than_the_one_before(tmp_path):
 
 def test_documents_have_edges_and_one_longer_than_a_row_is_cut_into_several_with_edges(tmp_path):
     assert edges(BYTES) == ([CLS], [SEP]) and edges(wordpiece()) == ([2], [3])
-    (long, _), (rest, _), (short, _) = encode_sequences(BYTES, ["x" * 70, "", "yz"], 64)[:2] + encode_sequences(BYTES, ["yz"], 64)
-    assert long.tolist() == [CLS, *[BYTES("x", add_special_tokens=False)["input_ids"][0]] * 62, SEP] and len(rest) == 10
+    (long, _), (rest, _), (short, _) = encode_sequences(BYTES, ["x" * 70, "", "yz"], 64)[
+        :2
+    ] + encode_sequences(BYTES, ["yz"], 64)
+    assert (
+        long.tolist() == [CLS, *[BYTES("x", add_special_tokens=False)["input_ids"][0]] * 62, SEP]
+        and len(rest) == 10
+    )
     assert short.tolist() == BYTES("yz")["input_ids"]
     assert [len(ids) for ids, _ in encode_sequences(BYTES, [""], 64)] == [0]
     rows, _ = rows_of(4)
-    for ids, labels, positions, starts in zip(rows["input_ids"], rows["labels"], rows["position_ids"], rows["document_starts"], strict=True):
+    for ids, labels, positions, starts in zip(
+        rows["input_ids"],
+        rows["labels"],
+        rows["position_ids"],
+        rows["document_starts"],
+        strict=True,
+    ):
         bounds = [*(positions == 0).nonzero().flatten().tolist(), 64]
         assert starts.nonzero().flatten().tolist() == bounds[:-1]
         for start, stop in pairwise(bounds):
             padding = ids[start] == PAD
             assert padding or (ids[start] == CLS and ids[stop - 1] == SEP)
-            assert (labels[[start, stop - 1]] == IGNORE).all() and (not padding or (ids[start:stop] == PAD).all())
+            assert (labels[[start, stop - 1]] == IGNORE).all() and (
+                not padding or (ids[start:stop] == PAD).all()
+            )
     hidden = (rows["labels"] != IGNORE).sum().item()
     assert hidden == TASK.count(rows).sum() and 0.1 < hidden / rows["labels"].numel() < 0.2
 
 
 def test_evaluations_hide_the_same_tokens_whatever_the_seed_and_the_ranks():
     one = eval_rows(request(eval_rows=12), BYTES, dp=1, dp_rank=0)
-    other = [batch for rank in (0, 1) for batch in eval_rows(request(eval_rows=12, seed=5), BYTES, dp=2, dp_rank=rank)]
-    assert all(torch.equal(mine[name], theirs[name]) for mine, theirs in zip(one, other, strict=True) for name in mine)
+    other = [
+        batch
+        for rank in (0, 1)
+        for batch in eval_rows(request(eval_rows=12, seed=5), BYTES, dp=2, dp_rank=rank)
+    ]
+    assert all(
+        torch.equal(mine[name], theirs[name])
+        for mine, theirs in zip(one, other, strict=True)
+        for name in mine
+    )
     assert sum((batch["labels"] != IGNORE).sum() for batch in one) > 50
 
 
-# Whole words ----------------------------------------------------------------------------------------------------------
+# Whole words
+# --------------------------------------------------------------------------------------------------
 
 
 def words_by_hand(tokenizer: Any, text: str) -> list[int]:
-    """The number of the word of each token, by the tokenizer's own account of where they lie in the text."""
+    """The number of the word of each token, by the tokenizer's own account of where they lie in the
+    text.
+    """
     spans = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     numbers, number = [], -1
     for token, (start, _) in enumerate(spans):
         before = text[start - 1] if start else " "
-        joined = token > 0 and all(letter.isalnum() or letter == "_" for letter in (before, text[start]))
+        joined = token > 0 and all(
+            letter.isalnum() or letter == "_" for letter in (before, text[start])
+        )
         number += not joined
         numbers.append(number)
     return numbers
@@ -185,7 +274,9 @@ def test_words_of_wordpiece_are_those_of_its_pre_tokenizer():
     ids = np.array(encoded["input_ids"])
     first = begins[ids] | np.concatenate([[True], ends[ids[:-1]]])
     words = encoded.word_ids()
-    assert first.tolist() == [True] + [one != other for one, other in pairwise(words)] and 5 < first.sum() < len(ids)
+    assert first.tolist() == [True] + [
+        one != other for one, other in pairwise(words)
+    ] and 5 < first.sum() < len(ids)
 
 
 def test_words_of_bytes_are_runs_of_letters_with_the_space_before_them():
@@ -196,7 +287,22 @@ def test_words_of_bytes_are_runs_of_letters_with_the_space_before_them():
     first = begins[ids] | np.concatenate([[True], ends[ids[:-1]]])
     spans = [*np.flatnonzero(first).tolist(), len(ids)]
     found = [BYTES.decode(ids[start:stop].tolist()) for start, stop in pairwise(spans)]
-    assert found == ["def", " größe", "(", "x_1", ")", ":", "\n", "\t", "return", " ", " a", " ", "+", " 42"]
+    assert found == [
+        "def",
+        " größe",
+        "(",
+        "x_1",
+        ")",
+        ":",
+        "\n",
+        "\t",
+        "return",
+        " ",
+        " a",
+        " ",
+        "+",
+        " 42",
+    ]
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.5])
@@ -210,25 +316,42 @@ def test_words_are_hidden_as_a_whole_at_the_same_rate(rate):
     hidden = labels != IGNORE
     words = [None, *tokenizer(text, add_special_tokens=False).word_ids(), None]
     same = np.array([one is not None and one == other for one, other in pairwise(words)])
-    assert same.sum() > 100_000 and (hidden[1:] == hidden[:-1])[same].all(), "all tokens of a word, or none"
+    assert same.sum() > 100_000 and (hidden[1:] == hidden[:-1])[same].all(), (
+        "all tokens of a word, or none"
+    )
     assert abs(hidden.mean() - rate) < 0.01
     assert abs((seen[hidden] == 4).mean() - REPLACED) < 0.01
-    ways = [(seen[place] == 4) for place in np.flatnonzero(hidden & np.concatenate([[False], same]))]
+    ways = [
+        (seen[place] == 4) for place in np.flatnonzero(hidden & np.concatenate([[False], same]))
+    ]
     assert 0.7 < np.mean(ways) < 0.9, "how is drawn for each token"
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_a_tokenizer_must_have():
     with pytest.raises(Refusal, match="has no mask token"):
         check_tokenizer(byte_tokenizer(), "masked_lm")
-    with pytest.raises(Refusal, match=r"adds 2 special tokens to each text, which leaves no room for the text\. Use --seq_len 3 or more"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"adds 2 special tokens to each text, which leaves no room for the text\. Use --seq_len"
+            r" 3 or more"
+        ),
+    ):
         check_edges(edges(BYTES), 2)
     check_edges(edges(BYTES), 3)
     check_tokenizer(BYTES, "masked_lm")
-    assert BYTES("é")["input_ids"][1:-1] == byte_tokenizer()("é")["input_ids"] and BYTES.vocab_size == byte_tokenizer().vocab_size
-    assert all(BYTES.convert_tokens_to_ids(token) == byte_tokenizer().convert_tokens_to_ids(token) for token in BYTES.all_special_tokens)
+    assert (
+        BYTES("é")["input_ids"][1:-1] == byte_tokenizer()("é")["input_ids"]
+        and BYTES.vocab_size == byte_tokenizer().vocab_size
+    )
+    assert all(
+        BYTES.convert_tokens_to_ids(token) == byte_tokenizer().convert_tokens_to_ids(token)
+        for token in BYTES.all_special_tokens
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,12 +360,31 @@ def test_what_a_tokenizer_must_have():
         (
             {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
             "masked_lm",
-            "transformers .* does not support a llama as a masked language model. Use --task pretrain",
+            (
+                "transformers .* does not support a llama as a masked language model. Use --task"
+                " pretrain"
+            ),
         ),
-        ({"model_type": "bert", "is_decoder": True}, "masked_lm", 'a bert whose config.json says "is_decoder": true is causal. Use --task pretrain'),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "masked_lm", "a bart is an encoder-decoder, but this task trains only encoders"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "pretrain", "a bert reads the tokens that it should predict. Use --task masked_lm"),
-        ({"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}, "sft", "reads the tokens that it should predict. Use --task masked_lm"),
+        (
+            {"model_type": "bert", "is_decoder": True},
+            "masked_lm",
+            'a bert whose config.json says "is_decoder": true is causal. Use --task pretrain',
+        ),
+        (
+            {"model_type": "bart", "is_encoder_decoder": True},
+            "masked_lm",
+            "a bart is an encoder-decoder, but this task trains only encoders",
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "pretrain",
+            "a bert reads the tokens that it should predict. Use --task masked_lm",
+        ),
+        (
+            {"model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]},
+            "sft",
+            "reads the tokens that it should predict. Use --task masked_lm",
+        ),
     ],
 )
 def test_models_of_the_other_kind_are_refused_with_the_reason(tmp_path, config, task, says):
@@ -252,10 +394,14 @@ def test_models_of_the_other_kind_are_refused_with_the_reason(tmp_path, config, 
 
 
 def test_a_model_that_is_found_to_look_back_is_refused():
-    """Whatever its config.json says: here a decoder is given, which the check finds out by running a small copy."""
+    """Whatever its config.json says: here a decoder is given, which the check finds out by running
+    a small copy.
+    """
     assert TASK.check(default_config("bert", "masked_lm").to_dict(), "auto", "mine") == ""
     with pytest.raises(Refusal, match="do not depend on the tokens behind them"):
-        TASK.check(default_config("bert", "masked_lm").to_dict() | {"is_decoder": True}, "auto", "mine")
+        TASK.check(
+            default_config("bert", "masked_lm").to_dict() | {"is_decoder": True}, "auto", "mine"
+        )
 
 
 def test_a_step_without_a_hidden_token_has_no_loss_and_is_a_number():
@@ -264,7 +410,9 @@ def test_a_step_without_a_hidden_token_has_no_loss_and_is_a_number():
     loss = TASK.loss(logits, {"labels": labels}, False)
     loss.backward()
     assert loss == 0 and not logits.grad.any() and TASK.count({"labels": labels}).tolist() == [0, 0]  # type: ignore[union-attr]
-    assert TASK.report({"loss": 0.0}) == {"perplexity": 1.0} and TASK.report({"loss": 1e4}) == {"perplexity": float("inf")}
+    assert TASK.report({"loss": 0.0}) == {"perplexity": 1.0} and TASK.report({"loss": 1e4}) == {
+        "perplexity": float("inf")
+    }
 
 
 def test_places_tell_epochs_apart():
@@ -277,8 +425,18 @@ def test_what_is_hidden_belongs_to_runs_that_hide_and_to_no_other():
     assert identity(Recipe(model="a"), None).keys() == set(IDENTITY)
     mine = identity(Recipe(model="a", task="masked_lm", mask_rate=0.3), None)
     assert mine.keys() == {*IDENTITY, "mask_rate", "whole_words"} and mine["mask_rate"] == 0.3
-    with contextlib.closing(open_stream(request(task="pretrain"), byte_tokenizer(), dp=1, dp_rank=0)) as stream:
-        assert stream.state["identity"].keys() == {"corpus", "task", "seed", "global_batch", "tokenizer", "seq_len", "blocks"}
+    with contextlib.closing(
+        open_stream(request(task="pretrain"), byte_tokenizer(), dp=1, dp_rank=0)
+    ) as stream:
+        assert stream.state["identity"].keys() == {
+            "corpus",
+            "task",
+            "seed",
+            "global_batch",
+            "tokenizer",
+            "seq_len",
+            "blocks",
+        }
     _, state = rows_of(1)
     with pytest.raises(OtherData, match=r"mask_rate = 0.3: the saved data stream has 0.15"):
         open_stream(request(mask_rate=0.3), BYTES, dp=1, dp_rank=0, state=state)

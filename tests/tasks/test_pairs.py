@@ -1,4 +1,6 @@
-"""Pairs in the forms in which they are published, what their losses are, and rows that cannot be used; of DPO and of reward models."""
+"""Pairs in the forms in which they are published, what their losses are, and rows that cannot be
+used; of DPO and of reward models.
+"""
 
 import json
 import math
@@ -25,7 +27,10 @@ from recipekit.tasks.find import task_called, with_numbers
 
 TOKENIZER = byte_tokenizer()
 END = "<|endoftext|>"
-USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "Hi?"), ("assistant", "Hello."), ("assistant", "Go away.")))
+USER, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("user", "Hi?"), ("assistant", "Hello."), ("assistant", "Go away."))
+)
 
 
 def pairs(seq_len: int = 128, whole_rows: bool = False) -> Pairs:
@@ -36,10 +41,15 @@ def read(row: dict[str, Any]) -> tuple[str, str, str]:
     """(prompt, rest of the chosen answer, rest of the rejected one), as text."""
     start, chosen, rejected = encode_pair(pairs(), row)
     assert chosen[:start] == rejected[:start]
-    return TOKENIZER.decode(chosen[:start]), TOKENIZER.decode(chosen[start:]), TOKENIZER.decode(rejected[start:])
+    return (
+        TOKENIZER.decode(chosen[:start]),
+        TOKENIZER.decode(chosen[start:]),
+        TOKENIZER.decode(rejected[start:]),
+    )
 
 
-# Forms ----------------------------------------------------------------------------------------------------------------
+# Forms
+# --------------------------------------------------------------------------------------------------
 
 CHAT = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
 AS_CHAT = (CHAT, "Hello.<|im_end|>\n", "Go away.<|im_end|>\n")
@@ -50,18 +60,44 @@ AS_CHAT = (CHAT, "Hello.<|im_end|>\n", "Go away.<|im_end|>\n")
     [
         ({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, ("2+2=", f"4{END}", f"5{END}")),
         ({"prompt": "2+2=", "chosen": f"4{END}", "rejected": ""}, ("2+2=", f"4{END}", END)),
-        ({"chosen": "two and two is four", "rejected": "two and two is five"}, ("two and two is f", f"our{END}", f"ive{END}")),
-        ({"chosen": "it is four", "rejected": "it is nine"}, ("it is", f" four{END}", f" nine{END}")),
+        (
+            {"chosen": "two and two is four", "rejected": "two and two is five"},
+            ("two and two is f", f"our{END}", f"ive{END}"),
+        ),
+        (
+            {"chosen": "it is four", "rejected": "it is nine"},
+            ("it is", f" four{END}", f" nine{END}"),
+        ),
         ({"chosen": "yes", "rejected": "yes, it is"}, ("yes", END, f", it is{END}")),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, AS_CHAT),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, AS_CHAT),
         ({"prompt": "Hi?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, AS_CHAT),
         ({"prompt": "Hi?", "chosen": [GOOD], "rejected": [BAD]}, AS_CHAT),
-        ({"prompt": None, "chosen": [USER | {"name": None}, GOOD], "rejected": [USER, BAD | {"name": None}]}, AS_CHAT),  # as Parquet gives them
+        # as Parquet gives them
+        (
+            {
+                "prompt": None,
+                "chosen": [USER | {"name": None}, GOOD],
+                "rejected": [USER, BAD | {"name": None}],
+            },
+            AS_CHAT,
+        ),
     ],
     ids=[
-        *("text", "text with end tokens", "text without prompt", "a space belongs to the answer", "one begins the other", "chat"),
-        *("chat without prompt", "chats that repeat the prompt", "answers as messages", "empty entries"),
+        *(
+            "text",
+            "text with end tokens",
+            "text without prompt",
+            "a space belongs to the answer",
+            "one begins the other",
+            "chat",
+        ),
+        *(
+            "chat without prompt",
+            "chats that repeat the prompt",
+            "answers as messages",
+            "empty entries",
+        ),
     ],
 )
 def test_the_prompt_and_both_answers_are_found(row, expected):
@@ -70,21 +106,45 @@ def test_the_prompt_and_both_answers_are_found(row, expected):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
 def test_the_template_gets_the_tools_of_a_row(tmp_path, kind):
-    """Some rows have none; a table holds entries of other tools as nulls; `text` is JSON as text."""
+    """Some rows have none; a table holds entries of other tools as nulls; `text` is JSON as
+    text.
+    """
     tokenizer = published_tokenizer("Qwen2.5")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     tools = [TOOLS, [], [{"type": "function", "function": {"name": "g", "strict": True}}]]
-    chats = [{"prompt": [USER | {"content": f"{number}?"}], "chosen": [GOOD], "rejected": [BAD]} for number in range(3)]
-    rows = [chat | {"tools": json.dumps(own) if kind == "text" else own} for chat, own in zip(chats, tools, strict=True)]
+    chats = [
+        {"prompt": [USER | {"content": f"{number}?"}], "chosen": [GOOD], "rejected": [BAD]}
+        for number in range(3)
+    ]
+    rows = [
+        chat | {"tools": json.dumps(own) if kind == "text" else own}
+        for chat, own in zip(chats, tools, strict=True)
+    ]
     file = tmp_path / f"pairs.{'parquet' if kind == 'parquet' else 'jsonl'}"
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(without_empty_objects(rows)), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batches = first_step(request_for(str(file), global_batch=3, micro_batch=3, seq_len=1024, tokenizer=str(tmp_path / "tokenizer")))
-    found = sorted(tokenizer.decode(ids).rstrip(tokenizer.pad_token) for batch in batches for ids in batch["input_ids"][:, 0])
+    batches = first_step(
+        request_for(
+            str(file),
+            global_batch=3,
+            micro_batch=3,
+            seq_len=1024,
+            tokenizer=str(tmp_path / "tokenizer"),
+        )
+    )
+    found = sorted(
+        tokenizer.decode(ids).rstrip(tokenizer.pad_token)
+        for batch in batches
+        for ids in batch["input_ids"][:, 0]
+    )
     expected = [
-        tokenizer.apply_chat_template(chat["prompt"] + [GOOD], tools=without_empty_objects(own) if kind == "parquet" else own or None, tokenize=False)
+        tokenizer.apply_chat_template(
+            chat["prompt"] + [GOOD],
+            tools=without_empty_objects(own) if kind == "parquet" else own or None,
+            tokenize=False,
+        )
         for chat, own in zip(chats, tools, strict=True)
     ]
     assert found == sorted(expected) and sum("Does f." in text for text in found) == 1
@@ -101,9 +161,20 @@ def test_the_date_of_a_template_is_the_date_of_the_first_start(tmp_path):
     tokenizer = published_tokenizer("Llama 3.2")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     file = tmp_path / "pairs.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"{number}?", "chosen": [GOOD], "rejected": [BAD]}) + "\n" for number in range(4)))
-    request = request_for(str(file), seq_len=512, tokenizer=str(tmp_path / "tokenizer"), day="2026-03-04")
-    assert all("Today Date: 04 Mar 2026" in tokenizer.decode(ids) for batch in first_step(request) for ids in batch["input_ids"].flatten(0, 1))
+    file.write_text(
+        "".join(
+            json.dumps({"prompt": f"{number}?", "chosen": [GOOD], "rejected": [BAD]}) + "\n"
+            for number in range(4)
+        )
+    )
+    request = request_for(
+        str(file), seq_len=512, tokenizer=str(tmp_path / "tokenizer"), day="2026-03-04"
+    )
+    assert all(
+        "Today Date: 04 Mar 2026" in tokenizer.decode(ids)
+        for batch in first_step(request)
+        for ids in batch["input_ids"].flatten(0, 1)
+    )
 
 
 @pytest.mark.parametrize("name", ["chosen", "rejected"])
@@ -111,16 +182,23 @@ def test_the_date_of_a_template_is_the_date_of_the_first_start(tmp_path):
 def test_an_answer_that_is_not_to_be_learned_is_refused(name, more):
     row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     assert read(row | {"prompt": [USER | more]}) == AS_CHAT
-    with pytest.raises(ValueError, match=f"its {name} answer has a message with weight 0 or train false"):
+    with pytest.raises(
+        ValueError, match=f"its {name} answer has a message with weight 0 or train false"
+    ):
         read(row | {name: [row[name][0] | more]})
 
 
 def test_roles_that_the_template_knows_are_read():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'context' %}[{{ m.content }}]{% else %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'context' %}[{{ m.content }}]{% else %}{{ m.role"
+        " }}:{{ m.content }};{% endif %}{% endfor %}"
     )
-    row = {"prompt": [{"role": "context", "content": "C"}, USER], "chosen": [GOOD], "rejected": [BAD]}
+    row = {
+        "prompt": [{"role": "context", "content": "C"}, USER],
+        "chosen": [GOOD],
+        "rejected": [BAD],
+    }
     start, chosen, _ = encode_pair(Pairs(tokenizer, 64, False), row)
     assert tokenizer.decode(chosen) == "[C]user:Hi?;assistant:Hello.;" and start > 10
     with pytest.raises(ValueError, match="the role 'context'"):
@@ -130,11 +208,15 @@ def test_roles_that_the_template_knows_are_read():
 @pytest.mark.parametrize("tools", ["[{", [3], "3"])
 def test_tools_that_cannot_be_read_are_named(tools):
     with pytest.raises(ValueError, match="its tools "):
-        encode_pair(pairs(), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": tools})
+        encode_pair(
+            pairs(), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": tools}
+        )
 
 
 def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
-    """A tokenizer may join the end of a prompt and the begin of an answer: these tokens are the answer's, of both answers."""
+    """A tokenizer may join the end of a prompt and the begin of an answer: these tokens are the
+    answer's, of both answers.
+    """
 
     class Joining:
         eos_token_id, chat_template, num_embeddings = 0, None, 0x101
@@ -143,10 +225,20 @@ def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
             return self.num_embeddings
 
         def __call__(self, texts: list[str], **more: Any) -> dict[str, list[list[int]]]:
-            assert more == {"verbose": False, "return_attention_mask": False, "add_special_tokens": True}
-            return {"input_ids": [[ord(letter) for letter in text.replace("=4", "\u0100")] for text in texts]}
+            assert more == {
+                "verbose": False,
+                "return_attention_mask": False,
+                "add_special_tokens": True,
+            }
+            return {
+                "input_ids": [
+                    [ord(letter) for letter in text.replace("=4", "\u0100")] for text in texts
+                ]
+            }
 
-    start, chosen, rejected = encode_pair(Pairs(Joining(), 9, False), {"prompt": "2=", "chosen": "4", "rejected": "5"})
+    start, chosen, rejected = encode_pair(
+        Pairs(Joining(), 9, False), {"prompt": "2=", "chosen": "4", "rejected": "5"}
+    )
     assert (start, chosen, rejected) == (1, [ord("2"), 0x100, 0], [ord("2"), ord("="), ord("5"), 0])
 
 
@@ -157,22 +249,34 @@ UNUSABLE = {
     "its rejected must be text or a list of messages, not bool 'True'": {"rejected": True},
     "its two answers must both be text or both be lists of messages": {"chosen": [GOOD]},
     "its prompt is a list of messages, but its answers are text": {"prompt": [USER]},
-    "its answers have no common prompt: their first messages already differ": {"prompt": None, "chosen": [GOOD], "rejected": [BAD]},
-    "its answers have no common prompt: their first messages": {"prompt": [], "chosen": [GOOD], "rejected": [BAD]},
+    "its answers have no common prompt: their first messages already differ": {
+        "prompt": None,
+        "chosen": [GOOD],
+        "rejected": [BAD],
+    },
+    "its answers have no common prompt: their first messages": {
+        "prompt": [],
+        "chosen": [GOOD],
+        "rejected": [BAD],
+    },
     **{
-        f"a message of its {name} requires the strings 'role' and 'content', but this one is {{'role': 'user'}}": {
-            "prompt": [USER],
-            "chosen": [GOOD],
-            "rejected": [BAD],
-        }
-        | {name: [USER, {"role": "user"}]}
+        f"a message of its {name} requires the strings 'role' and 'content', but this one is {{'role': 'user'}}": (
+            {
+                "prompt": [USER],
+                "chosen": [GOOD],
+                "rejected": [BAD],
+            }
+            | {name: [USER, {"role": "user"}]}
+        )
         for name in ("prompt", "rejected")
     },
     "a message of its chosen requires the strings 'role' and 'content', but this one is {'role': 'assistant'}": {
         "chosen": [{"role": "assistant"}],
         "rejected": [BAD],
     },
-    "it has 130 tokens, more than seq_len = 128. Use --seq_len 130 or more": {"rejected": "5" * 125},
+    "it has 130 tokens, more than seq_len = 128. Use --seq_len 130 or more": {
+        "rejected": "5" * 125
+    },
 }
 
 
@@ -186,7 +290,9 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, told):
     request = request_for(str(file), global_batch=6, micro_batch=2)
     with pytest.raises(Refusal) as refused:
         first_step(request)
-    assert f"{file}, row 4: cannot be used: {told}" in str(refused.value) and "--bad_rows skip" in str(refused.value)
+    assert f"{file}, row 4: cannot be used: {told}" in str(
+        refused.value
+    ) and "--bad_rows skip" in str(refused.value)
     batches = first_step(replace(request, bad_rows="skip"))
     assert sum(int(preference.count(batch).sum()) for batch in batches) == 5
 
@@ -194,12 +300,28 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, told):
 def test_messages_without_a_chat_template_are_refused():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="it contains messages, but the tokenizer has no chat template"):
-        encode_pair(Pairs(tokenizer, 128, False), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]})
+    with pytest.raises(
+        ValueError, match="it contains messages, but the tokenizer has no chat template"
+    ):
+        encode_pair(
+            Pairs(tokenizer, 128, False), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+        )
 
 
 def request_for(dataset: str, task: str = "preference", **fields: Any) -> Request:
-    return Request(**({"dataset": dataset, "task": task, "tokenizer": "bytes", "seq_len": 128, "micro_batch": 2, "global_batch": 4} | fields))
+    return Request(
+        **(
+            {
+                "dataset": dataset,
+                "task": task,
+                "tokenizer": "bytes",
+                "seq_len": 128,
+                "micro_batch": 2,
+                "global_batch": 4,
+            }
+            | fields
+        )
+    )
 
 
 def first_step(request: Request) -> list[dict[str, torch.Tensor]]:
@@ -215,22 +337,38 @@ def first_step(request: Request) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_missing_column_is_named_with_the_flag_and_the_way_without_a_prompt(tmp_path, kind):
     rows, file = (
-        [{"chosen": [USER | {"content": str(number)}, GOOD], "rejected": [USER | {"content": str(number)}, BAD]} for number in range(8)],
+        [
+            {
+                "chosen": [USER | {"content": str(number)}, GOOD],
+                "rejected": [USER | {"content": str(number)}, BAD],
+            }
+            for number in range(8)
+        ],
         tmp_path / f"pairs.{kind}",
     )
     if kind == "jsonl":
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
         pq.write_table(pa.Table.from_pylist(rows), file)
-    with pytest.raises(Refusal, match=r"has no column 'prompt', only 'chosen', 'rejected'\. Name the column with --prompt_field, or --prompt_field '' if"):
+    with pytest.raises(
+        Refusal,
+        match=(
+            r"has no column 'prompt', only 'chosen', 'rejected'\. Name the column with"
+            r" --prompt_field, or --prompt_field '' if"
+        ),
+    ):
         first_step(request_for(str(file)))
-    with pytest.raises(Refusal, match=r"has no column 'worse', only .*\. Name the column with --rejected_field\. If only"):
+    with pytest.raises(
+        Refusal,
+        match=r"has no column 'worse', only .*\. Name the column with --rejected_field\. If only",
+    ):
         first_step(request_for(str(file), prompt_field="", rejected_field="worse"))
     batches = first_step(request_for(str(file), prompt_field=""))
     assert [int(preference.count(batch).sum()) for batch in batches] == [2, 2]
 
 
-# Micro-batches --------------------------------------------------------------------------------------------------------
+# Micro-batches
+# --------------------------------------------------------------------------------------------------
 
 
 def batch_of(rows: list[Any], whole_rows: bool = False) -> dict[str, torch.Tensor]:
@@ -249,15 +387,27 @@ def test_a_micro_batch_has_both_answers_of_a_pair():
         tokens = TOKENIZER(f"2+2={text}{END}")["input_ids"]
         assert ids.tolist() == tokens + [TOKENIZER.pad_token_id] * (64 - len(tokens))
         assert labels.tolist() == [IGNORE] * 3 + tokens[4:] + [IGNORE] * (64 - len(tokens) + 1)
-    assert preference.count(batch).tolist() == [1, 0] and batch["reference"][1].tolist() == [0, 0] and batch["reference"][0].isnan().all()
-    assert batch_of([row], whole_rows=True)["input_ids"].shape == (1, 2, 128), "the stages of a pipeline want equal shapes"
+    assert (
+        preference.count(batch).tolist() == [1, 0]
+        and batch["reference"][1].tolist() == [0, 0]
+        and batch["reference"][0].isnan().all()
+    )
+    assert batch_of([row], whole_rows=True)["input_ids"].shape == (
+        1,
+        2,
+        128,
+    ), "the stages of a pipeline want equal shapes"
     judged = reward.collate(pairs(), [row, None], None)
     assert judged.keys() == {"input_ids", "position_ids", "labels"}
-    assert judged["labels"].tolist() == [0, IGNORE] and torch.equal(judged["input_ids"], batch["input_ids"])
+    assert judged["labels"].tolist() == [0, IGNORE] and torch.equal(
+        judged["input_ids"], batch["input_ids"]
+    )
 
 
 def test_the_key_of_a_pair_is_that_of_its_tokens_alone():
-    """Whatever the padding and the other rows; another one for other answers, and for the two exchanged."""
+    """Whatever the padding and the other rows; another one for other answers, and for the two
+    exchanged.
+    """
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}
     [key] = keys_of(batch_of([row]))
     assert keys_of(batch_of([row], whole_rows=True)).tolist() == [key]
@@ -278,39 +428,62 @@ def test_what_the_start_said_comes_with_the_pair():
     own.references.add(keys, values)
     own.references.add(keys[:1], values[1:])  # what is there stays
     own.references.complete = True
-    assert preference.collate(own, [GOOD_ROW, None, row], None)["reference"].tolist() == [[-3.0, -4.0], [0.0, 0.0], [-1.5, -20.25]]
+    assert preference.collate(own, [GOOD_ROW, None, row], None)["reference"].tolist() == [
+        [-3.0, -4.0],
+        [0.0, 0.0],
+        [-1.5, -20.25],
+    ]
     with pytest.raises(RuntimeError, match="no reference log-probability for a training pair"):
         preference.collate(own, [GOOD_ROW | {"prompt": "3+1="}], None)
 
 
-# Losses ---------------------------------------------------------------------------------------------------------------
+# Losses
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_dpo_is_its_formula():
     batch = batch_of([GOOD_ROW, None, {"prompt": "2+2=", "chosen": "four", "rejected": "no"}])
     batch["reference"] = torch.tensor([[-12.0, -8.0], [0.0, 0.0], [-30.0, -11.0]])
-    logits = torch.randn(6, 64, 264, generator=torch.Generator().manual_seed(0), dtype=torch.float64).float()
+    logits = torch.randn(
+        6, 64, 264, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    ).float()
     chances, expected, said = logits.double().log_softmax(-1), [], []
     for pair in (0, 2):
         rewards = []
         for answer in (0, 1):
             labels = batch["labels"][pair, answer]
-            own = sum(float(chances[2 * pair + answer, place, label]) for place, label in enumerate(labels.tolist()) if label != IGNORE)
+            own = sum(
+                float(chances[2 * pair + answer, place, label])
+                for place, label in enumerate(labels.tolist())
+                if label != IGNORE
+            )
             rewards.append(0.3 * (own - float(batch["reference"][pair, answer])))
         said.append(rewards)
         expected.append(math.log1p(math.exp(rewards[1] - rewards[0])))
     task = with_numbers(preference.TASK, replace(Recipe(), beta=0.3))
     rows = task.loss(logits, batch, True)
-    assert rows.tolist() == pytest.approx([expected[0], 0.0, expected[1]], rel=1e-5) and rows.dtype == torch.float32
+    assert (
+        rows.tolist() == pytest.approx([expected[0], 0.0, expected[1]], rel=1e-5)
+        and rows.dtype == torch.float32
+    )
     assert task.loss(logits, batch, False).item() == pytest.approx(sum(expected), rel=1e-5)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE, reduction="none").view(6, 64)
-    assert task.loss(losses, batch, True).tolist() == pytest.approx(rows.tolist(), rel=1e-6), "of a head that computes the losses itself"
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE, reduction="none"
+    ).view(6, 64)
+    assert task.loss(losses, batch, True).tolist() == pytest.approx(rows.tolist(), rel=1e-6), (
+        "of a head that computes the losses itself"
+    )
     means = [
         sum(own[0] > own[1] for own in said),
-        *(sum(each(own) for own in said) for each in (lambda own: own[0] - own[1], lambda own: own[0], lambda own: own[1])),
+        *(
+            sum(each(own) for own in said)
+            for each in (lambda own: own[0] - own[1], lambda own: own[0], lambda own: own[1])
+        ),
     ]
     assert task.measure(logits, batch).tolist() == pytest.approx(means, rel=1e-5)
-    assert preference.TASK.loss(logits, batch, False).item() != task.loss(logits, batch, False).item(), "without a number it is the recipe's default"
+    assert (
+        preference.TASK.loss(logits, batch, False).item() != task.loss(logits, batch, False).item()
+    ), "without a number it is the recipe's default"
 
 
 def test_a_filling_row_has_no_gradient():
@@ -325,39 +498,63 @@ def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry():
     batch = reward.collate(pairs(), [GOOD_ROW, None, GOOD_ROW], None)
     output = torch.tensor([[1.5], [0.25], [9.0], [-9.0], [-1.0], [2.0]], requires_grad=True)
     rows = reward.TASK.loss(output, batch, True)
-    assert rows.tolist() == pytest.approx([math.log1p(math.exp(-1.25)), 0.0, math.log1p(math.exp(3.0))], rel=1e-6)
+    assert rows.tolist() == pytest.approx(
+        [math.log1p(math.exp(-1.25)), 0.0, math.log1p(math.exp(3.0))], rel=1e-6
+    )
     assert reward.TASK.loss(output, batch, False).item() == pytest.approx(sum(rows.tolist()))
-    assert reward.TASK.measure(output, batch).tolist() == [1.0, 1.25 - 3.0] and reward.TASK.count(batch).tolist() == [1, 0, 1]
+    assert reward.TASK.measure(output, batch).tolist() == [1.0, 1.25 - 3.0] and reward.TASK.count(
+        batch
+    ).tolist() == [1, 0, 1]
 
 
-# Models ---------------------------------------------------------------------------------------------------------------
+# Models
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
 def test_a_decoder_ignores_the_padding_behind_an_answer(kind):
-    assert reward.check(default_config(kind, "reward").to_dict() | {"model_type": kind}, "sdpa", "m") == ""
+    assert (
+        reward.check(default_config(kind, "reward").to_dict() | {"model_type": kind}, "sdpa", "m")
+        == ""
+    )
 
 
 def test_a_model_that_reads_padding_is_refused(monkeypatch):
     """One that attends both ways is, by its type; here by what it computes."""
     import transformers
 
-    config = default_config("bert", "reward").to_dict() | {"model_type": "bert", "is_decoder": False}
+    config = default_config("bert", "reward").to_dict() | {
+        "model_type": "bert",
+        "is_decoder": False,
+    }
     monkeypatch.setattr(
         reward,
         "small_copy",
         lambda *given: transformers.BertForSequenceClassification(
-            transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=264, num_labels=1)
+            transformers.BertConfig(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                vocab_size=264,
+                num_labels=1,
+            )
         ),
     )
-    with pytest.raises(Refusal, match="the score of a bert for an answer changes with the padding after it"):
+    with pytest.raises(
+        Refusal, match="the score of a bert for an answer changes with the padding after it"
+    ):
         reward.check(config, "sdpa", "m")
 
 
 def test_a_decoder_that_is_read_at_its_first_token_is_refused():
-    """BERT as a decoder pools the first place, which sees itself alone: every answer would get one number."""
+    """BERT as a decoder pools the first place, which sees itself alone: every answer would get one
+    number.
+    """
     config = default_config("bert", "reward").to_dict() | {"model_type": "bert", "is_decoder": True}
-    with pytest.raises(Refusal, match="the score of a bert for an answer does not depend on its last token"):
+    with pytest.raises(
+        Refusal, match="the score of a bert for an answer does not depend on its last token"
+    ):
         reward.check(config, "sdpa", "m")
 
 
@@ -369,7 +566,8 @@ def test_the_padding_is_named_in_the_config_also_in_that_of_the_language_model()
     }
 
 
-# The built-in pairs ---------------------------------------------------------------------------------------------------
+# The built-in pairs
+# --------------------------------------------------------------------------------------------------
 
 
 def test_drawn_pairs_are_right_and_wrong_answers():
@@ -378,7 +576,10 @@ def test_drawn_pairs_are_right_and_wrong_answers():
     for row in rows:
         one, other = (int(word) for word in row["prompt"].removesuffix("? ").split(" > "))
         assert (row["chosen"], row["rejected"]) == (("yes", "no") if one > other else ("no", "yes"))
-    assert len({row["prompt"] for row in rows}) > 450 and 0.4 < sum(row["chosen"] == "yes" for row in rows) / 500 < 0.6
+    assert (
+        len({row["prompt"] for row in rows}) > 450
+        and 0.4 < sum(row["chosen"] == "yes" for row in rows) / 500 < 0.6
+    )
 
 
 def test_no_prompt_is_both_trained_on_and_held_out():

@@ -1,4 +1,6 @@
-"""Each task is a row of facts and a file; what its code says of a micro-batch agrees with what the stream makes."""
+"""Each task is a row of facts and a file; what its code says of a micro-batch agrees with what the
+stream makes.
+"""
 
 import contextlib
 from functools import partial
@@ -15,13 +17,28 @@ from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import find
 from recipekit.tasks.find import task_called
 
-MODELS = {"image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")}}  # what a task reads of config.json
+# what a task reads of config.json
+MODELS = {
+    "image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")}
+}
 
 
 def first_batch(name: str) -> MicroBatch:
-    request, task = Request(dataset="builtin", task=name, tokenizer="bytes", seq_len=64, micro_batch=2, global_batch=2), task_called(name)
+    request, task = (
+        Request(
+            dataset="builtin",
+            task=name,
+            tokenizer="bytes",
+            seq_len=64,
+            micro_batch=2,
+            global_batch=2,
+        ),
+        task_called(name),
+    )
     opened = partial(open_samples, samples=task.samples) if task.samples else open_stream
-    with contextlib.closing(opened(request, task.processor(request, MODELS.get(name, {})), dp=1, dp_rank=0)) as stream:
+    with contextlib.closing(
+        opened(request, task.processor(request, MODELS.get(name, {})), dp=1, dp_rank=0)
+    ) as stream:
         return next(stream)[0][0]
 
 
@@ -44,21 +61,36 @@ def test_a_micro_batch_holds_what_the_model_and_the_loss_take(name):
 def output_of(name: str, batch: MicroBatch) -> torch.Tensor:
     """What a model of the task would say of the micro-batch, drawn."""
     labels, facts = batch["labels"], TASKS[name]
-    places = (len(labels) * 2,) if facts.labels else labels.flatten(0, 1).shape if facts.pairs else labels.shape
+    places = (
+        (len(labels) * 2,)
+        if facts.labels
+        else labels.flatten(0, 1).shape
+        if facts.pairs
+        else labels.shape
+    )
     return torch.randn(*places, facts.labels or 264, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if not TASKS[name].pairs])  # whose losses are in test_preference.py
+# whose losses are in test_preference.py
+@pytest.mark.parametrize("name", [name for name in TASKS if not TASKS[name].pairs])
 def test_the_loss_is_a_sum_over_what_is_counted(name):
     """Of each row and of all; a row without a label adds nothing to either."""
     task, batch = task_called(name), first_batch(name)
     batch["labels"][1] = IGNORE
     logits = output_of(name, batch).bfloat16()
-    counts, rows, whole = task.count(batch), task.loss(logits, batch, True), task.loss(logits, batch, False)
+    counts, rows, whole = (
+        task.count(batch),
+        task.loss(logits, batch, True),
+        task.loss(logits, batch, False),
+    )
     assert counts.tolist() == [int((batch["labels"][0] != IGNORE).sum()), 0] and counts[0] > 0
     probabilities = logits[0].double().log_softmax(-1)
     places = probabilities.reshape(-1, 264)
-    expected = -sum(places[place, label] for place, label in enumerate(batch["labels"][0].reshape(-1).tolist()) if label != IGNORE)
+    expected = -sum(
+        places[place, label]
+        for place, label in enumerate(batch["labels"][0].reshape(-1).tolist())
+        if label != IGNORE
+    )
     assert rows.dtype == whole.dtype == torch.float32 and rows.shape == (2,) and whole.shape == ()
     assert rows.tolist() == pytest.approx([float(expected), 0.0], rel=1e-6)
     assert float(whole) == pytest.approx(float(expected), rel=1e-6)
@@ -69,5 +101,10 @@ def test_measures_have_a_sum_each_and_a_row_without_label_adds_none(name):
     task, batch = task_called(name), first_batch(name)
     logits = output_of(name, batch)
     assert task.measure(logits, batch).shape == (len(task.measures),)
-    batch |= {"labels": torch.full_like(batch["labels"], IGNORE)} | ({"reference": torch.zeros(2, 2)} if "reference" in batch else {})
-    assert not task.measure(logits.requires_grad_(), batch).any() and not task.measure(logits, batch).requires_grad
+    batch |= {"labels": torch.full_like(batch["labels"], IGNORE)} | (
+        {"reference": torch.zeros(2, 2)} if "reference" in batch else {}
+    )
+    assert (
+        not task.measure(logits.requires_grad_(), batch).any()
+        and not task.measure(logits, batch).requires_grad
+    )

@@ -1,4 +1,6 @@
-"""Tracking: `metrics.jsonl` reads as one unbroken run, W&B holds the same numbers, and neither W&B nor a terminal can fail a step."""
+"""Tracking: `metrics.jsonl` reads as one unbroken run, W&B holds the same numbers, and neither W&B
+nor a terminal can fail a step.
+"""
 
 import contextlib
 import http.server
@@ -24,10 +26,22 @@ from recipekit.spec.recipe import Recipe
 from recipekit.track import tracking
 from recipekit.track.metrics_file import MetricsFile, cut_metrics
 from test_parity import recipe_for, strategy, train_in_layout
-from wandb_file import read_artifacts, read_config, read_exit_codes, read_history, read_lowest, read_pictures, wandb_files
+from wandb_file import (
+    read_artifacts,
+    read_config,
+    read_exit_codes,
+    read_history,
+    read_lowest,
+    read_pictures,
+    wandb_files,
+)
 
 RECIPE = Recipe(model="some/model", steps=100)
-CONFIG = {"recipe": {"lr": 3e-4, "model": "some/model"}, "ds_config": {"zero_optimization": {"stage": 2}}, "mesh": {"dp": 2}}
+CONFIG = {
+    "recipe": {"lr": 3e-4, "model": "some/model"},
+    "ds_config": {"zero_optimization": {"stage": 2}},
+    "mesh": {"dp": 2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -51,25 +65,47 @@ def step_metrics(step: int, job: int = 0) -> dict[str, Any]:
 
 
 def open_tracker(run_dir: Path, start_step: int = 0, recipe: Recipe = RECIPE) -> Any:
-    return tracking.open_tracker(run_dir=run_dir, is_main=True, start_step=start_step, **of_run(recipe))
+    return tracking.open_tracker(
+        run_dir=run_dir, is_main=True, start_step=start_step, **of_run(recipe)
+    )
 
 
 def of_run(recipe: Recipe = RECIPE) -> dict[str, Any]:
-    return {"name": "name", "config": CONFIG, "last_step": recipe.steps, "wandb": recipe.wandb, "project": recipe.project}
+    return {
+        "name": "name",
+        "config": CONFIG,
+        "last_step": recipe.steps,
+        "wandb": recipe.wandb,
+        "project": recipe.project,
+    }
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int = 1) -> psutil.Process:
-    """The wandb-core that a process (this one) started, once it records the run for the `start`-th time."""
-    deadline = time.monotonic() + 60  # only a wait: on two cores with four busy processes a start took more than 20 s
+def wandb_core(
+    run_dir: Path, process: psutil.Process | None = None, start: int = 1
+) -> psutil.Process:
+    """The wandb-core that a process (this one) started, once it records the run for the `start`-th
+    time.
+    """
+    # only a wait: on two cores with four busy processes a start took more than 20 s
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         recording = len(wandb_files(run_dir)) == start
-        with contextlib.suppress(psutil.NoSuchProcess):  # that of an earlier test, which is ending: the newest is this run's
-            children = sorted((process or psutil.Process()).children(), key=lambda child: child.create_time(), reverse=True)
-            cores = [child for child in children if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE]
+        # that of an earlier test, which is ending: the newest is this run's
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = sorted(
+                (process or psutil.Process()).children(),
+                key=lambda child: child.create_time(),
+                reverse=True,
+            )
+            cores = [
+                child
+                for child in children
+                if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE
+            ]
             if recording and cores:
                 return cores[0]
         time.sleep(0.05)
@@ -78,9 +114,14 @@ def wandb_core(run_dir: Path, process: psutil.Process | None = None, start: int 
 
 @contextlib.contextmanager
 def start_script(body: str, *arguments: object, **more: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run `body` in another process, with this file's helpers at hand. A test that fails within the `with` ends the process."""
+    """Run `body` in another process, with this file's helpers at hand.
+
+    A test that fails within the `with` ends the process.
+    """
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom test_tracking import *\n" + body
-    with subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], text=True, **more) as job:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], text=True, **more
+    ) as job:
         try:
             yield job
         except BaseException:
@@ -107,7 +148,16 @@ def test_wandb_holds_the_numbers_of_metrics_jsonl_across_a_resume(tmp_path: Path
     assert CONFIG.items() <= read_config(tmp_path).items()
 
 
-@pytest.mark.parametrize("tail", ['{"step": 4, "lo', '{"step": 4, "loss": 1.0}', "\0\0\0\0\n\0\0", '{"step": 4, "loss": 1.0}\n{"step": 5, "loss": 1.0}\n', ""])
+@pytest.mark.parametrize(
+    "tail",
+    [
+        '{"step": 4, "lo',
+        '{"step": 4, "loss": 1.0}',
+        "\0\0\0\0\n\0\0",
+        '{"step": 4, "loss": 1.0}\n{"step": 5, "loss": 1.0}\n',
+        "",
+    ],
+)
 def test_resume_cuts_what_lies_after_the_checkpoint(tmp_path: Path, tail: str) -> None:
     whole = "".join(json.dumps({"step": step, "loss": 1 / 3}) + "\n" for step in (1, 2, 3))
     (tmp_path / "metrics.jsonl").write_text(whole + tail)
@@ -122,15 +172,23 @@ def test_a_last_line_without_its_newline_is_completed(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-@pytest.mark.parametrize("damage", ["\0" * 30 + "\n", '{"step": 2\n', "null\n", '{"step": 3, "loss": 0.5}\n{"step": 1}\n'])
+@pytest.mark.parametrize(
+    "damage",
+    ["\0" * 30 + "\n", '{"step": 2\n', "null\n", '{"step": 3, "loss": 0.5}\n{"step": 1}\n'],
+)
 def test_a_damaged_line_costs_no_other_line(tmp_path: Path, damage: str) -> None:
     """Also a step that comes a second time. The steps whose lines are lost are reported."""
     lines = ['{"step": 1}\n', '{"step": 3, "loss": 0.5}\n', '{"step": 4}\n']
-    (tmp_path / "metrics.jsonl").write_text(lines[0] + damage + "".join(lines[1:]) + '{"step": 6}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        lines[0] + damage + "".join(lines[1:]) + '{"step": 6}\n'
+    )
     said = cut_metrics(tmp_path / "metrics.jsonl", 5)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
     assert "the lines of 2 steps (the first is step 2) are missing or damaged" in said
-    assert cut_metrics(tmp_path / "metrics.jsonl", 1) == "" and (tmp_path / "metrics.jsonl").read_text() == lines[0]
+    assert (
+        cut_metrics(tmp_path / "metrics.jsonl", 1) == ""
+        and (tmp_path / "metrics.jsonl").read_text() == lines[0]
+    )
 
 
 @pytest.fixture
@@ -142,10 +200,15 @@ def pages(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("length", [10, 1000, 5000])
 @pytest.mark.parametrize("begun", [0, 3])
-def test_lines_that_a_full_disk_does_not_take_are_written_later(pages: Path, length: int, begun: int) -> None:
+def test_lines_that_a_full_disk_does_not_take_are_written_later(
+    pages: Path, length: int, begun: int
+) -> None:
     """The disk fills in the middle of a line: a page ends there."""
     said: list[str] = []
-    file, lines = MetricsFile(pages / "metrics.jsonl", said.append), [str(number) * length for number in range(9)]
+    file, lines = (
+        MetricsFile(pages / "metrics.jsonl", said.append),
+        [str(number) * length for number in range(9)],
+    )
     for line in lines[:begun]:
         file.add(line)
     ballast = fill(pages)
@@ -153,13 +216,20 @@ def test_lines_that_a_full_disk_does_not_take_are_written_later(pages: Path, len
         file.add(line)
     with pytest.raises(OSError, match="No space left"):
         file.flush()
-    assert len(said) == 1 and "cannot be written (No space left on device): its lines are kept" in said[0]
+    assert (
+        len(said) == 1
+        and "cannot be written (No space left on device): its lines are kept" in said[0]
+    )
 
     ballast.unlink()
     file.add("last")
     file.flush()
     file.close()
-    assert (pages / "metrics.jsonl").read_text().splitlines() == [*lines, *["more" * 300] * 9, "last"]
+    assert (pages / "metrics.jsonl").read_text().splitlines() == [
+        *lines,
+        *["more" * 300] * 9,
+        "last",
+    ]
     assert len(said) == 2 and "is written again, and no line is lost" in said[1]
 
 
@@ -192,18 +262,28 @@ for step in range(1, 10**9):
     core.wait(10)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     assert len(lines) > 50
-    assert all(line.endswith("\n") and json.loads(line) == step_metrics(step) for step, line in enumerate(lines, 1))
+    assert all(
+        line.endswith("\n") and json.loads(line) == step_metrics(step)
+        for step, line in enumerate(lines, 1)
+    )
     held = read_history(tmp_path)
     assert held == [json.loads(line) for line in lines[: len(held)]]
 
 
 @pytest.mark.parametrize("content", ["", "\n", "\0" * 8, "a/b", "x" * 200])
-def test_a_damaged_wandb_id_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+def test_a_damaged_wandb_id_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
     """W&B refuses such an id, and the run would have no record there."""
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     (tmp_path / "wandb_id").write_text(content)
     found = tracking._wandb_id(tmp_path / "wandb_id", print)
-    assert len(found) == 8 and found == tracking._wandb_id(tmp_path / "wandb_id", print) == (tmp_path / "wandb_id").read_text().split("\n")[0]
+    assert (
+        len(found) == 8
+        and found
+        == tracking._wandb_id(tmp_path / "wandb_id", print)
+        == (tmp_path / "wandb_id").read_text().split("\n")[0]
+    )
 
 
 def ids(folder: Path, said: list[str]) -> str:
@@ -219,12 +299,17 @@ def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("name", ["b", "b b", "deeper/b"])
-def test_a_copied_run_folder_gets_a_wandb_id_of_its_own_once(first: tuple[Path, str], tmp_path: Path, name: str) -> None:
+def test_a_copied_run_folder_gets_a_wandb_id_of_its_own_once(
+    first: tuple[Path, str], tmp_path: Path, name: str
+) -> None:
     run, kept = first
     (tmp_path / name).parent.mkdir(exist_ok=True)
     copy, said = shutil.copytree(run, tmp_path / name), list[str]()
     own = ids(copy, said)
-    assert said == [f"W&B run {own}, because this folder is a copy of {run}. To continue run {kept}, set WANDB_RUN_ID={kept}"]
+    assert said == [
+        f"W&B run {own}, because this folder is a copy of {run}. To continue run {kept}, set"
+        f" WANDB_RUN_ID={kept}"
+    ]
     assert own != kept and ids(copy, said) == own and ids(run, said) == kept and len(said) == 1
 
 
@@ -240,7 +325,8 @@ def linked(run: Path) -> Path:
 def restored(run: Path) -> Path:
     """From a backup, to its old place."""
     shutil.copytree(run, run.with_name("backup"))
-    (run.with_name("backup") / "inode").touch()  # so that the new folder cannot have the number of the old one
+    # so that the new folder cannot have the number of the old one
+    (run.with_name("backup") / "inode").touch()
     run.rename(run.with_name("gone"))
     return run.with_name("backup").rename(run)
 
@@ -251,13 +337,17 @@ def of_an_older_version(run: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", [moved, linked, restored, of_an_older_version])
-def test_a_folder_that_is_no_copy_keeps_its_wandb_id(first: tuple[Path, str], change: Callable[[Path], Path]) -> None:
+def test_a_folder_that_is_no_copy_keeps_its_wandb_id(
+    first: tuple[Path, str], change: Callable[[Path], Path]
+) -> None:
     run, kept = first
     said: list[str] = []
     assert [ids(change(run), said), said] == [kept, []]
 
 
-def test_a_later_wandb_run_id_is_used_and_reported(first: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_wandb_run_id_is_used_and_reported(
+    first: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, kept = first
     copy, said = shutil.copytree(run, tmp_path / "b"), list[str]()
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
@@ -271,7 +361,9 @@ def test_a_later_wandb_run_id_is_used_and_reported(first: tuple[Path, str], tmp_
 
 
 def test_other_ranks_track_nothing(tmp_path: Path) -> None:
-    tracker = tracking.open_tracker(run_dir=tmp_path / "run", is_main=False, start_step=0, **of_run())
+    tracker = tracking.open_tracker(
+        run_dir=tmp_path / "run", is_main=False, start_step=0, **of_run()
+    )
     tracker.log(step_metrics(1))
     tracker.say("unseen")
     tracker.finish(0)
@@ -291,14 +383,22 @@ def test_non_finite_numbers_are_valid_json(tmp_path: Path) -> None:
     tracker.finish(1)
     [line] = (tmp_path / "metrics.jsonl").read_text().splitlines()
     metrics = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    assert (metrics["loss"], metrics["grad_norm"], metrics["lr"]) == ("NaN", "Infinity", "-Infinity")
+    assert (metrics["loss"], metrics["grad_norm"], metrics["lr"]) == (
+        "NaN",
+        "Infinity",
+        "-Infinity",
+    )
     [held] = read_history(tmp_path)
     assert math.isnan(held["loss"]) and held["grad_norm"] == math.inf
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_wandb_starts_again_and_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int) -> None:
-    """`deepspeed.launcher.launch` sends SIGTERM to all descendants of a rank, wandb-core among them."""
+def test_a_killed_wandb_starts_again_and_loses_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int
+) -> None:
+    """`deepspeed.launcher.launch` sends SIGTERM to all descendants of a rank, wandb-core among
+    them.
+    """
     tracker = open_tracker(tmp_path)
     for step in range(1, 300):
         tracker.log(step_metrics(step))
@@ -306,14 +406,20 @@ def test_a_killed_wandb_starts_again_and_loses_nothing(tmp_path: Path, capfd: py
             wandb_core(tmp_path, start=1 + step // 200).send_signal(number)
         time.sleep(0.002)
     tracker.finish(143)
-    assert read_metrics(tmp_path) == read_history(tmp_path) == [step_metrics(step) for step in range(1, 300)]
+    assert (
+        read_metrics(tmp_path)
+        == read_history(tmp_path)
+        == [step_metrics(step) for step in range(1, 300)]
+    )
     assert read_exit_codes(tmp_path)[-1:] == [143]
     said = capfd.readouterr().err
     assert said.count("starting it again") == 2
     assert "Traceback" not in said
 
 
-def test_a_wandb_killed_during_a_long_step_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_killed_during_a_long_step_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracking, "WANDB_REPEAT", 0.2)
     tracker = open_tracker(tmp_path)
     core = wandb_core(tmp_path)
@@ -328,7 +434,9 @@ def test_a_wandb_killed_during_a_long_step_loses_nothing(tmp_path: Path, monkeyp
     assert read_history(tmp_path) == [step_metrics(step) for step in range(1, 7)]
 
 
-def test_a_wandb_that_keeps_dying_is_given_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wandb_that_keeps_dying_is_given_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tracker = open_tracker(tmp_path)
     for step in range(1, 4):
         tracker.log(step_metrics(step))
@@ -359,13 +467,17 @@ tracker.finish(0)
     assert "Traceback" not in said and "W&B stopped recording" in said
 
 
-def test_a_hung_wandb_does_not_delay_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hung_wandb_does_not_delay_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tracking, "WANDB_FINISH", 1.0)
     tracker = open_tracker(tmp_path)
     core = wandb_core(tmp_path)
     core.suspend()
     try:
-        for step in range(1, 5001):  # several times what the socket holds, which nobody reads: a step that waited for it would never end
+        # several times what the socket holds, which nobody reads: a step that waited for it would
+        # never end
+        for step in range(1, 5001):
             tracker.log(step_metrics(step))
         began = time.monotonic()
         tracker.finish(0)
@@ -386,10 +498,14 @@ def test_not_logged_in_records_offline(tmp_path: Path, monkeypatch: pytest.Monke
     tracker = open_tracker(tmp_path / "run")
     tracker.log(step_metrics(1))
     tracker.finish(0)
-    assert [path.parent.name.startswith("offline-run-") for path in wandb_files(tmp_path / "run")] == [True]
+    assert [
+        path.parent.name.startswith("offline-run-") for path in wandb_files(tmp_path / "run")
+    ] == [True]
 
 
-def test_unreachable_server_falls_back_to_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_server_falls_back_to_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
@@ -410,7 +526,17 @@ def refusing() -> Iterator[str]:
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            answer = json.dumps({"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}], "data": {"viewer": None}})
+            answer = json.dumps(
+                {
+                    "errors": [
+                        {
+                            "message": "user is not logged in",
+                            "extensions": {"code": "PERMISSION_ERROR"},
+                        }
+                    ],
+                    "data": {"viewer": None},
+                }
+            )
             self.send_response(401)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -439,85 +565,165 @@ tracker.finish(0)
 
 
 @pytest.mark.parametrize("mode", ["online", ""], ids=["online", "as logged in"])
-def test_a_refused_key_is_told_with_the_way_to_another(tmp_path: Path, refusing: str, mode: str) -> None:
-    place = os.environ | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": refusing, "WANDB_MODE": mode}
-    with start_script(KEYED, tmp_path, "refused", stderr=subprocess.PIPE, env={key: value for key, value in place.items() if value}) as job:
+def test_a_refused_key_is_told_with_the_way_to_another(
+    tmp_path: Path, refusing: str, mode: str
+) -> None:
+    place = os.environ | {
+        "WANDB_API_KEY": "0123456789" * 4,
+        "WANDB_BASE_URL": refusing,
+        "WANDB_MODE": mode,
+    }
+    with start_script(
+        KEYED,
+        tmp_path,
+        "refused",
+        stderr=subprocess.PIPE,
+        env={key: value for key, value in place.items() if value},
+    ) as job:
         said = job.communicate(timeout=120)[1]
     assert job.returncode == 0 and "Traceback" not in said
-    told = f"W&B refuses the key ({refusing}, error 401): give a valid WANDB_API_KEY, for the next start. The run continues without W&B"
-    assert told in said.splitlines() and "W&B records offline" in said and "Failed to export" not in said
+    told = (
+        f"W&B refuses the key ({refusing}, error 401): give a valid WANDB_API_KEY, for the next"
+        " start. The run continues without W&B"
+    )
+    assert (
+        told in said.splitlines()
+        and "W&B records offline" in said
+        and "Failed to export" not in said
+    )
     assert [line["step"] for line in read_history(tmp_path)] == [1, 2, 3]
 
 
 @pytest.mark.slow
-def test_a_key_that_is_missing_is_no_server_that_cannot_be_reached(tmp_path: Path, refusing: str) -> None:
+def test_a_key_that_is_missing_is_no_server_that_cannot_be_reached(
+    tmp_path: Path, refusing: str
+) -> None:
     """WANDB_MODE=online without a login; HOME is empty, so that no key of this machine is found."""
-    place = {name: value for name, value in os.environ.items() if name not in ("WANDB_API_KEY", "NETRC")}
+    place = {
+        name: value for name, value in os.environ.items() if name not in ("WANDB_API_KEY", "NETRC")
+    }
     place |= {"WANDB_BASE_URL": refusing, "WANDB_MODE": "online", "HOME": str(tmp_path)}
     with start_script(KEYED, tmp_path, "keyless", stderr=subprocess.PIPE, env=place) as job:
         said = job.communicate(timeout=120)[1]
-    told = "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start. The run continues without W&B"
-    assert job.returncode == 0 and told in said.splitlines() and "W&B records offline" in said and "cannot be reached" not in said, said
+    told = (
+        "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start."
+        " The run continues without W&B"
+    )
+    assert (
+        job.returncode == 0
+        and told in said.splitlines()
+        and "W&B records offline" in said
+        and "cannot be reached" not in said
+    ), said
 
 
 def test_a_refused_login_is_mended_by_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert "wandb login --relogin --host https://a.b takes another" in tracking._trouble("returned error 401: user is not logged in", "https://a.b")
+    assert "wandb login --relogin --host https://a.b takes another" in tracking._trouble(
+        "returned error 401: user is not logged in", "https://a.b"
+    )
 
 
 def test_a_server_that_never_answers_leaves_no_traceback_at_exit(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        place = os.environ | {"WANDB_API_KEY": "0123456789" * 4, "WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}", "WANDB_MODE": "online"}
+        place = os.environ | {
+            "WANDB_API_KEY": "0123456789" * 4,
+            "WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "WANDB_MODE": "online",
+        }
         with start_script(KEYED, tmp_path, "silent", stderr=subprocess.PIPE, env=place) as job:
             said = job.communicate(timeout=120)[1]
     assert job.returncode == 0
-    assert "metrics.jsonl is complete" in said and "Traceback" not in said and "stopped recording" not in said
+    assert (
+        "metrics.jsonl is complete" in said
+        and "Traceback" not in said
+        and "stopped recording" not in said
+    )
 
 
-def test_a_wandb_that_a_launcher_ends_with_the_run_is_started_again_silently(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    tracker = tracking.open_tracker(run_dir=tmp_path, is_main=True, start_step=0, stopping=lambda: True, **of_run())
+def test_a_wandb_that_a_launcher_ends_with_the_run_is_started_again_silently(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tracker = tracking.open_tracker(
+        run_dir=tmp_path, is_main=True, start_step=0, stopping=lambda: True, **of_run()
+    )
     tracker.log(step_metrics(1))
     wandb_core(tmp_path).terminate()
     time.sleep(0.5)
     tracker.log(step_metrics(2))
     tracker.finish(130)
-    assert read_history(tmp_path) == [step_metrics(1), step_metrics(2)] and read_exit_codes(tmp_path)[-1:] == [130]
+    assert read_history(tmp_path) == [step_metrics(1), step_metrics(2)] and read_exit_codes(
+        tmp_path
+    )[-1:] == [130]
     assert "stopped recording" not in capfd.readouterr().err
 
 
 def test_without_a_home_wandb_core_tells_nothing(tmp_path: Path) -> None:
     """Its log, which it writes below HOME, came to the terminal."""
-    body = "tracker = open_tracker(Path(sys.argv[1]))\ntracker.log(step_metrics(1))\ntracker.finish(0)\n"
-    place = {key: value for key, value in os.environ.items() if key not in ("WANDB_CACHE_DIR", "XDG_CACHE_HOME")} | {"HOME": "/proc/nowhere"}
+    body = (
+        "tracker ="
+        " open_tracker(Path(sys.argv[1]))\ntracker.log(step_metrics(1))\ntracker.finish(0)\n"
+    )
+    place = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("WANDB_CACHE_DIR", "XDG_CACHE_HOME")
+    } | {"HOME": "/proc/nowhere"}
     with start_script(body, tmp_path / "run", stderr=subprocess.PIPE, env=place) as job:
         said = job.communicate(timeout=120)[1]
-    assert job.returncode == 0 and "connection: closing" not in said and " INFO " not in said and " ERROR " not in said
+    assert (
+        job.returncode == 0
+        and "connection: closing" not in said
+        and " INFO " not in said
+        and " ERROR " not in said
+    )
     assert read_history(tmp_path / "run") == [step_metrics(1)]
 
 
-def test_the_command_that_uploads_can_be_pasted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_that_uploads_can_be_pasted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tracker = open_tracker(tmp_path / "it's é folder")
     tracker.log(step_metrics(1))
     tracker.finish(0)
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "wandb sync" in line]
-    command, folder = shlex.split(line.partition("Upload with: ")[2])[:2], Path(shlex.split(line)[-1])
-    assert command == ["wandb", "sync"] and folder.parent == tmp_path / "it's é folder" / "wandb" and folder.is_dir()
+    command, folder = (
+        shlex.split(line.partition("Upload with: ")[2])[:2],
+        Path(shlex.split(line)[-1]),
+    )
+    assert (
+        command == ["wandb", "sync"]
+        and folder.parent == tmp_path / "it's é folder" / "wandb"
+        and folder.is_dir()
+    )
 
 
 def test_the_end_of_a_run_in_wandb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The lowest eval_loss in the summary, the picture, the export as an artifact, and numbers that are known after their step."""
+    """The lowest eval_loss in the summary, the picture, the export as an artifact, and numbers that
+    are known after their step.
+    """
     from PIL import Image
 
     (tmp_path / "hf" / "more").mkdir(parents=True)
     for name in ("config.json", "more/model.safetensors"):
         (tmp_path / "hf" / name).write_text(name)
     Image.new("RGB", (3, 2)).save(tmp_path / "loss.png")
-    tracker = tracking.open_tracker(run_dir=tmp_path, is_main=True, start_step=0, artifact=True, **(of_run() | {"name": "a recipe_dp2"}))
+    tracker = tracking.open_tracker(
+        run_dir=tmp_path,
+        is_main=True,
+        start_step=0,
+        artifact=True,
+        **(of_run() | {"name": "a recipe_dp2"}),
+    )
     for step in (1, 2):
         tracker.log(step_metrics(step))
         tracker.amend({"save_stall_s": step / 7})
     tracker.finish(0, tmp_path / "loss.png", tmp_path / "hf")
-    assert read_history(tmp_path) == read_metrics(tmp_path) == [step_metrics(step) | {"save_stall_s": step / 7} for step in (1, 2)]
+    assert (
+        read_history(tmp_path)
+        == read_metrics(tmp_path)
+        == [step_metrics(step) | {"save_stall_s": step / 7} for step in (1, 2)]
+    )
     assert read_lowest(tmp_path) == {"eval_loss"} and read_pictures(tmp_path) == {"loss.png"}
     name = f"a-recipe_dp2-{(tmp_path / 'wandb_id').read_text().split()[0]}"
     assert read_artifacts(tmp_path) == [("model", name, ["config.json", "more/model.safetensors"])]
@@ -525,7 +731,10 @@ def test_the_end_of_a_run_in_wandb(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_no_secret_and_no_code_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = {name: f"secret-{name}-value" for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")} | {"WANDB_API_KEY": "5ec2e7" * 7}
+    secrets = {
+        name: f"secret-{name}-value"
+        for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
+    } | {"WANDB_API_KEY": "5ec2e7" * 7}
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     tracker = open_tracker(tmp_path)

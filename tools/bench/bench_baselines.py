@@ -1,11 +1,12 @@
-"""Measure the same run under torch's DDP, torch's FSDP2, and DeepSpeed's ZeRO-0, -2 and -3, side by side.
+"""Measure the same run under torch's DDP, torch's FSDP2, and DeepSpeed's ZeRO-0, -2 and -3, side by
+side.
 
     python tools/bench/bench_baselines.py > tools/bench/bench_baselines.md      # prints Markdown; progress goes to stderr
     python tools/bench/bench_baselines.py --rounds 20 --steps 40 --seq_len 512
 
-Each way is a command that a user would type: the nano recipe with another --engine or --deepspeed_config. It runs on
-2 ranks, or on one rank for each GPU. A round starts each way once, in random order. Flags that are not listed here go
-to the recipe.
+Each way is a command that a user would type: the nano recipe with another --engine or
+--deepspeed_config. It runs on 2 ranks, or on one rank for each GPU. A round starts each way once,
+in random order. Flags that are not listed here go to the recipe.
 """
 
 import argparse
@@ -47,14 +48,38 @@ LIMIT = 300  # seconds of a job
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--rounds", type=int, default=8, metavar="N", help=f"Number of starts of each way. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "--steps", type=int, default=16, metavar="N", help=f"Optimizer steps of each start, including {WARM_UP} warm-up steps. (default: %(default)s)"
+        "--rounds",
+        type=int,
+        default=8,
+        metavar="N",
+        help=(
+            f"Number of starts of each way. A measurement needs at least {ENOUGH_ROUNDS}. (default:"
+            " %(default)s)"
+        ),
     )
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="Ways to measure. (default: all)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=16,
+        metavar="N",
+        help=(
+            f"Optimizer steps of each start, including {WARM_UP} warm-up steps. (default:"
+            " %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=list(WAYS),
+        default=list(WAYS),
+        help="Ways to measure. (default: all)",
+    )
     arguments, rest = parser.parse_known_args(argv)
     if arguments.steps < WARM_UP + 2 or arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, and --steps at least {WARM_UP + 2}")
@@ -73,17 +98,41 @@ def main() -> int:
             order = list(arguments.ways)
             shuffle.shuffle(order)
             for way in order:
-                flags = ["--steps", str(arguments.steps), "--warmup_steps", "0", "--eval_every", "0", "--no-export", "--no-wandb"]
-                measured = job(Path(folder) / f"{way}_{number}", ranks, [*WAYS[way][1], *flags, *rest])
+                flags = [
+                    "--steps",
+                    str(arguments.steps),
+                    "--warmup_steps",
+                    "0",
+                    "--eval_every",
+                    "0",
+                    "--no-export",
+                    "--no-wandb",
+                ]
+                measured = job(
+                    Path(folder) / f"{way}_{number}", ranks, [*WAYS[way][1], *flags, *rest]
+                )
                 found[way].append(measured)
-                shown = f"{1000 * measured['step_s']:.0f} ms a step, start-up {measured['start_s']:.1f} s"
-                print(f"round {number} of {arguments.rounds}, {way}: {shown}", file=sys.stderr, flush=True)
+                shown = (
+                    f"{1000 * measured['step_s']:.0f} ms a step, start-up"
+                    f" {measured['start_s']:.1f} s"
+                )
+                print(
+                    f"round {number} of {arguments.rounds}, {way}: {shown}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     report = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["tools/bench/bench_baselines.py", *sys.argv[1:]]),
-        "machine": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if gpus else 'no accelerator'}",
+        "machine": (
+            f"{os.cpu_count()} CPU cores,"
+            f" {torch.cuda.get_device_name() if gpus else 'no accelerator'}"
+        ),
         "load": (load, os.getloadavg()[0]),
-        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "versions": (
+            {"Python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+        ),
         "ranks": ranks,
         "on_gpu": bool(gpus),
         "rounds": arguments.rounds,
@@ -95,17 +144,38 @@ def main() -> int:
 
 
 def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
-    """Runs one command to its end; returns what it took. Ends the bench, with what the command said, if it fails."""
+    """Runs one command to its end; returns what it took.
+
+    Ends the bench, with what the command said, if it fails.
+    """
     import torch
 
-    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
-    environment = os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    environment = (
+        os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+    )
     launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
-    command = [launcher, "--num_gpus", str(ranks), "--master_port", str(free_port()), str(RECIPE), "--out", str(out), *flags]
+    command = [
+        launcher,
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        str(RECIPE),
+        "--out",
+        str(out),
+        *flags,
+    ]
     log = out.with_suffix(".log")
     with log.open("wb") as output:
         begun, marks = time.perf_counter(), {}
-        process = subprocess.Popen(command, cwd=out.parent, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=out.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
         while process.poll() is None and time.perf_counter() - begun < LIMIT:
             steps = len(read_metrics(out))
             marks.setdefault(steps, (time.perf_counter() - begun, loopback()))
@@ -114,7 +184,10 @@ def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
             process.kill()
     lines = read_metrics(out)
     if process.wait() or len(lines) <= WARM_UP:
-        sys.exit(f"{' '.join(command)} ended with exit code {process.returncode}:\n{log.read_text()[-3000:]}")
+        sys.exit(
+            f"{' '.join(command)} ended with exit code"
+            f" {process.returncode}:\n{log.read_text()[-3000:]}"
+        )
     first, last = (marks.get(step) for step in (WARM_UP, len(lines)))
     sent = (last[1] - first[1]) / (len(lines) - WARM_UP) if first and last else math.nan
     return {
@@ -133,11 +206,20 @@ def loopback() -> int:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.partition(":")[2].split()[0]) for line in lines if line.strip().startswith("lo:")), 0)
+    return next(
+        (
+            int(line.partition(":")[2].split()[0])
+            for line in lines
+            if line.strip().startswith("lo:")
+        ),
+        0,
+    )
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Returns (median, low, high): low and high are the order statistics that hold the median with 95 % (normal approximation of the binomial)."""
+    """Returns (median, low, high): low and high are the order statistics that hold the median with
+    95 % (normal approximation of the binomial).
+    """
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low = max(0, math.floor(len(ratios) / 2 - half))
     return statistics.median(ordered), ordered[low], ordered[-1 - low]
@@ -149,12 +231,26 @@ def page(report: dict[str, Any]) -> str:
     for way, starts in found.items():
         middle = {key: statistics.median(start[key] for start in starts) for key in starts[0]}
         beside = found.get(BESIDE, starts)
-        ratios = [theirs["step_s"] / ours["step_s"] for ours, theirs in zip(starts, beside, strict=True)]
+        ratios = [
+            theirs["step_s"] / ours["step_s"] for ours, theirs in zip(starts, beside, strict=True)
+        ]
         ratio = "1" if beside is starts else "{:.3f} ({:.3f} to {:.3f})".format(*interval(ratios))
-        cells = [f"{middle['loss']:.4f}", f"{middle['tokens'] / middle['step_s']:,.0f}", ratio, f"{middle['peak'] / 2**20:,.0f}"]
-        cells += [f"{middle['sent'] / 2**20:.1f}" if not report["on_gpu"] else "not measured", f"{middle['start_s']:.1f}"]
+        cells = [
+            f"{middle['loss']:.4f}",
+            f"{middle['tokens'] / middle['step_s']:,.0f}",
+            ratio,
+            f"{middle['peak'] / 2**20:,.0f}",
+        ]
+        cells += [
+            f"{middle['sent'] / 2**20:.1f}" if not report["on_gpu"] else "not measured",
+            f"{middle['start_s']:.1f}",
+        ]
         rows.append(f"| {WAYS[way][0]} | {' | '.join(cells)} |")
-    few = "" if report["rounds"] >= ENOUGH_ROUNDS else f"\n**Fewer than {ENOUGH_ROUNDS} rounds: a trial, not a measurement.**"
+    few = (
+        ""
+        if report["rounds"] >= ENOUGH_ROUNDS
+        else f"\n**Fewer than {ENOUGH_ROUNDS} rounds: a trial, not a measurement.**"
+    )
     before, after = report["load"]
     return f"""# DDP, FSDP or ZeRO?
 

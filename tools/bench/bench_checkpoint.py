@@ -1,11 +1,12 @@
-"""Measure how long a checkpoint stalls training: our background save, our blocking save, and DeepSpeed's plain save.
+"""Measure how long a checkpoint stalls training: our background save, our blocking save, and
+DeepSpeed's plain save.
 
     python tools/bench/bench_checkpoint.py > tools/bench/bench_checkpoint.md    # prints Markdown; progress goes to stderr
     python tools/bench/bench_checkpoint.py --rounds 9 --stages 3 --seq_len 512
 
-For each ZeRO stage, 2 ranks (or one for each GPU) train a model of 106 M parameters (SmolLM2-135M with a vocabulary
-of bytes). In every round each kind of save happens once, in random order. A few timed steps follow each save. Flags
-that are not listed here go to the recipe.
+For each ZeRO stage, 2 ranks (or one for each GPU) train a model of 106 M parameters (SmolLM2-135M
+with a vocabulary of bytes). In every round each kind of save happens once, in random order. A few
+timed steps follow each save. Flags that are not listed here go to the recipe.
 """
 
 import argparse
@@ -63,23 +64,52 @@ SMALL = 0.2  # part of the stall of a save at once that counts as a small fracti
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--rounds",
         type=int,
         default=ENOUGH_ROUNDS,
         metavar="N",
-        help=f"Number of saves of each kind. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)",
+        help=(
+            f"Number of saves of each kind. A measurement needs at least {ENOUGH_ROUNDS}. (default:"
+            " %(default)s)"
+        ),
     )
     parser.add_argument(
-        "--steps-after", "--steps_after", type=int, default=3, metavar="N", help="Number of timed steps after each save. (default: %(default)s)"
+        "--steps-after",
+        "--steps_after",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Number of timed steps after each save. (default: %(default)s)",
     )
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], choices=(1, 2, 3), help="ZeRO stages to measure. (default: 2 3)")
     parser.add_argument(
-        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="Working folder, on the disk to measure. (default: %(default)s)"
+        "--stages",
+        type=int,
+        nargs="+",
+        default=[2, 3],
+        choices=(1, 2, 3),
+        help="ZeRO stages to measure. (default: 2 3)",
     )
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
+    parser.add_argument(
+        "--folder",
+        type=path_of,
+        default=Path(tempfile.gettempdir()),
+        metavar="PATH",
+        help="Working folder, on the disk to measure. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=path_of,
+        metavar="OUT",
+        help="JSON file to which all measurements are written as well. (default: none)",
+    )
+    # where the ranks leave their report
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args(argv)
 
 
@@ -96,22 +126,54 @@ def main() -> int:
     load = os.getloadavg()[0]
     stages = {}
     for stage in arguments.stages:
-        with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=arguments.folder) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="bench_checkpoint_", dir=arguments.folder
+        ) as folder:
             report = Path(folder) / "report.json"
             deepspeed = str(Path(sys.executable).with_name("deepspeed"))
-            command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, "--report", str(report), *sys.argv[1:]]
-            code = subprocess.run([*command, "--deepspeed_config", f"zero{stage}.json"], env=environment(), stdout=sys.stderr, check=False).returncode
+            command = [
+                deepspeed,
+                "--num_gpus",
+                str(ranks),
+                "--master_port",
+                str(free_port()),
+                __file__,
+                "--report",
+                str(report),
+                *sys.argv[1:],
+            ]
+            code = subprocess.run(
+                [*command, "--deepspeed_config", f"zero{stage}.json"],
+                env=environment(),
+                stdout=sys.stderr,
+                check=False,
+            ).returncode
             if code or not report.exists():
-                print(f"the ranks ended with exit code {code}. Their messages are above", file=sys.stderr)
+                print(
+                    f"the ranks ended with exit code {code}. Their messages are above",
+                    file=sys.stderr,
+                )
                 return 1
             stages[f"ZeRO-{stage}"] = json.loads(report.read_text())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
     found = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no accelerator'}",
+        "machine": (
+            f"{os.cpu_count()} CPU cores,"
+            f" {torch.cuda.get_device_name() if torch.cuda.is_available() else 'no accelerator'}"
+        ),
         "load_before": load,
         "load_after": os.getloadavg()[0],
-        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed")},
+        "versions": (
+            {"Python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "deepspeed")}
+        ),
         "commit": commit or "unknown",
         "ranks": ranks,
         "rounds": arguments.rounds,
@@ -128,11 +190,16 @@ def environment() -> dict[str, str]:
     """Returns the ranks' environment: one thread per rank, and the recipes' compiled ops."""
     import torch
 
-    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "TOKENIZERS_PARALLELISM": "false"}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
 
 
-# The page ---------------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
 def page(found: dict[str, Any]) -> str:
@@ -149,11 +216,21 @@ def page(found: dict[str, Any]) -> str:
                 f"{steps - calm:+.2f}",
                 f"{left:.2f}",
             ]
-            lines.append(f"| {TITLES[kind]} | {' | '.join(cells)} | {own['bytes'] / report['parameters']:.2f} |")
+            lines.append(
+                f"| {TITLES[kind]} | {' | '.join(cells)} |"
+                f" {own['bytes'] / report['parameters']:.2f} |"
+            )
         kinds = report["kinds"]
-        background, at_once, plain = (median(kinds[kind]["stall"]) for kind in ("background", "at_once", "plain"))
-        small = "a small fraction" if background <= SMALL * at_once else f"**not** a small fraction (at most {SMALL:.0%})"
-        tables.append(f"""## {title}: {report["model"]}, {report["parameters"] / 1e6:.1f} M parameters
+        background, at_once, plain = (
+            median(kinds[kind]["stall"]) for kind in ("background", "at_once", "plain")
+        )
+        small = (
+            "a small fraction"
+            if background <= SMALL * at_once
+            else f"**not** a small fraction (at most {SMALL:.0%})"
+        )
+        tables.append(
+            f"""## {title}: {report["model"]}, {report["parameters"] / 1e6:.1f} M parameters
 
 | save | stall, s | first save, s | {found["steps_after"]} steps after it, s | slow-down, s | remaining wait, s | bytes |
 |---|---|---|---|---|---|---|
@@ -161,7 +238,8 @@ def page(found: dict[str, Any]) -> str:
 
 A background save stalls training for {background / at_once:.0%} as long as a blocking save, {small},
 and for {background / plain:.0%} as long as DeepSpeed's plain save.
-""")
+"""
+        )
     few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
     return f"""# How long does a checkpoint stall training?
 
@@ -187,7 +265,8 @@ writes all other pending data to the disk.
 """
 
 
-# One rank ---------------------------------------------------------------------------------------------------------
+# One rank
+# --------------------------------------------------------------------------------------------------
 
 
 def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
@@ -210,8 +289,16 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
 def planned(command: Command, out: Path) -> Plan:
     """Plans a stage, with a batch that the ranks share evenly. Raises `Refusal`."""
-    micro_batch, global_batch = fit_batch(command.world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
-    own: dict[str, Any] = {"out": str(out), "resume": "never", "wandb": False, "micro_batch": micro_batch, "global_batch": global_batch}
+    micro_batch, global_batch = fit_batch(
+        command.world, command.recipe.micro_batch, command.recipe.global_batch, command.typed
+    )
+    own: dict[str, Any] = {
+        "out": str(out),
+        "resume": "never",
+        "wandb": False,
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+    }
     return make_plan(replace(command, recipe=replace(command.recipe, **own)))
 
 
@@ -236,15 +323,36 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
     device, rank0 = start(plan), plan.command.rank == 0
     groups = Groups(plan.mesh, device.type)
-    built = build_model(plan.recipe, plan.model_config or fetch_config(plan.recipe.model), groups, plan.ds_config, device)
+    built = build_model(
+        plan.recipe,
+        plan.model_config or fetch_config(plan.recipe.model),
+        groups,
+        plan.ds_config,
+        device,
+    )
     trained: Any = parameter_groups(built.model)
-    engine: Any = deepspeed.initialize(model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=built.model, model_parameters=trained, config=plan.ds_config, dist_init_required=False
+    )[0]
     repaired(engine)
-    layout, folder, plain = layout_of(plan, engine, built), plan.out / CHECKPOINTS, engine.checkpoint_engine
+    layout, folder, plain = (
+        layout_of(plan, engine, built),
+        plan.out / CHECKPOINTS,
+        engine.checkpoint_engine,
+    )
     made = partial(Saver, engine, folder, built.blueprint, layout, Retention(0))
-    savers = {kind: made(kind == "background", lambda folder: None) for kind in ("at_once", "background")}
-    stream = open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
-    kinds: dict[str, dict[str, Any]] = {kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES}
+    savers = {
+        kind: made(kind == "background", lambda folder: None) for kind in ("at_once", "background")
+    }
+    stream = open_stream(
+        request_of(plan.recipe),
+        load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
+        dp=plan.mesh.dp,
+        dp_rank=groups.coords["dp"],
+    )
+    kinds: dict[str, dict[str, Any]] = {
+        kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES
+    }
 
     def save(kind: str, step: int) -> None:
         if kind == "plain":
@@ -255,7 +363,14 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def steps() -> None:
         for _ in range(arguments.steps_after):
-            train_step(engine, task_called(plan.recipe.task), next(stream)[0], plan.recipe.lr, "", plan.mesh)
+            train_step(
+                engine,
+                task_called(plan.recipe.task),
+                next(stream)[0],
+                plan.recipe.lr,
+                "",
+                plan.mesh,
+            )
 
     order, shuffle, number = list(TITLES), random.Random(0), 0
     steps()

@@ -1,10 +1,12 @@
-"""Measure the speed and memory of the checkpoint converter, compared with cp and DeepSpeed's own two converters.
+"""Measure the speed and memory of the checkpoint converter, compared with cp and DeepSpeed's own
+two converters.
 
     python tools/bench/bench_convert.py > tools/bench/bench_convert.md      # prints Markdown; progress goes to stderr
     python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench  # needs about 20 GB there while it runs
 
-The bench writes a ZeRO-2 checkpoint of 8 ranks once (4.3 GB, random numbers). Then every round starts each command
-once, in random order, as a user would. It times the full process. The ratio is the median over the rounds.
+The bench writes a ZeRO-2 checkpoint of 8 ranks once (4.3 GB, random numbers). Then every round
+starts each command once, in random order, as a user would. It times the full process. The ratio is
+the median over the rounds.
 """
 
 import argparse
@@ -33,8 +35,21 @@ from recipekit.spec.paths import path_of
 from recipekit.spec.run_folder import CHECKPOINTS, LATEST
 from recipekit.spec.step_names import step_name
 
-MODEL = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 32000}
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
 TITLES = {
     "cp": "`cp` of the step folder, fsync",
     "reshape": "**ours:** `reshape --zero 1 --dp 4`",
@@ -46,28 +61,68 @@ TITLES = {
     "zero_to_fp32_safe": "`zero_to_fp32.py --safe_serialization`",
     "start": "**ours:** start-up only (`reshape --dry-run`)",
 }
-CP = {"reshape": "cp", "reshape_3d": "cp", "universal": "cp", "to_hf": "cp_fp32", "zero_to_fp32": "cp_fp32", "zero_to_fp32_safe": "cp_fp32"}
+CP = {
+    "reshape": "cp",
+    "reshape_3d": "cp",
+    "universal": "cp",
+    "to_hf": "cp_fp32",
+    "zero_to_fp32": "cp_fp32",
+    "zero_to_fp32_safe": "cp_fp32",
+}
 ENOUGH_ROUNDS, ENOUGH_BYTES = 5, 4e9
 SAMPLE = 0.05  # seconds between two looks at the memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--rounds",
         type=int,
         default=ENOUGH_ROUNDS,
         metavar="N",
-        help=f"Number of starts of every command. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)",
+        help=(
+            f"Number of starts of every command. A measurement needs at least {ENOUGH_ROUNDS}."
+            " (default: %(default)s)"
+        ),
     )
-    parser.add_argument("--only", nargs="+", choices=TITLES, default=list(TITLES), metavar="ROW", help=f"Rows to measure: {', '.join(TITLES)}. (default: all)")
-    parser.add_argument("--layers", type=int, default=16, metavar="N", help="Layers of the model. Each adds 0.21 GB to the checkpoint. (default: %(default)s)")
     parser.add_argument(
-        "--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="Working folder, on the disk to measure. (default: %(default)s)"
+        "--only",
+        nargs="+",
+        choices=TITLES,
+        default=list(TITLES),
+        metavar="ROW",
+        help=f"Rows to measure: {', '.join(TITLES)}. (default: all)",
     )
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
-    parser.add_argument("--tiny", action="store_true", help="Use a model of 0.1 M parameters, to test the bench itself.")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=16,
+        metavar="N",
+        help="Layers of the model. Each adds 0.21 GB to the checkpoint. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=path_of,
+        default=Path(tempfile.gettempdir()),
+        metavar="PATH",
+        help="Working folder, on the disk to measure. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        type=path_of,
+        metavar="OUT",
+        help="JSON file to which all measurements are written as well. (default: none)",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="Use a model of 0.1 M parameters, to test the bench itself.",
+    )
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -75,7 +130,10 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 def main() -> int:
     arguments = arguments_of(sys.argv[1:])
     if arguments.make:
-        make(arguments.make, TINY if arguments.tiny else MODEL | {"num_hidden_layers": arguments.layers})
+        make(
+            arguments.make,
+            TINY if arguments.tiny else MODEL | {"num_hidden_layers": arguments.layers},
+        )
         return 0
     if arguments.rounds < 1:
         print(f"--rounds {arguments.rounds}: must be at least 1", file=sys.stderr)
@@ -89,7 +147,9 @@ def main() -> int:
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """Makes a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors written (a hole would cost nothing to copy)."""
+    """Makes a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors
+    written (a hole would cost nothing to copy).
+    """
     import numpy as np
     import torch
     from recipekit.checkpoints import step_folder
@@ -103,9 +163,15 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
 
     config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16")
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {
+            name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
     config.save_pretrained(folder / "hf")
-    save_file({name: torch.zeros(own, dtype=torch.bfloat16) for name, own in shapes.items()}, folder / "hf" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: torch.zeros(own, dtype=torch.bfloat16) for name, own in shapes.items()},
+        folder / "hf" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     blueprint = published_blueprint(folder / "hf")
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
     layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
@@ -117,8 +183,12 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     draw = np.random.default_rng(0)
     for tensor in blueprint.tensors:
         for role in ("master", *plain.states):
-            bits = (np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)).view(np.uint32)
-            files.write(tensor, role, 0, bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits)
+            bits = (np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)).view(
+                np.uint32
+            )
+            files.write(
+                tensor, role, 0, bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits
+            )
             if role == "master":
                 files.write(tensor, "weight", 0, copying.cast(bits, "float32", layout.dtype))
     digests, _ = copying.run(copying.copies(blueprint, files, None), files, copying.Effort())
@@ -129,13 +199,25 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
         path.write_text(step.name)
 
 
-# The measurement --------------------------------------------------------------------------------------------------
+# The measurement
+# --------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     say(f"making a checkpoint in {folder}")
-    run([sys.executable, __file__, "--make", str(folder), "--layers", str(arguments.layers), *(["--tiny"] if arguments.tiny else [])], folder / "log")
+    run(
+        [
+            sys.executable,
+            __file__,
+            "--make",
+            str(folder),
+            "--layers",
+            str(arguments.layers),
+            *(["--tiny"] if arguments.tiny else []),
+        ],
+        folder / "log",
+    )
     step, fp32, out = folder / "run" / CHECKPOINTS / step_name(0), folder / "fp32", folder / "out"
     tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
     copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
@@ -144,17 +226,43 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "reshape": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4],
         "reshape_3d": [*tool, "reshape", step, out, "--zero", 1, "--dp", 2, "--tp", 2, "--pp", 2],
         "universal": [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *(
+                sys.executable,
+                "-m",
+                "deepspeed.checkpoint.ds_to_universal",
+                "--inject_missing_state",
+            ),
             *("--input_folder", step, "--output_folder", out / f"{step.name}_universal"),
         ],
         "cp_fp32": ["sh", "-c", copied, fp32, out],
         "to_hf": [*tool, "to-hf", step, out, "--dtype", "fp32"],
-        "zero_to_fp32": [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", step.parent, out, "--tag", step.name],
-        "zero_to_fp32_safe": [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", step.parent, out, "--tag", step.name, "--safe_serialization"],
+        "zero_to_fp32": [
+            sys.executable,
+            "-m",
+            "deepspeed.utils.zero_to_fp32",
+            step.parent,
+            out,
+            "--tag",
+            step.name,
+        ],
+        "zero_to_fp32_safe": [
+            sys.executable,
+            "-m",
+            "deepspeed.utils.zero_to_fp32",
+            step.parent,
+            out,
+            "--tag",
+            step.name,
+            "--safe_serialization",
+        ],
         "start": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4, "--dry-run"],
     }
     run([*tool, "to-hf", step, fp32, "--dtype", "fp32"], folder / "log")
-    rows: dict[str, dict[str, Any]] = {row: {"seconds": [], "cpu": [], "resident": 0, "anonymous": 0} for row in TITLES if row in arguments.only}
+    rows: dict[str, dict[str, Any]] = {
+        row: {"seconds": [], "cpu": [], "resident": 0, "anonymous": 0}
+        for row in TITLES
+        if row in arguments.only
+    }
     order, shuffle = list(rows), random.Random(0)
     for number in range(1, arguments.rounds + 1):
         shuffle.shuffle(order)
@@ -165,16 +273,33 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             own["seconds"].append(seconds)
             own["cpu"].append(cpu)
             own["bytes"] = size_of(out)
-            own["resident"], own["anonymous"] = max(own["resident"], resident), max(own["anonymous"], anonymous)
+            own["resident"], own["anonymous"] = (
+                max(own["resident"], resident),
+                max(own["anonymous"], anonymous),
+            )
             shutil.rmtree(out, ignore_errors=True)
-        say(f"round {number} of {arguments.rounds}: " + ", ".join(f"{row} {rows[row]['seconds'][-1]:.1f} s" for row in rows))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        say(
+            f"round {number} of {arguments.rounds}: "
+            + ", ".join(f"{row} {rows[row]['seconds'][-1]:.1f} s" for row in rows)
+        )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PHYS_PAGES') * PAGE / 2**30:.0f} GiB",
+        "machine": (
+            f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PHYS_PAGES') * PAGE / 2**30:.0f} GiB"
+        ),
         "load_before": load,
         "load_after": os.getloadavg()[0],
-        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed")},
+        "versions": (
+            {"Python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "deepspeed")}
+        ),
         "commit": commit or "unknown",
         "rounds": arguments.rounds,
         "checkpoint_bytes": size_of(step),
@@ -198,8 +323,14 @@ def size_of(folder: Path) -> int:
 
 
 def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
-    """Runs a command; returns (seconds, CPU seconds, peak of resident bytes, peak of anonymous bytes), its children included."""
-    own = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT / "recipes"), "TOKENIZERS_PARALLELISM": "false"}
+    """Runs a command; returns (seconds, CPU seconds, peak of resident bytes, peak of anonymous
+    bytes), its children included.
+    """
+    own = {
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT / "recipes"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     peaks, ended = [0, 0], threading.Event()
 
     def watch() -> None:
@@ -209,7 +340,9 @@ def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
 
     with log.open("w") as output:
         begun, worked = time.perf_counter(), cpu_seconds()
-        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own)
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own
+        )
         watcher = threading.Thread(target=watch)
         watcher.start()
         code = process.wait()
@@ -217,7 +350,9 @@ def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
         ended.set()
         watcher.join()
     if code:
-        raise SystemExit(f"{' '.join(map(str, command))} ended with {code}:\n{log.read_text()[-4000:]}")
+        raise SystemExit(
+            f"{' '.join(map(str, command))} ended with {code}:\n{log.read_text()[-4000:]}"
+        )
     return seconds, cpu_seconds() - worked, peaks[0], peaks[1]
 
 
@@ -228,23 +363,37 @@ def cpu_seconds() -> float:
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Returns (resident bytes, anonymous bytes among them) of a process and its children; memory that two of them map counts twice."""
+    """Returns (resident bytes, anonymous bytes among them) of a process and its children; memory
+    that two of them map counts twice.
+    """
     try:
-        resident, shared = (PAGE * int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
-        children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+        resident, shared = (
+            PAGE * int(pages) for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3]
+        )
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
     except (FileNotFoundError, ProcessLookupError):  # the process ended in between
         return 0, 0
     everyone = [(resident, resident - shared), *map(memory_of, children)]
     return sum(own for own, _ in everyone), sum(own for _, own in everyone)
 
 
-# The page ---------------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
 def speed(report: dict[str, Any], row: str, beside: str) -> float:
-    """Returns the ratio of bytes written per second to those of the row `beside`, the median over the rounds."""
+    """Returns the ratio of bytes written per second to those of the row `beside`, the median over
+    the rounds.
+    """
     own, other = report["rows"][row], report["rows"][beside]
-    return median(own["bytes"] / mine / (other["bytes"] / theirs) for mine, theirs in zip(own["seconds"], other["seconds"], strict=True))
+    return median(
+        own["bytes"] / mine / (other["bytes"] / theirs)
+        for mine, theirs in zip(own["seconds"], other["seconds"], strict=True)
+    )
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
@@ -252,23 +401,52 @@ def verdicts(report: dict[str, Any]) -> list[str]:
     rows, lines = report["rows"], []
 
     def target(reached: bool, text: str) -> None:
-        lines.extend(wrap(f"- {'reached' if reached else '**missed**'}: {text}", 120, subsequent_indent="  ", break_on_hyphens=False))
+        lines.extend(
+            wrap(
+                f"- {'reached' if reached else '**missed**'}: {text}",
+                120,
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            )
+        )
 
     for row in ("reshape", "reshape_3d", "to_hf"):
         if row in rows and CP[row] in rows:
             ratio = speed(report, row, CP[row])
-            target(ratio >= 0.8, f"{TITLES[row]} has {ratio:.0%} of `cp`'s speed for equal bytes (target: at least 80%)")
+            target(
+                ratio >= 0.8,
+                f"{TITLES[row]} has {ratio:.0%} of `cp`'s speed for equal bytes (target: at least"
+                " 80%)",
+            )
     for row in ("zero_to_fp32", "zero_to_fp32_safe"):
         if row in rows and "to_hf" in rows:
-            ratio = median(theirs / ours for ours, theirs in zip(rows["to_hf"]["seconds"], rows[row]["seconds"], strict=True))
-            target(ratio >= 1, f"{TITLES['to_hf']} takes {1 / ratio:.2f} of the time of {TITLES[row]} (target: never slower)")
+            ratio = median(
+                theirs / ours
+                for ours, theirs in zip(rows["to_hf"]["seconds"], rows[row]["seconds"], strict=True)
+            )
+            target(
+                ratio >= 1,
+                f"{TITLES['to_hf']} takes {1 / ratio:.2f} of the time of {TITLES[row]} (target:"
+                " never slower)",
+            )
     for row in ("reshape", "reshape_3d"):
         if row in rows and "universal" in rows:
-            ratio = median(theirs / ours for ours, theirs in zip(rows[row]["seconds"], rows["universal"]["seconds"], strict=True))
-            target(ratio >= 5, f"{TITLES[row]} is {ratio:.1f} times as fast as `ds_to_universal.py` (target: 5)")
+            ratio = median(
+                theirs / ours
+                for ours, theirs in zip(
+                    rows[row]["seconds"], rows["universal"]["seconds"], strict=True
+                )
+            )
+            target(
+                ratio >= 5,
+                f"{TITLES[row]} is {ratio:.1f} times as fast as `ds_to_universal.py` (target: 5)",
+            )
     ours = {row: own["resident"] for row, own in rows.items() if "ours" in TITLES[row]}
     if ours:
-        target(max(ours.values()) < 1e9, f"ours took at most {max(ours.values()) / 1e9:.2f} GB resident (target: under 1 GB)")
+        target(
+            max(ours.values()) < 1e9,
+            f"ours took at most {max(ours.values()) / 1e9:.2f} GB resident (target: under 1 GB)",
+        )
     return lines
 
 
@@ -279,10 +457,16 @@ def page(report: dict[str, Any]) -> str:
         seconds = own["seconds"]
         beside = f"{speed(report, row, CP[row]):.0%}" if CP.get(row) in report["rows"] else ""
         lines.append(
-            f"| {TITLES[row]} | {own['bytes'] / 1e9:.2f} | {median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) | {median(own['cpu']):.1f} | "
-            f"{own['bytes'] / median(seconds) / 1e6:,.0f} | {beside} | {own['resident'] / 1e9:.2f} | {own['anonymous'] / 1e9:.2f} |"
+            f"| {TITLES[row]} | {own['bytes'] / 1e9:.2f} | {median(seconds):.2f}"
+            f" ({min(seconds):.2f} to {max(seconds):.2f}) | {median(own['cpu']):.1f} |"
+            f" {own['bytes'] / median(seconds) / 1e6:,.0f} | {beside} | {own['resident'] / 1e9:.2f}"
+            f" | {own['anonymous'] / 1e9:.2f} |"
         )
-    few = "" if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES else " **A trial, not a measurement.**"
+    few = (
+        ""
+        if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES
+        else " **A trial, not a measurement.**"
+    )
     return f"""# How fast is the converter, compared with cp and DeepSpeed's converters?
 
 Written by `python tools/bench/bench_convert.py` on {report["date"]}: {report["machine"]}.

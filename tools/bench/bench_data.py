@@ -1,12 +1,13 @@
-"""Measure the speed of the data stream, compared with raw reads and other loaders, and how long a step waits for data.
+"""Measure the speed of the data stream, compared with raw reads and other loaders, and how long a
+step waits for data.
 
     python tools/bench/bench_data.py > tools/bench/bench_data.md       # prints Markdown; progress goes to stderr
     python tools/bench/bench_data.py --rounds 9 --rows 200000
     python tools/bench/bench_data.py --only pictures                   # prints the last section of that page
 
-All readers get the same files (ready tokens, Arrow and zstd Parquet). They take turns in every round, in random
-order, in one process and one thread (our stream: in its own thread, without prefetching). A ratio is the median over
-the rounds.
+All readers get the same files (ready tokens, Arrow and zstd Parquet). They take turns in every
+round, in random order, in one process and one thread (our stream: in its own thread, without
+prefetching). A ratio is the median over the rounds.
 """
 
 import argparse
@@ -43,7 +44,13 @@ SEQ_LEN, FILES, GROUP = 512, 8, 1000  # tokens of a row; files of each kind; row
 BATCH = 32  # rows
 VOCABULARY = 49152
 TARGETS = {  # reader -> (reader to compare with, kind of files, least ratio)
-    "ours": (("raw", "arrow", 0.5), ("raw", "parquet", 0.6), ("hf rows", "arrow", 50), ("stateful", "arrow", 10), ("grain", "arrow", 10)),
+    "ours": (
+        ("raw", "arrow", 0.5),
+        ("raw", "parquet", 0.6),
+        ("hf rows", "arrow", 50),
+        ("stateful", "arrow", 10),
+        ("grain", "arrow", 10),
+    ),
 }
 TITLES = {
     "raw": "raw read, each row group copied to int64",
@@ -57,35 +64,72 @@ TITLES = {
 ENOUGH_ROUNDS = 5
 SECONDS = 1.0  # of one reader in one round
 STEP = 0.05  # seconds that a step sleeps
-PICTURES, PICTURE, QUALITY, CROP = 256, (500, 375), 87, 224  # JPEG files, their pixels and quality; pixels of each side of a crop
+# JPEG files, their pixels and quality; pixels of each side of a crop
+PICTURES, PICTURE, QUALITY, CROP = 256, (500, 375), 87, 224
 THREADS = (1, 2)
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--rounds", type=int, default=ENOUGH_ROUNDS, metavar="N", help=f"Number of rounds. A measurement needs at least {ENOUGH_ROUNDS}. (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "--rows", type=int, default=100_000, metavar="N", help=f"Total rows of {SEQ_LEN} tokens in the files of each kind. (default: %(default)s)"
+        "--rounds",
+        type=int,
+        default=ENOUGH_ROUNDS,
+        metavar="N",
+        help=(
+            f"Number of rounds. A measurement needs at least {ENOUGH_ROUNDS}. (default:"
+            " %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help=f"Total rows of {SEQ_LEN} tokens in the files of each kind. (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",
         type=int,
         default=200,
         metavar="N",
-        help=f"Number of steps that sleep {STEP * 1000:.0f} ms, to measure how long each waits for data. (default: %(default)s)",
+        help=(
+            f"Number of steps that sleep {STEP * 1000:.0f} ms, to measure how long each waits for"
+            " data. (default: %(default)s)"
+        ),
     )
     parser.add_argument(
         "--pairs",
         type=int,
         default=40,
         metavar="N",
-        help="Number of pairs of training steps: one reads the stream, one reads stored batches. (default: %(default)s)",
+        help=(
+            "Number of pairs of training steps: one reads the stream, one reads stored batches."
+            " (default: %(default)s)"
+        ),
     )
-    parser.add_argument("--folder", type=path_of, default=Path(tempfile.gettempdir()), metavar="PATH", help="Folder for the data files. (default: %(default)s)")
-    parser.add_argument("--only", choices=("pictures",), help="Measure only this section of the page, and print it. (default: all sections)")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
+    parser.add_argument(
+        "--folder",
+        type=path_of,
+        default=Path(tempfile.gettempdir()),
+        metavar="PATH",
+        help="Folder for the data files. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        choices=("pictures",),
+        help="Measure only this section of the page, and print it. (default: all sections)",
+    )
+    parser.add_argument(
+        "--json",
+        type=path_of,
+        metavar="OUT",
+        help="JSON file to which all measurements are written as well. (default: none)",
+    )
     arguments = parser.parse_args(argv)
     for name, least in (("rounds", 1), ("rows", FILES * 8), ("steps", 10), ("pairs", 2)):
         if getattr(arguments, name) < least:
@@ -97,7 +141,8 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-# The files and their readers: each reader is an endless iterator of token counts ----------------------------------
+# The files and their readers: each reader is an endless iterator of token counts
+# ----------------------------------
 
 
 def make_files(folder: Path, rows: int) -> dict[str, list[Path]]:
@@ -106,11 +151,20 @@ def make_files(folder: Path, rows: int) -> dict[str, list[Path]]:
     for number in range(FILES):
         count = rows // FILES
         ids = pa.array(draw.integers(0, VOCABULARY, count * SEQ_LEN, dtype=np.int32))
-        table = pa.table({"input_ids": pa.ListArray.from_arrays(np.arange(0, len(ids) + 1, SEQ_LEN, dtype=np.int32), ids)})
+        table = pa.table(
+            {
+                "input_ids": pa.ListArray.from_arrays(
+                    np.arange(0, len(ids) + 1, SEQ_LEN, dtype=np.int32), ids
+                )
+            }
+        )
         for kind in found:
             found[kind].append(folder / f"{number}.{kind}")
         pq.write_table(table, found["parquet"][-1], row_group_size=GROUP, compression="zstd")
-        with pa.OSFile(str(found["arrow"][-1]), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(found["arrow"][-1]), "wb") as sink,
+            pa.ipc.new_stream(sink, table.schema) as writer,
+        ):
             writer.write_table(table, max_chunksize=GROUP)
     return found
 
@@ -122,7 +176,11 @@ def _int64(column: Any) -> np.ndarray:
 def _groups(kind: str, files: list[Path]) -> Iterator[Any]:
     while True:
         for file in files:
-            batches = pa.ipc.open_stream(pa.memory_map(str(file))) if kind == "arrow" else pq.ParquetFile(file).iter_batches(GROUP, use_threads=False)
+            batches = (
+                pa.ipc.open_stream(pa.memory_map(str(file)))
+                if kind == "arrow"
+                else pq.ParquetFile(file).iter_batches(GROUP, use_threads=False)
+            )
             for batch in batches:
                 yield batch["input_ids"]
 
@@ -133,7 +191,9 @@ def raw(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 def bare(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
-    """Makes only the passes over the tokens that a shuffle with checked tokens needs: no packing, no labels, no state."""
+    """Makes only the passes over the tokens that a shuffle with checked tokens needs: no packing,
+    no labels, no state.
+    """
     from recipekit.data.request import Sizes
 
     draw, out, held = np.random.default_rng(0), np.empty((rows, SEQ_LEN), np.int64), []
@@ -158,13 +218,26 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
     from recipekit.data import blocks, lanes, stream
     from recipekit.data.request import Request
 
-    request = Request(dataset=str(files[0].parent / f"*.{kind}"), text_field="input_ids", seq_len=SEQ_LEN, global_batch=rows, micro_batch=BATCH)
+    request = Request(
+        dataset=str(files[0].parent / f"*.{kind}"),
+        text_field="input_ids",
+        seq_len=SEQ_LEN,
+        global_batch=rows,
+        micro_batch=BATCH,
+    )
     corpus = stream.open_corpus(request, tokenizer_of(VOCABULARY))
     join, limit = partial(blocks.packed, SEQ_LEN, 0), request.sizes.tokens_of_block(SEQ_LEN)
     [reader] = corpus.readers()
     start = stream.start(corpus.domains, corpus.identity)
-    domains = lanes.Domains(corpus.domains, lambda number, place: blocks.blocks(reader, request.seed, limit, join, place), SEQ_LEN, start)
-    for batches, _ in lanes.steps(domains, lanes.packed_batches(BATCH, SEQ_LEN), request, corpus.identity, 1, 0):
+    domains = lanes.Domains(
+        corpus.domains,
+        lambda number, place: blocks.blocks(reader, request.seed, limit, join, place),
+        SEQ_LEN,
+        start,
+    )
+    for batches, _ in lanes.steps(
+        domains, lanes.packed_batches(BATCH, SEQ_LEN), request, corpus.identity, 1, 0
+    ):
         yield sum(batch["input_ids"].numel() for batch in batches)
 
 
@@ -181,7 +254,9 @@ def tokenizer_of(vocabulary: int) -> Any:
 def _streaming(kind: str, files: list[Path]) -> Any:
     import datasets
 
-    return datasets.load_dataset(kind, data_files={"train": [str(file) for file in files]}, split="train", streaming=True)
+    return datasets.load_dataset(
+        kind, data_files={"train": [str(file) for file in files]}, split="train", streaming=True
+    )
 
 
 def hf_arrow(kind: str, files: list[Path]) -> Iterator[int]:
@@ -201,20 +276,32 @@ def hf_rows(kind: str, files: list[Path]) -> Iterator[int]:
 def stateful(kind: str, files: list[Path]) -> Iterator[int]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    loader = StatefulDataLoader(_streaming(kind, files).with_format("numpy"), batch_size=BATCH, num_workers=0)
+    loader = StatefulDataLoader(
+        _streaming(kind, files).with_format("numpy"), batch_size=BATCH, num_workers=0
+    )
     while True:
         for batch in loader:
             yield batch["input_ids"].numel()
 
 
 def grain(kind: str, files: list[Path]) -> Iterator[int]:
-    """Reads by grain, which needs random access: so the rows lie in memory as a numpy array, for Parquet decoded beforehand."""
+    """Reads by grain, which needs random access: so the rows lie in memory as a numpy array, for
+    Parquet decoded beforehand.
+    """
     import grain as library
 
     if kind == "arrow":
-        rows = np.concatenate([_int64(batch["input_ids"]) for file in files for batch in pa.ipc.open_stream(pa.memory_map(str(file)))])
+        rows = np.concatenate(
+            [
+                _int64(batch["input_ids"])
+                for file in files
+                for batch in pa.ipc.open_stream(pa.memory_map(str(file)))
+            ]
+        )
     else:
-        rows = np.concatenate([_int64(pq.read_table(file)["input_ids"].combine_chunks()) for file in files])
+        rows = np.concatenate(
+            [_int64(pq.read_table(file)["input_ids"].combine_chunks()) for file in files]
+        )
     source: Any = rows
     for batch in library.MapDataset.source(source).shuffle(0).repeat().batch(BATCH):
         yield batch.size
@@ -233,7 +320,9 @@ def rate(reader: Iterator[int], seconds: float) -> float:
     return tokens / spent
 
 
-def throughput(files: dict[str, list[Path]], rounds: int, seconds: float = SECONDS) -> dict[str, dict[str, list[float]]]:
+def throughput(
+    files: dict[str, list[Path]], rounds: int, seconds: float = SECONDS
+) -> dict[str, dict[str, list[float]]]:
     """Measures kind -> reader -> tokens a second in each round."""
     found: dict[str, dict[str, list[float]]] = {}
     for kind, of_kind in files.items():
@@ -247,12 +336,18 @@ def throughput(files: dict[str, list[Path]], rounds: int, seconds: float = SECON
             random.Random(number).shuffle(order)
             for name in order:
                 found[kind][name].append(rate(readers[name], seconds))
-            tell(f"{kind}, round {number + 1} of {rounds}: {', '.join(f'{name} {found[kind][name][-1] / 1e6:.1f}' for name in readers)} Mtok/s")
+            tell(
+                f"{kind}, round {number + 1} of {rounds}:"
+                f" {', '.join(f'{name} {found[kind][name][-1] / 1e6:.1f}' for name in readers)}"
+                " Mtok/s"
+            )
     return found
 
 
 def tokenising(seconds: float = SECONDS) -> dict[str, float]:
-    """Measures tokens and bytes a second of one core: the built-in text, through each tokenizer on this machine."""
+    """Measures tokens and bytes a second of one core: the built-in text, through each tokenizer on
+    this machine.
+    """
     from recipekit.data.encode import Encoder
     from recipekit.data.files import standard_library
     from recipekit.data.processors import byte_tokenizer, load_tokenizer
@@ -274,11 +369,14 @@ def tokenising(seconds: float = SECONDS) -> dict[str, float]:
     return found
 
 
-# Waiting ----------------------------------------------------------------------------------------------------------
+# Waiting
+# --------------------------------------------------------------------------------------------------
 
 
 def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
-    """Measures the seconds that each step of `STEP` seconds waits in `next`: for ready tokens, and for text that is tokenised on the way."""
+    """Measures the seconds that each step of `STEP` seconds waits in `next`: for ready tokens, and
+    for text that is tokenised on the way.
+    """
     from recipekit.data.processors import byte_tokenizer
     from recipekit.data.request import Request
     from recipekit.data.stream import open_stream
@@ -286,7 +384,10 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
     ready = {"dataset": str(files["arrow"][0].parent / "*.arrow"), "text_field": "input_ids"}
     requests: dict[str, tuple[dict[str, Any], Any]] = {
         "ready tokens": (ready, tokenizer_of(VOCABULARY)),
-        "built-in text, tokenised meanwhile": ({"dataset": "builtin", "token_cache": "off"}, byte_tokenizer()),
+        "built-in text, tokenised meanwhile": (
+            {"dataset": "builtin", "token_cache": "off"},
+            byte_tokenizer(),
+        ),
     }
     found = {}
     for name, (fields, tokenizer) in requests.items():
@@ -303,7 +404,9 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
 
 
 def differential(pairs: int, folder: Path) -> dict[str, Any]:
-    """Measures seconds of training steps of the quickstart's recipe on the stream, and on batches kept in memory, in turns."""
+    """Measures seconds of training steps of the quickstart's recipe on the stream, and on batches
+    kept in memory, in turns.
+    """
     import deepspeed
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
@@ -320,19 +423,51 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     from recipekit.tasks.find import task_called
     from recipekit.train import train_step
 
-    recipe = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", ds_config="zero2.json", seq_len=256, micro_batch=4, global_batch=16)
-    command = parse(replace(recipe, out=str(folder / "run"), resume="never", wandb=False), ROOT / "recipes" / "bench_data.py", [])
+    recipe = Recipe(
+        model="recipekit/llama-nano",
+        init="random",
+        tokenizer="bytes",
+        ds_config="zero2.json",
+        seq_len=256,
+        micro_batch=4,
+        global_batch=16,
+    )
+    command = parse(
+        replace(recipe, out=str(folder / "run"), resume="never", wandb=False),
+        ROOT / "recipes" / "bench_data.py",
+        [],
+    )
     plan = make_plan(command)
     assert plan.model_config is not None, "its shape lies in architectures/"
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     device = start(plan)
     groups = Groups(plan.mesh, device.type)
     model = build_model(plan.recipe, plan.model_config, groups, plan.ds_config, device).model
-    trained: Any = parameter_groups(model)  # a list of groups, which DeepSpeed takes but does not annotate
-    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, mpu=groups.mpu, dist_init_required=False)[0]  # type: ignore[arg-type]
+    # a list of groups, which DeepSpeed takes but does not annotate
+    trained: Any = parameter_groups(model)
+    engine: Any = deepspeed.initialize(
+        model=model,
+        model_parameters=trained,
+        config=plan.ds_config,
+        mpu=groups.mpu,
+        dist_init_required=False,
+    )[0]  # type: ignore[arg-type]
     repaired(engine)
     found: dict[str, list[float]] = {"stream": [], "kept": []}
-    with contextlib.closing(open_stream(request_of(plan.recipe), load_tokenizer(plan.recipe.model, plan.recipe.tokenizer), dp=1, dp_rank=0)) as stream:
+    with contextlib.closing(
+        open_stream(
+            request_of(plan.recipe),
+            load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
+            dp=1,
+            dp_rank=0,
+        )
+    ) as stream:
         kept = [next(stream)[0] for _ in range(4)]
         for number in range(pairs + 2):
             for name in random.Random(number).sample(list(found), 2):
@@ -350,7 +485,8 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     return found | {"ratio": median(ratios), "interval": [medians[49], medians[-50]]}
 
 
-# Pictures ---------------------------------------------------------------------------------------------------------
+# Pictures
+# --------------------------------------------------------------------------------------------------
 
 
 def make_pictures(count: int) -> list[bytes]:
@@ -359,8 +495,14 @@ def make_pictures(count: int) -> list[bytes]:
 
     draw, found = np.random.default_rng(0), []
     for _ in range(count):
-        soft = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(PICTURE, Image.Resampling.BICUBIC)
-        noisy = np.clip(np.asarray(soft, dtype=np.int16) + draw.integers(-12, 13, (PICTURE[1], PICTURE[0], 3)), 0, 255).astype(np.uint8)
+        soft = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8)).resize(
+            PICTURE, Image.Resampling.BICUBIC
+        )
+        noisy = np.clip(
+            np.asarray(soft, dtype=np.int16) + draw.integers(-12, 13, (PICTURE[1], PICTURE[0], 3)),
+            0,
+            255,
+        ).astype(np.uint8)
         stream = io.BytesIO()
         Image.fromarray(noisy).save(stream, "JPEG", quality=QUALITY)
         found.append(stream.getvalue())
@@ -368,13 +510,17 @@ def make_pictures(count: int) -> list[bytes]:
 
 
 def crops(files: list[bytes], threads: int) -> Iterator[int]:
-    """Counts the pictures of each micro-batch that the task makes: decoded, cropped, mirrored, as normalised floats."""
+    """Counts the pictures of each micro-batch that the task makes: decoded, cropped, mirrored, as
+    normalised floats.
+    """
     from recipekit.data.request import Request
     from recipekit.tasks.image_classification import TASK
 
     assert TASK.samples is not None
     labels = {"id2label": dict.fromkeys(map(str, range(10)), "")}
-    processor = TASK.processor(Request(task="image_classification", threads=threads), {"image_size": CROP} | labels)
+    processor = TASK.processor(
+        Request(task="image_classification", threads=threads), {"image_size": CROP} | labels
+    )
     rows: list[dict[str, Any] | None] = [{"image": content, "label": 0} for content in files]
     for first in itertools.count(0, BATCH):
         own = [rows[number % len(rows)] for number in range(first, first + BATCH)]
@@ -382,7 +528,9 @@ def crops(files: list[bytes], threads: int) -> Iterator[int]:
 
 
 def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
-    """Pictures a second, and pictures a second of the processor, in each round by the number of threads; the mean bytes of a file."""
+    """Pictures a second, and pictures a second of the processor, in each round by the number of
+    threads; the mean bytes of a file.
+    """
     files = make_pictures(PICTURES)
     readers = {threads: crops(files, threads) for threads in THREADS}
     for reader in readers.values():
@@ -393,13 +541,25 @@ def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
         for threads in random.Random(number).sample(THREADS, len(THREADS)):
             begun, used = time.perf_counter(), time.process_time()
             found[threads].append(rate(readers[threads], seconds))
-            of_processor[threads].append(found[threads][-1] * (time.perf_counter() - begun) / (time.process_time() - used))
-        tell(f"pictures, round {number + 1} of {rounds}: {', '.join(f'{threads}: {own[-1]:.0f}/s' for threads, own in found.items())}")
-    return {"rates": found, "of_processor": of_processor, "bytes": sum(map(len, files)) // len(files), "waits": picture_waits(files)}
+            of_processor[threads].append(
+                found[threads][-1] * (time.perf_counter() - begun) / (time.process_time() - used)
+            )
+        tell(
+            f"pictures, round {number + 1} of {rounds}:"
+            f" {', '.join(f'{threads}: {own[-1]:.0f}/s' for threads, own in found.items())}"
+        )
+    return {
+        "rates": found,
+        "of_processor": of_processor,
+        "bytes": sum(map(len, files)) // len(files),
+        "waits": picture_waits(files),
+    }
 
 
 def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
-    """Measures the seconds that each step of `STEP` seconds waits for 16 pictures, which two threads decode and crop meanwhile."""
+    """Measures the seconds that each step of `STEP` seconds waits for 16 pictures, which two
+    threads decode and crop meanwhile.
+    """
     from recipekit.data.request import Request
     from recipekit.data.samples import open_samples
     from recipekit.tasks.image_classification import TASK
@@ -407,10 +567,21 @@ def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
     assert TASK.samples is not None
     waited = []
     with tempfile.TemporaryDirectory() as folder:
-        pq.write_table(pa.table({"image": files * 4, "label": [0] * (4 * len(files))}), Path(folder) / "pictures.parquet", row_group_size=128)
-        request = Request(task="image_classification", dataset=f"{folder}/pictures.parquet", global_batch=16, micro_batch=4)
+        pq.write_table(
+            pa.table({"image": files * 4, "label": [0] * (4 * len(files))}),
+            Path(folder) / "pictures.parquet",
+            row_group_size=128,
+        )
+        request = Request(
+            task="image_classification",
+            dataset=f"{folder}/pictures.parquet",
+            global_batch=16,
+            micro_batch=4,
+        )
         processor = TASK.processor(request, {"image_size": CROP, "id2label": {"0": "", "1": ""}})
-        with contextlib.closing(open_samples(request, processor, TASK.samples, dp=1, dp_rank=0)) as stream:
+        with contextlib.closing(
+            open_samples(request, processor, TASK.samples, dp=1, dp_rank=0)
+        ) as stream:
             next(stream)
             for _ in range(steps):
                 time.sleep(STEP)
@@ -420,7 +591,8 @@ def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
     return waited
 
 
-# The page ---------------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
 def ratio(found: dict[str, list[float]], one: str, other: str) -> float:
@@ -431,10 +603,23 @@ def pictures_section(found: dict[str, Any]) -> str:
     """What was measured of pictures as Markdown, "" if nothing was."""
     if "pictures" not in found:
         return ""
-    rates, of_processor, waited = (found["pictures"][name] for name in ("rates", "of_processor", "waits"))
-    ratios = {threads: median(a / b for a, b in zip(own, rates[1], strict=True)) for threads, own in rates.items()}
-    rows = [f"| {threads} | {median(own):.0f} | {ratios[threads]:.2f} | {median(of_processor[threads]):.0f} |" for threads, own in rates.items()]
-    busy = "\n**Other work used the cores: a trial. Only the last column is a measurement.**\n" if found["load_before"] > 1 else ""
+    rates, of_processor, waited = (
+        found["pictures"][name] for name in ("rates", "of_processor", "waits")
+    )
+    ratios = {
+        threads: median(a / b for a, b in zip(own, rates[1], strict=True))
+        for threads, own in rates.items()
+    }
+    rows = [
+        f"| {threads} | {median(own):.0f} | {ratios[threads]:.2f} |"
+        f" {median(of_processor[threads]):.0f} |"
+        for threads, own in rates.items()
+    ]
+    busy = (
+        "\n**Other work used the cores: a trial. Only the last column is a measurement.**\n"
+        if found["load_before"] > 1
+        else ""
+    )
     return f"""
 ## Images
 
@@ -461,21 +646,35 @@ def page(found: dict[str, Any]) -> str:
     for kind, readers in found["throughput"].items():
         for name in readers:
             mine = median(readers[name]) / 1e6
-            lines.append(f"| {kind} | {TITLES[name]} | {mine:.1f} | {ratio(readers, name, 'raw'):.3f} | {ratio(readers, 'ours', name):.1f} |")
+            lines.append(
+                f"| {kind} | {TITLES[name]} | {mine:.1f} | {ratio(readers, name, 'raw'):.3f} |"
+                f" {ratio(readers, 'ours', name):.1f} |"
+            )
     verdicts = []
     for name, targets in TARGETS.items():
         for other, kind, least in targets:
-            reached, of_raw = ratio(found["throughput"][kind], name, other), ratio(found["throughput"][kind], "raw", other)
+            reached, of_raw = (
+                ratio(found["throughput"][kind], name, other),
+                ratio(found["throughput"][kind], "raw", other),
+            )
             limit = f" (the raw read itself is {of_raw:.1f} x)" if of_raw < least else ""
-            verdicts.append(f"- {kind}: {reached:.2f} x {TITLES[other]}; the target is {least}: {'reached' if reached >= least else '**missed**'}{limit}.")
+            verdicts.append(
+                f"- {kind}: {reached:.2f} x {TITLES[other]}; the target is {least}:"
+                f" {'reached' if reached >= least else '**missed**'}{limit}."
+            )
     waiting = []
     for name, seconds in found["waits"].items():
         p50, p99 = median(seconds), quantiles(seconds, n=100)[98]
-        waiting.append(f"| {name} | {p50 * 1000:.3f} | {p99 * 1000:.3f} | {p99 / STEP:.2%} | {'reached' if p99 <= 0.01 * STEP else '**missed**'} |")
+        waiting.append(
+            f"| {name} | {p50 * 1000:.3f} | {p99 * 1000:.3f} | {p99 / STEP:.2%} |"
+            f" {'reached' if p99 <= 0.01 * STEP else '**missed**'} |"
+        )
     train = found["differential"]
     low, high = train["interval"]
     few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
-    tokenised = ", ".join(f"{name} {speed / 1e6:.2f}" for name, speed in found["tokenising"].items())
+    tokenised = ", ".join(
+        f"{name} {speed / 1e6:.2f}" for name, speed in found["tokenising"].items()
+    )
     return f"""# How fast is the data stream?
 
 Written by `python tools/bench/bench_data.py` on {found["date"]}: {found["machine"]}.
@@ -516,12 +715,31 @@ A step takes {median(train["kept"]) * 1000:.0f} ms from memory, and {train["rati
 
 def main() -> None:
     arguments = arguments_of(sys.argv[1:])
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, no accelerator",
-        "versions": {"Python": platform.python_version()}
-        | {name: version(name) for name in ("datasets", "pyarrow", "torch", "torchdata", "grain", "pillow", "numpy")},
+        "versions": (
+            {"Python": platform.python_version()}
+            | {
+                name: version(name)
+                for name in (
+                    "datasets",
+                    "pyarrow",
+                    "torch",
+                    "torchdata",
+                    "grain",
+                    "pillow",
+                    "numpy",
+                )
+            }
+        ),
         "commit": git.stdout.strip() or "unknown",
         "load_before": os.getloadavg()[0],
         "rounds": arguments.rounds,
@@ -534,7 +752,11 @@ def main() -> None:
         found["load_after"] = os.getloadavg()[0]
         print(pictures_section(found).strip())
         return
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as name, contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints when it compiles
+    # DeepSpeed prints when it compiles
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.folder) as name,
+        contextlib.redirect_stdout(sys.stderr),
+    ):
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
         tell(f"writing {arguments.rows} rows to {folder}")

@@ -1,13 +1,14 @@
-"""Measure the recipes on one GPU: losses compared with a CPU's, memory compared with the plan, speed, checkpoints.
+"""Measure the recipes on one GPU: losses compared with a CPU's, memory compared with the plan,
+speed, checkpoints.
 
     python tools/bench/bench_gpu.py --parts A --page bench_gpu.md  # A checks that it is right; B, C and D measure speed
     python tools/bench/bench_gpu.py --page bench_gpu.md            # all five parts; continues an interrupted run
     python tools/bench/bench_gpu.py --tiny                         # the same rows in tiny shapes, also on a CPU
 
-Each row is a job with a time limit, and prints one line at its end. Its measurements are kept in OUT/rows.jsonl. The
-same command continues with the rows that are missing or failed. Rows of another device, code or version are kept
-apart. The bench needs no network and no data: weights are random, rows are packed random tokens.
-Exit code: 0 if every row passes, else 1.
+Each row is a job with a time limit, and prints one line at its end. Its measurements are kept in
+OUT/rows.jsonl. The same command continues with the rows that are missing or failed. Rows of another
+device, code or version are kept apart. The bench needs no network and no data: weights are random,
+rows are packed random tokens. Exit code: 0 if every row passes, else 1.
 """
 
 import argparse
@@ -54,13 +55,46 @@ PARTS = {
     "E": "The gain of each optimization: 1.3 billion parameters as in B, ZeRO-2",
 }
 QWEN, LORA = "recipes/qwen3_0_6b_zero2.py", "recipes/qwen3_0_6b_lora_zero3.py"
-# What differs from Llama 3.1 8B, whose shape is shipped. With --tiny the last three are shrunk to a tiny Llama.
+# What differs from Llama 3.1 8B, whose shape is shipped. With --tiny the last three are shrunk to a
+# tiny Llama.
 MODELS = {
-    "small": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": None, "eos_token_id": None},
-    "1b": {"vocab_size": 50368, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24}
-    | {"num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
-    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24, "tie_word_embeddings": True},
+    "small": (
+        {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": 2,
+        }
+        | {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+    ),
+    "1b": (
+        {
+            "vocab_size": 50368,
+            "hidden_size": 2048,
+            "intermediate_size": 5504,
+            "num_hidden_layers": 24,
+        }
+        | {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }
+    ),
+    "3b": {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "tie_word_embeddings": True,
+    },
     "8b": {},
 }
 MEASURES = {
@@ -76,9 +110,14 @@ SAME_LOSS = 5e-3  # relative: bf16 on two devices
 MFU = {"1b": 0.38, "3b": 0.40}
 LORA_TOKENS = 13_000  # a second; AutoModel reaches 12,473 on an H100 with these settings
 NEAR_PLAN = 0.05  # relative
-STALL, OUTSIDE, WAIT = 1.0, 0.005, 0.01  # seconds of a save in the background, seconds of a step outside the engine, part of a step
+# seconds of a save in the background, seconds of a step outside the engine, part of a step
+STALL, OUTSIDE, WAIT = 1.0, 0.005, 0.01
 # Only this flag makes a run deterministic; recipes from before the flag are compared as they are.
-DETERMINISTIC = ["--deterministic"] if "deterministic" in {item.name for item in dataclasses.fields(Recipe)} else []
+DETERMINISTIC = (
+    ["--deterministic"]
+    if "deterministic" in {item.name for item in dataclasses.fields(Recipe)}
+    else []
+)
 
 
 class RowFailed(Exception):
@@ -87,7 +126,9 @@ class RowFailed(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """Holds what a row measured, in words and numbers, and its bars: (bar, reached or not, None where it does not apply)."""
+    """Holds what a row measured, in words and numbers, and its bars: (bar, reached or not, None
+    where it does not apply).
+    """
 
     measured: str
     bars: list[tuple[str, bool | None]]
@@ -105,7 +146,8 @@ class Row:
     needs: tuple[str, ...] = ()  # rows with whose figures this row is compared
 
 
-# Running a row ----------------------------------------------------------------------------------------------------
+# Running a row
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -131,19 +173,50 @@ class Bench:
 
     def rows(self, full: tuple[int, int, int], tiny: tuple[int, int, int]) -> list[str]:
         """Returns the flags for (seq_len, micro_batch, global_batch)."""
-        return flags(dict(zip(("seq_len", "micro_batch", "global_batch"), tiny if self.tiny else full, strict=True)))
+        return flags(
+            dict(
+                zip(
+                    ("seq_len", "micro_batch", "global_batch"),
+                    tiny if self.tiny else full,
+                    strict=True,
+                )
+            )
+        )
 
     def corpus(self) -> list[str]:
-        return flags({"tokenizer": self.inputs / "tokenizer", "dataset": self.inputs / "rows.parquet", "text_field": "input_ids"})
+        return flags(
+            {
+                "tokenizer": self.inputs / "tokenizer",
+                "dataset": self.inputs / "rows.parquet",
+                "text_field": "input_ids",
+            }
+        )
 
     def data(self) -> list[str]:
         """Returns the flags that every recipe of the bench gets."""
-        return [*self.corpus(), *flags({"token_cache": "off", "warmup_steps": 0, "eval_every": 0, "save_every": 0}), "--no-wandb"]
+        return [
+            *self.corpus(),
+            *flags({"token_cache": "off", "warmup_steps": 0, "eval_every": 0, "save_every": 0}),
+            "--no-wandb",
+        ]
 
-    def run(self, name: str, argv: list[str], ranks: int = 1, cpu: bool = False, until: Callable[[], bool] = lambda: False) -> None:
-        """Runs a command, on several ranks of one device, to its end or until `until`. Raises `RowFailed` with the last line of its log."""
+    def run(
+        self,
+        name: str,
+        argv: list[str],
+        ranks: int = 1,
+        cpu: bool = False,
+        until: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Runs a command, on several ranks of one device, to its end or until `until`.
+
+        Raises `RowFailed` with the last line of its log.
+        """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        logs = [self.out / "logs" / f"{name}{f'.{rank}' if ranks > 1 else ''}.log" for rank in range(ranks)]
+        logs = [
+            self.out / "logs" / f"{name}{f'.{rank}' if ranks > 1 else ''}.log"
+            for rank in range(ranks)
+        ]
         env = environment(ranks, cpu) | {"HF_DATASETS_CACHE": str(self.out / "datasets")}
         started: list[subprocess.Popen[Any]] = []
         try:
@@ -151,8 +224,20 @@ class Bench:
                 with log.open("wb") as output:
                     # LOCAL_RANK 0 for all: the ranks share the device
                     own = env | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
-                    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-                    started.append(subprocess.Popen([sys.executable, *argv], cwd=self.out, env=own, start_new_session=True, **streams))
+                    streams: dict[str, Any] = {
+                        "stdin": subprocess.DEVNULL,
+                        "stdout": output,
+                        "stderr": subprocess.STDOUT,
+                    }
+                    started.append(
+                        subprocess.Popen(
+                            [sys.executable, *argv],
+                            cwd=self.out,
+                            env=own,
+                            start_new_session=True,
+                            **streams,
+                        )
+                    )
             while not until():
                 codes = [process.poll() for process in started]
                 failed = next((rank for rank, code in enumerate(codes) if code), None)
@@ -161,7 +246,9 @@ class Bench:
                 if all(code == 0 for code in codes):
                     return
                 if time.monotonic() > self.deadline:
-                    raise RowFailed(f"was not done in time. {logs[0].name} ends with: {last_line(logs[0])}")
+                    raise RowFailed(
+                        f"was not done in time. {logs[0].name} ends with: {last_line(logs[0])}"
+                    )
                 time.sleep(0.05)
         finally:
             for process in started:
@@ -169,23 +256,45 @@ class Bench:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def train(self, row: Row, recipe: str, argv: list[str], ranks: int = 1, cpu: bool = False, enough: int = 0) -> list[Line]:
-        """Trains; returns the lines of metrics.jsonl. After `enough` steps the run is killed, so that nothing large is saved."""
+    def train(
+        self,
+        row: Row,
+        recipe: str,
+        argv: list[str],
+        ranks: int = 1,
+        cpu: bool = False,
+        enough: int = 0,
+    ) -> list[Line]:
+        """Trains; returns the lines of metrics.jsonl.
+
+        After `enough` steps the run is killed, so that nothing large is saved.
+        """
         out = self.folder(row.name)
         tool = [str(ROOT / recipe)] if ranks == 1 else [__file__, "--gloo", str(ROOT / recipe)]
         whole = [*tool, *self.data(), *argv, "--out", str(out)]
-        self.run(row.name, whole, ranks, cpu, until=lambda: bool(enough) and len(read_metrics(out)) >= enough)
+        self.run(
+            row.name,
+            whole,
+            ranks,
+            cpu,
+            until=lambda: bool(enough) and len(read_metrics(out)) >= enough,
+        )
         return read_metrics(out)
 
 
 def environment(ranks: int, cpu: bool) -> dict[str, str]:
-    """Returns the environment of a job: one device, no network, W&B off. RANK and the like are set for each rank."""
+    """Returns the environment of a job: one device, no network, W&B off.
+
+    RANK and the like are set for each rank.
+    """
     cache = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     visible = "" if cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     own = {
         "CUDA_VISIBLE_DEVICES": visible,
         "OMP_NUM_THREADS": str(max(1, min(4, (os.cpu_count() or 1) // ranks))),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")))),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")))
+        ),
         "PYTHONUNBUFFERED": "1",
         "TORCH_EXTENSIONS_DIR": cache,
         "TOKENIZERS_PARALLELISM": "false",
@@ -208,13 +317,16 @@ def last_line(log: Path) -> str:
     return lines[-1][-300:] if lines else "(an empty log)"
 
 
-# Part A: is it right? ---------------------------------------------------------------------------------------------
+# Part A: is it right?
+# ---------------------------------------------------------------------------------------------
 
 
 def small(bench: Bench) -> list[str]:
     """Returns the flags of part A: a small model from its published weights."""
     steps = 8 if bench.tiny else 20
-    model = flags({"model": bench.inputs / "small", "init": "pretrained", "steps": steps, "lr": 3e-3})
+    model = flags(
+        {"model": bench.inputs / "small", "init": "pretrained", "steps": steps, "lr": 3e-3}
+    )
     return [*model, *bench.rows((512, 4, 16), (64, 2, 8)), "--no-export"]
 
 
@@ -224,7 +336,9 @@ def numbers(lines: list[Line]) -> list[list[float]]:
 
 
 def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """Returns the largest relative difference of two runs' losses; infinite unless the runs took the same steps."""
+    """Returns the largest relative difference of two runs' losses; infinite unless the runs took
+    the same steps.
+    """
     if not ours or [line[0] for line in ours] != [line[0] for line in theirs]:
         return math.inf
     return max(abs(a[1] - b[1]) / abs(b[1]) for a, b in zip(ours, theirs, strict=True))
@@ -243,17 +357,27 @@ def other_bits(ours: list[list[float]], theirs: list[list[float]]) -> str:
 def on_the_cpu(bench: Bench, row: Row) -> Found:
     lines = numbers(bench.train(row, QWEN, small(bench), cpu=True))
     falls = lines[-1][1] < lines[0][1]
-    return Found(f"loss {lines[0][1]:.4f} to {lines[-1][1]:.4f} in {len(lines)} steps", [("the loss falls", falls)], {"lines": lines})
+    return Found(
+        f"loss {lines[0][1]:.4f} to {lines[-1][1]:.4f} in {len(lines)} steps",
+        [("the loss falls", falls)],
+        {"lines": lines},
+    )
 
 
 def beside_the_cpu(bench: Bench, row: Row, more: Sequence[str] = (), ranks: int = 1) -> Found:
     lines = numbers(bench.train(row, QWEN, [*small(bench), *more], ranks=ranks))
     away = furthest(lines, bench.kept["cpu"]["figures"]["lines"])
-    return Found(f"losses within {away:.1e} of the CPU's", [(f"at most {SAME_LOSS:g}", away <= SAME_LOSS)], {"lines": lines, "away": away})
+    return Found(
+        f"losses within {away:.1e} of the CPU's",
+        [(f"at most {SAME_LOSS:g}", away <= SAME_LOSS)],
+        {"lines": lines, "away": away},
+    )
 
 
 def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = False) -> Found:
-    """Compares a run with the row zero2, whose bits it should have: the same again, after a stop and a resume, or with other flags."""
+    """Compares a run with the row zero2, whose bits it should have: the same again, after a stop
+    and a resume, or with other flags.
+    """
     argv = [*small(bench), *DETERMINISTIC, *more]
     if stop:
         half = bench.kept["zero2"]["figures"]["lines"][-1][0] // 2
@@ -264,17 +388,29 @@ def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = Fal
     else:
         lines = numbers(bench.train(row, QWEN, argv))
     other = other_bits(lines, bench.kept["zero2"]["figures"]["lines"])
-    return Found(other or f"the same bits in {len(lines)} steps", [("the same bits", not other)], {"lines": lines})
+    return Found(
+        other or f"the same bits in {len(lines)} steps",
+        [("the same bits", not other)],
+        {"lines": lines},
+    )
 
 
 def exported(bench: Bench, row: Row) -> Found:
     """Compares the run's export with what the converter makes of its checkpoint."""
     bench.train(row, QWEN, [*small(bench), "--steps", "4", "--export"])
     run, again = bench.out / "runs" / row.name, bench.folder(f"{row.name}_again")
-    bench.run(f"{row.name}_again", [str(ROOT / "tools" / "convert_checkpoint.py"), "to-hf", str(run), str(again), "--verify"], cpu=True)
+    bench.run(
+        f"{row.name}_again",
+        [str(ROOT / "tools" / "convert_checkpoint.py"), "to-hf", str(run), str(again), "--verify"],
+        cpu=True,
+    )
     ours, theirs = tensors(run / EXPORT), tensors(again)
     same = bool(ours) and ours == theirs
-    found = f"{len(ours)} tensors verified" if same else f"{len(ours)} and {len(theirs)} tensors, which differ"
+    found = (
+        f"{len(ours)} tensors verified"
+        if same
+        else f"{len(ours)} and {len(theirs)} tensors, which differ"
+    )
     return Found(found, [("the same bytes", same)], {"tensors": len(ours)})
 
 
@@ -291,25 +427,47 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     return found
 
 
-# Parts B and C: memory and speed ----------------------------------------------------------------------------------
+# Parts B and C: memory and speed
+# ----------------------------------------------------------------------------------
 
 
-def speed(bench: Bench, row: Row, recipe: str, model: str, shape: tuple[int, int, int], more: Sequence[str] = (), enough: int = 6) -> Found:
-    """Times steps of a recipe as it is, after two that warm up, and compares its peak with what --dry_run prints."""
+def speed(
+    bench: Bench,
+    row: Row,
+    recipe: str,
+    model: str,
+    shape: tuple[int, int, int],
+    more: Sequence[str] = (),
+    enough: int = 6,
+) -> Found:
+    """Times steps of a recipe as it is, after two that warm up, and compares its peak with what
+    --dry_run prints.
+    """
     argv = flags({"model": bench.inputs / model, "init": "random", "steps": 1000, "lr": 1e-4})
     argv += [*bench.rows(shape, (64, 2, 4)), "--no-export", *more]
     out = bench.folder(f"{row.name}_plan")
-    bench.run(f"{row.name}_plan", [str(ROOT / recipe), *bench.data(), *argv, "--out", str(out), "--dry_run"])
+    bench.run(
+        f"{row.name}_plan",
+        [str(ROOT / recipe), *bench.data(), *argv, "--out", str(out), "--dry_run"],
+    )
     plan = read_plan((bench.out / "logs" / f"{row.name}_plan.log").read_text())
     lines = bench.train(row, recipe, argv, enough=4 if bench.tiny else enough)
     later = lines[2:]
-    figures = {name: median(line[name] for line in later) for name in ("step_s", "tokens_per_s", "data_wait_s", "mfu") if name in later[0]}
+    figures = {
+        name: median(line[name] for line in later)
+        for name in ("step_s", "tokens_per_s", "data_wait_s", "mfu")
+        if name in later[0]
+    }
     figures |= {"peak_bytes": max(line["peak_mem_bytes"] for line in lines), "planned": plan}
     words = f"{figures['tokens_per_s']:,.0f} tokens/s, {figures['step_s']:.3f} s a step"
     if "mfu" in figures:
         words += f", MFU {figures['mfu']:.1%}"
     memory, judged = beside_plan(plan, figures["peak_bytes"], applies=not bench.tiny)
-    return Found(f"{words}. {memory[0].upper()}{memory[1:]}", [fast_enough(figures, model, bench.tiny), judged], figures)
+    return Found(
+        f"{words}. {memory[0].upper()}{memory[1:]}",
+        [fast_enough(figures, model, bench.tiny), judged],
+        figures,
+    )
 
 
 def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, bool | None]:
@@ -317,7 +475,10 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
     if model == "8b":
         bar, reached = f"more than {LORA_TOKENS:,} tokens/s", figures["tokens_per_s"] > LORA_TOKENS
     else:
-        bar, reached = f"MFU of {MFU[model]:.0%} or more", figures["mfu"] >= MFU[model] if "mfu" in figures else None
+        bar, reached = (
+            f"MFU of {MFU[model]:.0%} or more",
+            figures["mfu"] >= MFU[model] if "mfu" in figures else None,
+        )
     return bar, None if tiny else reached
 
 
@@ -328,105 +489,219 @@ def one_measure(bench: Bench, row: Row, on: Sequence[str]) -> Found:
         return Found(found.measured, [], found.figures)
     ratio = found.figures["tokens_per_s"] / bench.kept[NONE_ON]["figures"]["tokens_per_s"]
     bars = [("faster than without", None if bench.tiny else ratio > 1)] if len(on) > 1 else []
-    return Found(f"{ratio:.3f} x the tokens/s without; {found.measured}", bars, found.figures | {"ratio": ratio})
+    return Found(
+        f"{ratio:.3f} x the tokens/s without; {found.measured}",
+        bars,
+        found.figures | {"ratio": ratio},
+    )
 
 
 def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
-    """Returns the flags of a run with these of MEASURES on and the others off; writes its JSON, ds_configs/zero2.json with three settings, to `folder`."""
+    """Returns the flags of a run with these of MEASURES on and the others off; writes its JSON,
+    ds_configs/zero2.json with three settings, to `folder`.
+    """
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     config.setdefault("timers", {})["throughput"] = {"enabled": "timer" not in on}
     config["optimizer"]["params"]["fused"] = "fused" in on
     config["zero_optimization"]["overlap_comm"] = "overlap" in on
     path = folder / f"zero2_{'_'.join(on) or 'none'}.json"
     path.write_text(json.dumps(config, indent=2))
-    ways = {"attention": "varlen" if "attention" in on else "sdpa", "loss": "chunked" if "loss" in on else "whole"}
+    ways = {
+        "attention": "varlen" if "attention" in on else "sdpa",
+        "loss": "chunked" if "loss" in on else "whole",
+    }
     ways |= {"compile": "on" if "compile" in on else "off"}
     return flags(ways | {"deepspeed_config": path})
 
 
 def read_plan(printed: str) -> dict[str, Any]:
-    """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None, "activations": whether they are counted}."""
-    counted = re.search(r"^memory +predicted activations of a micro-batch: [^\n]*", printed, re.MULTILINE)
+    """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None,
+    "activations": whether they are counted}.
+    """
+    counted = re.search(
+        r"^memory +predicted activations of a micro-batch: [^\n]*", printed, re.MULTILINE
+    )
     told = counted or re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
-    sizes = [float(size) / (1 if unit == "G" else 1024) for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])] if told else []
+    sizes = (
+        [
+            float(size) / (1 if unit == "G" else 1024)
+            for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])
+        ]
+        if told
+        else []
+    )
     return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
 
 
-def beside_plan(plan: dict[str, Any], peak: float, applies: bool) -> tuple[str, tuple[str, bool | None]]:
-    """Compares the peak with the plan, and judges it: near a plan of everything, not below a plan of the states alone."""
+def beside_plan(
+    plan: dict[str, Any], peak: float, applies: bool
+) -> tuple[str, tuple[str, bool | None]]:
+    """Compares the peak with the plan, and judges it: near a plan of everything, not below a plan
+    of the states alone.
+    """
     measured = f"peak {peak / 2**30:.2f} GiB"
     if plan["bytes"] is None:
         return f"{measured}, not planned", ("peak near the plan", None)
     planned = plan["bytes"]
     words = f"{measured}, planned {planned / 2**30:.2f}"
     if plan["activations"]:
-        return words, (f"peak within {NEAR_PLAN:.0%} of the plan", abs(peak - planned) <= NEAR_PLAN * planned if applies else None)
-    return f"{words} without activations", ("peak not below the plan", peak >= (1 - NEAR_PLAN) * planned if applies else None)
+        return words, (
+            f"peak within {NEAR_PLAN:.0%} of the plan",
+            abs(peak - planned) <= NEAR_PLAN * planned if applies else None,
+        )
+    return f"{words} without activations", (
+        "peak not below the plan",
+        peak >= (1 - NEAR_PLAN) * planned if applies else None,
+    )
 
 
 def beside_trainer(bench: Bench, row: Row) -> Found:
-    """Times blocks of our loop and of Trainer in turn, in one process: the same model, rows and JSON."""
+    """Times blocks of our loop and of Trainer in turn, in one process: the same model, rows and
+    JSON.
+    """
     folder = bench.folder(row.name)
     folder.mkdir()
-    argv = flags({"folder": folder, "pairs": 2 if bench.tiny else 10, "steps-per-block": 1, "model": bench.inputs / "1b", "init": "random"})
-    argv += [*bench.corpus(), *bench.rows((2048, 8, 16), (64, 2, 4)), "--no-wandb", "--loops", "trainer"]
+    argv = flags(
+        {
+            "folder": folder,
+            "pairs": 2 if bench.tiny else 10,
+            "steps-per-block": 1,
+            "model": bench.inputs / "1b",
+            "init": "random",
+        }
+    )
+    argv += [
+        *bench.corpus(),
+        *bench.rows((2048, 8, 16), (64, 2, 4)),
+        "--no-wandb",
+        "--loops",
+        "trainer",
+    ]
     bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_loop.py"), *argv])
     report = json.loads((folder / "report.json").read_text())
-    ours, theirs = (report["tokens_per_step"] * report["steps_per_block"] / median(report["seconds"][loop]) for loop in ("ours", "trainer"))
-    ratio = median(b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["trainer"], strict=True))
-    words = f"{ours:,.0f} tokens/s beside {theirs:,.0f} of Trainer, ratio {ratio:.3f} in {report['pairs']} pairs; the same losses to 1 %"
+    ours, theirs = (
+        report["tokens_per_step"] * report["steps_per_block"] / median(report["seconds"][loop])
+        for loop in ("ours", "trainer")
+    )
+    ratio = median(
+        b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["trainer"], strict=True)
+    )
+    words = (
+        f"{ours:,.0f} tokens/s beside {theirs:,.0f} of Trainer, ratio {ratio:.3f} in"
+        f" {report['pairs']} pairs; the same losses to 1 %"
+    )
     return Found(words, [], {"report": report, "ratio": ratio})
 
 
-# Part D: what is not a matmul ---------------------------------------------------------------------------------------
+# Part D: what is not a matmul
+# ---------------------------------------------------------------------------------------
 
 
 def loop_costs(bench: Bench, row: Row) -> Found:
     folder = bench.folder(row.name)
     folder.mkdir()
-    argv = flags({"folder": folder, "pairs": 2 if bench.tiny else 20, "steps-per-block": 1 if bench.tiny else 2})
+    argv = flags(
+        {
+            "folder": folder,
+            "pairs": 2 if bench.tiny else 20,
+            "steps-per-block": 1 if bench.tiny else 2,
+        }
+    )
     argv += [*flags({"model": "HuggingFaceTB/SmolLM2-135M", "init": "random"}), *bench.corpus()]
-    argv += [*bench.rows((2048, 8, 32), (64, 2, 4)), "--no-wandb", "--loops", "bare", *(["--tiny"] if bench.tiny else [])]
+    argv += [
+        *bench.rows((2048, 8, 32), (64, 2, 4)),
+        "--no-wandb",
+        "--loops",
+        "bare",
+        *(["--tiny"] if bench.tiny else []),
+    ]
     bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_loop.py"), *argv])
     report = json.loads((folder / "report.json").read_text())
     outside, wait = report["outside"]["ours"]["outside_s"], report["data_wait_s"] / report["step_s"]
-    ratio = median(b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["bare"], strict=True))
-    words = f"{1000 * outside:.2f} ms of a step of {1000 * report['step_s']:.1f} ms outside the engine, {wait:.2%} of it waiting for data"
+    ratio = median(
+        b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["bare"], strict=True)
+    )
+    words = (
+        f"{1000 * outside:.2f} ms of a step of {1000 * report['step_s']:.1f} ms outside the engine,"
+        f" {wait:.2%} of it waiting for data"
+    )
     applies = lambda reached: None if bench.tiny else reached  # noqa: E731
-    bars = [(f"at most {1000 * OUTSIDE:g} ms", applies(outside <= OUTSIDE)), (f"wait under {WAIT:.0%}", applies(wait < WAIT))]
-    return Found(f"{words}. Speed: {ratio:.3f} of the bare loop's tokens/s", bars, {"report": report})
+    bars = [
+        (f"at most {1000 * OUTSIDE:g} ms", applies(outside <= OUTSIDE)),
+        (f"wait under {WAIT:.0%}", applies(wait < WAIT)),
+    ]
+    return Found(
+        f"{words}. Speed: {ratio:.3f} of the bare loop's tokens/s", bars, {"report": report}
+    )
 
 
 def stall_of_a_save(bench: Bench, row: Row) -> Found:
     folder = bench.folder(row.name)
     folder.mkdir()
-    argv = flags({"report": folder / "report.json", "rounds": 1 if bench.tiny else 2, "steps-after": 1, "model": "Qwen/Qwen3-0.6B-Base", "init": "random"})
-    argv += [*flags({"tokenizer": bench.inputs / "tokenizer", "deepspeed_config": "zero2.json"}), *(["--tiny"] if bench.tiny else [])]
+    argv = flags(
+        {
+            "report": folder / "report.json",
+            "rounds": 1 if bench.tiny else 2,
+            "steps-after": 1,
+            "model": "Qwen/Qwen3-0.6B-Base",
+            "init": "random",
+        }
+    )
+    argv += [
+        *flags({"tokenizer": bench.inputs / "tokenizer", "deepspeed_config": "zero2.json"}),
+        *(["--tiny"] if bench.tiny else []),
+    ]
     bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_checkpoint.py"), *argv])
     report = json.loads((folder / "report.json").read_text())
     shutil.rmtree(folder / "run", ignore_errors=True)  # gigabytes
-    plain, at_once, background = (median(report["kinds"][kind]["stall"]) for kind in ("plain", "at_once", "background"))
+    plain, at_once, background = (
+        median(report["kinds"][kind]["stall"]) for kind in ("plain", "at_once", "background")
+    )
     size = report["kinds"]["at_once"]["bytes"] / 2**30
-    words = f"{background:.2f} s in the background, {at_once:.2f} blocking, {plain:.2f} with DeepSpeed's own call; {size:.2f} GiB"
-    return Found(words, [(f"under {STALL:g} s in the background", None if bench.tiny else background < STALL)], {"report": report})
+    words = (
+        f"{background:.2f} s in the background, {at_once:.2f} blocking, {plain:.2f} with"
+        f" DeepSpeed's own call; {size:.2f} GiB"
+    )
+    return Found(
+        words,
+        [(f"under {STALL:g} s in the background", None if bench.tiny else background < STALL)],
+        {"report": report},
+    )
 
 
-# The rows -----------------------------------------------------------------------------------------------------------
+# The rows
+# --------------------------------------------------------------------------------------------------
 
 BESIDE = f"losses within {SAME_LOSS:g} of the CPU's"
 SAME = "the same bits"
 FAST = "MFU of {:.0%}; peak beside the plan"
-LORA_FLAGS = ["--task", "pretrain", "--deepspeed_config", "zero2.json", "--no-activation_checkpointing"]
+LORA_FLAGS = [
+    "--task",
+    "pretrain",
+    "--deepspeed_config",
+    "zero2.json",
+    "--no-activation_checkpointing",
+]
 
 
 def one_device(name: str, runs: str, *more: str) -> Row:
-    """Makes a row of part A: a ZeRO stage by the name of its JSON. A JSON with offload may first compile CPU Adam."""
+    """Makes a row of part A: a ZeRO stage by the name of its JSON. A JSON with offload may first
+    compile CPU Adam.
+    """
     measure = partial(beside_the_cpu, more=["--deepspeed_config", f"{name}.json", *more])
     return Row("A", name, 200 if name.endswith("cpu") else 90, runs, BESIDE, measure, ("cpu",))
 
 
 def two_ranks(name: str, runs: str, *more: str) -> Row:
-    return Row("A", name, 120, f"{runs}; two ranks", BESIDE, partial(beside_the_cpu, more=more, ranks=2), ("cpu",))
+    return Row(
+        "A",
+        name,
+        120,
+        f"{runs}; two ranks",
+        BESIDE,
+        partial(beside_the_cpu, more=more, ranks=2),
+        ("cpu",),
+    )
 
 
 def beside_zero2(name: str, limit: int, runs: str, *more: str, stop: bool = False) -> Row:
@@ -454,7 +729,14 @@ def measure_row(name: str, *on: str) -> Row:
 
 lora_8b = partial(speed, recipe=LORA, model="8b", shape=(4096, 2, 16), more=LORA_FLAGS, enough=5)
 ROWS = [
-    Row("A", "cpu", 180, "ZeRO-2 on the CPU, the reference of this part", "the loss falls", on_the_cpu),
+    Row(
+        "A",
+        "cpu",
+        180,
+        "ZeRO-2 on the CPU, the reference of this part",
+        "the loss falls",
+        on_the_cpu,
+    ),
     one_device("zero0", "ZeRO-0"),
     one_device("zero1", "ZeRO-1"),
     one_device("zero2", "ZeRO-2, with `--deterministic`", *DETERMINISTIC),
@@ -463,22 +745,71 @@ ROWS = [
     one_device("zero3_cpu", "ZeRO-3, parameters and optimizer on the CPU"),
     beside_zero2("again", 90, "`zero2` once more"),
     beside_zero2("resume", 150, "`zero2`, stopped half-way and resumed", stop=True),
-    beside_zero2("background", 90, "`zero2` with saves in the background", "--save_every", "3", "--save_in_background"),
-    Row("A", "export", 120, "a run's Hugging Face files, and `to-hf --verify` of its checkpoint", "the same bytes", exported),
-    two_ranks("two_tp2", "tensor parallel 2, published weights", "--deepspeed_config", "zero1.json", "--tp", "2"),
+    beside_zero2(
+        "background",
+        90,
+        "`zero2` with saves in the background",
+        "--save_every",
+        "3",
+        "--save_in_background",
+    ),
+    Row(
+        "A",
+        "export",
+        120,
+        "a run's Hugging Face files, and `to-hf --verify` of its checkpoint",
+        "the same bytes",
+        exported,
+    ),
+    two_ranks(
+        "two_tp2",
+        "tensor parallel 2, published weights",
+        "--deepspeed_config",
+        "zero1.json",
+        "--tp",
+        "2",
+    ),
     two_ranks("two_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
     two_ranks("two_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
     two_ranks("two_sp2", "sequence parallel 2", "--sp", "2"),
     whole_1b("1b", "ZeRO-2, the recipe's JSON as it is"),
     whole_1b("1b_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
     whole_1b("1b_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
-    Row("B", "1b_trainer", 200, "our loop and `transformers.Trainer` alternate, 16 rows a step", "the same losses to 1 %", beside_trainer),
-    Row("C", "8b_lora", 220, "8B, LoRA, rows of 4096", f"{LORA_TOKENS:,} tokens/s; peak beside the plan", lora_8b),
+    Row(
+        "B",
+        "1b_trainer",
+        200,
+        "our loop and `transformers.Trainer` alternate, 16 rows a step",
+        "the same losses to 1 %",
+        beside_trainer,
+    ),
+    Row(
+        "C",
+        "8b_lora",
+        220,
+        "8B, LoRA, rows of 4096",
+        f"{LORA_TOKENS:,} tokens/s; peak beside the plan",
+        lora_8b,
+    ),
     whole_3b("3b_4096", 4096, rows=16),
     whole_3b("3b_half", 4096, rows=16, every=2),
     whole_3b("3b_8192", 8192, rows=8),
-    Row("D", "loop", 150, "our loop and a bare loop, SmolLM2-135M, rows of 2048", "5 ms outside the engine; wait under 1 %", loop_costs),
-    Row("D", "checkpoint", 260, "a save of Qwen3-0.6B under ZeRO-2", "under 1 s in the background", stall_of_a_save),
+    Row(
+        "D",
+        "loop",
+        150,
+        "our loop and a bare loop, SmolLM2-135M, rows of 2048",
+        "5 ms outside the engine; wait under 1 %",
+        loop_costs,
+    ),
+    Row(
+        "D",
+        "checkpoint",
+        260,
+        "a save of Qwen3-0.6B under ZeRO-2",
+        "under 1 s in the background",
+        stall_of_a_save,
+    ),
     measure_row(NONE_ON),
     *(measure_row(f"only_{name}", name) for name in MEASURES),
     measure_row("measures_all", *MEASURES),
@@ -486,11 +817,14 @@ ROWS = [
 BY_NAME = {row.name: row for row in ROWS}
 
 
-# What is kept -----------------------------------------------------------------------------------------------------
+# What is kept
+# --------------------------------------------------------------------------------------------------
 
 
 def kept_rows(file: Path, key: dict[str, Any], any_code: bool = False) -> dict[str, dict[str, Any]]:
-    """Reads the newest record of each row with this key, or with another code, too; torn lines and lines with another key count for nothing."""
+    """Reads the newest record of each row with this key, or with another code, too; torn lines and
+    lines with another key count for nothing.
+    """
     found: dict[str, dict[str, Any]] = {}
     for record in records(file):
         if (record["key"] | {"code": key["code"]} if any_code else record["key"]) == key:
@@ -523,8 +857,12 @@ def verdict(found: Found) -> tuple[str, str]:
     return "fail" if missed else "pass", "; ".join(said)
 
 
-def chosen(parts: Sequence[str], names: Sequence[str], kept: dict[str, dict[str, Any]]) -> list[Row]:
-    """Returns the rows to run, in their order: the rows asked for, and unmeasured rows with which these are compared."""
+def chosen(
+    parts: Sequence[str], names: Sequence[str], kept: dict[str, dict[str, Any]]
+) -> list[Row]:
+    """Returns the rows to run, in their order: the rows asked for, and unmeasured rows with which
+    these are compared.
+    """
     wanted = {row.name for row in ROWS if (row.name in names if names else row.part in parts)}
     missing = {need for name in wanted for need in needed(name) if not done(kept.get(need))}
     return [row for row in ROWS if row.name in wanted | missing]
@@ -535,21 +873,36 @@ def needed(name: str) -> set[str]:
 
 
 def done(record: dict[str, Any] | None) -> bool:
-    """Returns True for a row that has its figures, whether it reached its bar or not; a row that broke is run again."""
+    """Returns True for a row that has its figures, whether it reached its bar or not; a row that
+    broke is run again.
+    """
     return record is not None and record["status"] != "broke"
 
 
 def code_digest() -> str:
     """Digests the code that the rows run, committed or not."""
-    files = [*(ROOT / "recipes").rglob("*.py"), *(ROOT / "recipes").rglob("*.json"), *(ROOT / "ds_configs").glob("*.json")]
-    files += [ROOT / "tools" / name for name in ("bench/bench_gpu.py", "bench/bench_loop.py", "bench/bench_checkpoint.py", "convert_checkpoint.py")]
+    files = [
+        *(ROOT / "recipes").rglob("*.py"),
+        *(ROOT / "recipes").rglob("*.json"),
+        *(ROOT / "ds_configs").glob("*.json"),
+    ]
+    files += [
+        ROOT / "tools" / name
+        for name in (
+            "bench/bench_gpu.py",
+            "bench/bench_loop.py",
+            "bench/bench_checkpoint.py",
+            "convert_checkpoint.py",
+        )
+    ]
     digest = hashlib.sha256()
     for path in sorted(files):
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
 
-# The command ------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
@@ -559,17 +912,40 @@ def main(argv: list[str]) -> int:
     if arguments.prepare:
         return prepare(arguments.prepare, arguments.tiny)
     if arguments.list:
-        print("\n".join(f"{row.part} {row.name:14} at most {row.limit:3} s  {row.runs}: {row.bar}" for row in ROWS))
+        print(
+            "\n".join(
+                f"{row.part} {row.name:14} at most {row.limit:3} s  {row.runs}: {row.bar}"
+                for row in ROWS
+            )
+        )
         return 0
     problems = []
     if arguments.minutes <= 0:
-        problems.append(Problem(f"--minutes {arguments.minutes:g}", "must be a positive number", "leave it out for 7"))
+        problems.append(
+            Problem(
+                f"--minutes {arguments.minutes:g}",
+                "must be a positive number",
+                "leave it out for 7",
+            )
+        )
     if arguments.page and not arguments.page.resolve().parent.is_dir():
-        problems.append(Problem(f"--page {arguments.page}", "its folder does not exist", "make the folder, or name another file"))
+        problems.append(
+            Problem(
+                f"--page {arguments.page}",
+                "its folder does not exist",
+                "make the folder, or name another file",
+            )
+        )
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problems.append(Problem(f"--out {arguments.out}", f"cannot be written: {error.strerror}", "choose a folder that you can write to"))
+        problems.append(
+            Problem(
+                f"--out {arguments.out}",
+                f"cannot be written: {error.strerror}",
+                "choose a folder that you can write to",
+            )
+        )
     if problems:
         raise Refusal(problems)
     file = arguments.out.resolve() / "rows.jsonl"
@@ -585,17 +961,29 @@ def main(argv: list[str]) -> int:
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--parts",
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
         metavar="A",
-        help="Run only these parts. A: correctness. B, C: speed and memory. D: checkpoints, loop, data. E: gain of each optimization. (default: all)",
+        help=(
+            "Run only these parts. A: correctness. B, C: speed and memory. D: checkpoints, loop,"
+            " data. E: gain of each optimization. (default: all)"
+        ),
     )
     parser.add_argument(
-        "--rows", nargs="+", choices=BY_NAME, default=[], metavar="ROW", help="Run only these jobs, instead of complete parts. --list shows their names."
+        "--rows",
+        nargs="+",
+        choices=BY_NAME,
+        default=[],
+        metavar="ROW",
+        help="Run only these jobs, instead of complete parts. --list shows their names.",
     )
     parser.add_argument(
         "--out",
@@ -604,15 +992,42 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         metavar="PATH",
         help="Folder for runs, logs and the results in rows.jsonl. (default: %(default)s)",
     )
-    parser.add_argument("--tiny", action="store_true", help="Use tiny shapes, for a trial on any machine. Limits for speed and memory are not checked.")
     parser.add_argument(
-        "--minutes", type=float, default=7.0, metavar="N", help="Minutes for each part: after this time, the part starts no further job. (default: %(default)g)"
+        "--tiny",
+        action="store_true",
+        help=(
+            "Use tiny shapes, for a trial on any machine. Limits for speed and memory are not"
+            " checked."
+        ),
     )
-    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="Write the stored results as a page to this Markdown file. (default: no page)")
     parser.add_argument(
-        "--no-run", "--no_run", action="store_true", help="Run no jobs. --page then uses the newest results of this device, from any version of the code."
+        "--minutes",
+        type=float,
+        default=7.0,
+        metavar="N",
+        help=(
+            "Minutes for each part: after this time, the part starts no further job. (default:"
+            " %(default)g)"
+        ),
     )
-    parser.add_argument("--list", action="store_true", help="List the jobs of each part, then exit.")
+    parser.add_argument(
+        "--page",
+        type=path_of,
+        metavar="FILE.md",
+        help="Write the stored results as a page to this Markdown file. (default: no page)",
+    )
+    parser.add_argument(
+        "--no-run",
+        "--no_run",
+        action="store_true",
+        help=(
+            "Run no jobs. --page then uses the newest results of this device, from any version of"
+            " the code."
+        ),
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="List the jobs of each part, then exit."
+    )
     parser.add_argument("--prepare", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
@@ -621,13 +1036,22 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
     """Runs what is missing; returns (the rows of this device, code and versions, exit code)."""
     bench = Bench(file.parent, arguments.tiny, {}, {}, time.monotonic() + 300)
     try:
-        bench.run("prepare", [__file__, "--prepare", str(bench.inputs), *(["--tiny"] if bench.tiny else [])])
+        bench.run(
+            "prepare",
+            [__file__, "--prepare", str(bench.inputs), *(["--tiny"] if bench.tiny else [])],
+        )
     except RowFailed:
         print((bench.out / "logs" / "prepare.log").read_text(), end="", file=sys.stderr)
         raise SystemExit(1) from None
-    bench.key = json.loads((bench.inputs / "machine.json").read_text()) | {"code": code_digest(), "tiny": bench.tiny}
+    bench.key = json.loads((bench.inputs / "machine.json").read_text()) | {
+        "code": code_digest(),
+        "tiny": bench.tiny,
+    }
     bench.kept = kept_rows(file, bench.key)
-    print(", ".join(f"{name} {value}" for name, value in bench.key.items() if value is not None), flush=True)
+    print(
+        ", ".join(f"{name} {value}" for name, value in bench.key.items() if value is not None),
+        flush=True,
+    )
     rows = chosen(arguments.parts, arguments.rows, bench.kept)
     for part in PARTS:
         began = time.monotonic()
@@ -636,8 +1060,13 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
                 show(bench.kept[row.name], kept=True)
                 continue
             left = began + 60 * arguments.minutes - time.monotonic()
-            if left < row.limit and time.monotonic() - began > 1:  # the first row of a part is always begun
-                print(f"{row.part} {row.name:14} waits for the next start: it may take {row.limit} s, and {left:.0f} of part {part} are left", flush=True)
+            # the first row of a part is always begun
+            if left < row.limit and time.monotonic() - began > 1:
+                print(
+                    f"{row.part} {row.name:14} waits for the next start: it may take {row.limit} s,"
+                    f" and {left:.0f} of part {part} are left",
+                    flush=True,
+                )
                 continue
             record = run_row(bench, row)
             keep(file, record)
@@ -645,7 +1074,9 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
             show(record)
     passed = [row.name for row in rows if bench.kept.get(row.name, {}).get("status") == "pass"]
     others = [row.name for row in rows if row.name not in passed]
-    print(f"{len(passed)} of {len(rows)} rows pass{'; not: ' + ', '.join(others) if others else ''}")
+    print(
+        f"{len(passed)} of {len(rows)} rows pass{'; not: ' + ', '.join(others) if others else ''}"
+    )
     return bench.kept, 1 if others else 0
 
 
@@ -662,24 +1093,49 @@ def run_row(bench: Bench, row: Row) -> dict[str, Any]:
         measured, figures = found.measured, found.figures
         status, bars = verdict(found)
     except Exception as error:  # whatever the error, the other rows have their turn
-        measured = str(error) if isinstance(error, RowFailed) else f"{type(error).__name__}: {error}"
+        measured = (
+            str(error) if isinstance(error, RowFailed) else f"{type(error).__name__}: {error}"
+        )
     seconds = round(time.monotonic() - began, 1)
-    told = {"row": row.name, "part": row.part, "status": status, "seconds": seconds, "measured": measured, "bars": bars}
-    return told | {"date": datetime.date.today().isoformat(), "commit": commit(), "key": bench.key, "figures": figures}
+    told = {
+        "row": row.name,
+        "part": row.part,
+        "status": status,
+        "seconds": seconds,
+        "measured": measured,
+        "bars": bars,
+    }
+    return told | {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+        "key": bench.key,
+        "figures": figures,
+    }
 
 
 def show(record: dict[str, Any], kept: bool = False) -> None:
     bars = f" ({record['bars']})" if record["bars"] else ""
     took = "kept" if kept else f"{record['seconds']:.0f} s"
-    print(f"{record['part']} {record['row']:14} {record['status']:5} {took:>6}  {record['measured']}{bars}", flush=True)
+    print(
+        f"{record['part']} {record['row']:14} {record['status']:5} {took:>6} "
+        f" {record['measured']}{bars}",
+        flush=True,
+    )
 
 
 def commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
     return found or "unknown"
 
 
-# The page ---------------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
 def page(kept: dict[str, dict[str, Any]]) -> str:
@@ -690,13 +1146,22 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
         lines, found = [], []
         for row in [row for row in ROWS if row.part == part]:
             record = kept.get(row.name)
-            lines.append(f"| {row.name} | {row.runs} | {row.bar} | {record['status'] if record else 'not measured'} |")
+            lines.append(
+                f"| {row.name} | {row.runs} | {row.bar} |"
+                f" {record['status'] if record else 'not measured'} |"
+            )
             if record is not None:
                 bars = f" ({record['bars']})" if record["bars"] else ""
                 bars += f" [code {record['key']['code']}]" if len(codes) > 1 else ""
-                found += wrap(f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  ")
+                found += wrap(
+                    f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  "
+                )
         head = "| row | what runs | bar | result |\n|---|---|---|---|"
-        tables.append("\n".join([f"## {part}: {title}\n\n{head}", *lines, *(["", *found] if found else []), ""]))
+        tables.append(
+            "\n".join(
+                [f"## {part}: {title}\n\n{head}", *lines, *(["", *found] if found else []), ""]
+            )
+        )
     return f"""# Are the recipes right and fast on one GPU?
 
 {heading(kept, len(measured))}
@@ -725,13 +1190,24 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
     if not kept:
         today = datetime.date.today().isoformat()
         return (
-            f"Written by `python tools/bench/bench_gpu.py --no-run --page tools/bench/bench_gpu.md` on {today}:\nno GPU was available, nothing is measured yet."
+            "Written by `python tools/bench/bench_gpu.py --no-run --page tools/bench/bench_gpu.md`"
+            f" on {today}:\nno GPU was available, nothing is measured yet."
         )
     key = next(iter(kept.values()))["key"]
-    dates, commits = (sorted({record[name] for record in kept.values()}) for name in ("date", "commit"))
-    versions = ", ".join(f"{name} {key[name]}" for name in ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers") if key.get(name))
+    dates, commits = (
+        sorted({record[name] for record in kept.values()}) for name in ("date", "commit")
+    )
+    versions = ", ".join(
+        f"{name} {key[name]}"
+        for name in ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers")
+        if key.get(name)
+    )
     passed = sum(record["status"] == "pass" for record in kept.values())
-    tiny = " **Tiny shapes: a trial that every row runs. Its figures say nothing about a GPU.**" if key["tiny"] else ""
+    tiny = (
+        " **Tiny shapes: a trial that every row runs. Its figures say nothing about a GPU.**"
+        if key["tiny"]
+        else ""
+    )
     when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
 Versions: {versions}.
@@ -739,11 +1215,14 @@ Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured
 A row is one job of the bench, such as a short training run. The bar of a row is the target that it must reach to pass."""
 
 
-# Processes of their own ---------------------------------------------------------------------------------------------
+# Processes of their own
+# ---------------------------------------------------------------------------------------------
 
 
 def on_gloo(argv: list[str]) -> int:
-    """Runs a recipe whose ranks talk over gloo, also with a GPU's tensors: NCCL before 2.30 refuses two ranks on one GPU."""
+    """Runs a recipe whose ranks talk over gloo, also with a GPU's tensors: NCCL before 2.30 refuses
+    two ranks on one GPU.
+    """
     from recipekit.runtime.stopping import start_launcher_watch
 
     start_launcher_watch()
@@ -753,24 +1232,35 @@ def on_gloo(argv: list[str]) -> int:
     accelerator._communication_backend_name = "gloo"
     import torch
 
-    torch.distributed.init_process_group("gloo")  # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
+    # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
+    torch.distributed.init_process_group("gloo")
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
     return 0
 
 
 def prepare(folder: Path, tiny: bool) -> int:
-    """Writes a description of the machine, and the models, the tokenizer and the rows of packed random tokens that the bench trains on."""
+    """Writes a description of the machine, and the models, the tokenizer and the rows of packed
+    random tokens that the bench trains on.
+    """
     import torch
     import torch.cuda.nccl
 
     cuda = torch.cuda.is_available()
     if not cuda and not tiny:
-        raise refuse("the device", "torch sees no GPU here", "use --tiny for a trial, or see what tools/doctor.py says of the driver")
+        raise refuse(
+            "the device",
+            "torch sees no GPU here",
+            "use --tiny for a trial, or see what tools/doctor.py says of the driver",
+        )
     driver = ""
     if cuda and shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+        driver = (
+            subprocess.run(asked, capture_output=True, text=True, check=False)
+            .stdout.split("\n")[0]
+            .strip()
+        )
     machine = {
         "device": torch.cuda.get_device_name(0) if cuda else f"no GPU, {os.cpu_count()} CPU cores",
         "driver": driver or None,
@@ -804,14 +1294,17 @@ def make_inputs(folder: Path, tiny: bool) -> None:
     for name, differs in MODELS.items():
         config = llama | differs
         (folder / name).mkdir(exist_ok=True)
-        text = json.dumps(shrink(config, MODELS["small"]["vocab_size"]) if tiny and name != "small" else config)
+        text = json.dumps(
+            shrink(config, MODELS["small"]["vocab_size"]) if tiny and name != "small" else config
+        )
         (folder / name / "config.json").write_text(text)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "small"))
     model.to(torch.bfloat16).save_pretrained(folder / "small")
     byte_tokenizer().save_pretrained(folder / "tokenizer")
     random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(6.3, 1.0, 500 if tiny else 5000).astype(int), 16, 16000)  # like text from the web
+    # like text from the web
+    lengths = np.clip(random.lognormal(6.3, 1.0, 500 if tiny else 5000).astype(int), 16, 16000)
     ids = pa.array([random.integers(0, 250, length, dtype=np.int32) for length in lengths])
     pq.write_table(pa.table({"input_ids": ids}), folder / "rows.parquet", row_group_size=1000)
 

@@ -1,11 +1,13 @@
-"""Compare the speed of recipekit's training loop with a bare DeepSpeed loop, transformers' Trainer and accelerate.
+"""Compare the speed of recipekit's training loop with a bare DeepSpeed loop, transformers' Trainer
+and accelerate.
 
     python tools/bench/bench_loop.py > tools/bench/bench_loop.md                                                # prints Markdown; progress goes to stderr
     python tools/bench/bench_loop.py --pairs 60 --json report.json --seq_len 512 --deepspeed_config zero3.json
 
-All four train the same model on the same rows from the same JSON, in the same processes (2, or one for each GPU).
-Blocks of steps alternate: a pair is one block of each loop, in random order. The ratio is the median over the pairs.
-Its interval is a bootstrap over the pairs. Flags that are not listed here go to the recipe.
+All four train the same model on the same rows from the same JSON, in the same processes (2, or one
+for each GPU). Blocks of steps alternate: a pair is one block of each loop, in random order. The
+ratio is the median over the pairs. Its interval is a bootstrap over the pairs. Flags that are not
+listed here go to the recipe.
 """
 
 import argparse
@@ -66,15 +68,38 @@ RECIPE = Recipe(
     schedule="constant",  # as the bare and the accelerate loop run a JSON without a scheduler block
     beta2=0.999,  # torch's default, which the other libraries keep
 )
-# Fields of the recipe that a user may change. The bench sets the others, or they would not reach the other three loops.
+# Fields of the recipe that a user may change. The bench sets the others, or they would not reach
+# the other three loops.
 OPEN = frozenset(
     {
-        *("model", "init", "tokenizer", "dataset", "subset", "split", "text_field", "attention", "activation_checkpointing", "ds_config"),
-        *("seq_len", "micro_batch", "global_batch", "lr", "weight_decay", "gradient_clipping", "seed", "wandb"),
+        *(
+            "model",
+            "init",
+            "tokenizer",
+            "dataset",
+            "subset",
+            "split",
+            "text_field",
+            "attention",
+            "activation_checkpointing",
+            "ds_config",
+        ),
+        *(
+            "seq_len",
+            "micro_batch",
+            "global_batch",
+            "lr",
+            "weight_decay",
+            "gradient_clipping",
+            "seed",
+            "wandb",
+        ),
     }
 )
-WARM_UP = 8  # steps of each loop before the first pair; after them the four models must have learned the same
-SAME_LOSS = 0.01  # relative: bf16 rounding, and a token mean over the batch beside a mean of micro-batch means
+# steps of each loop before the first pair; after them the four models must have learned the same
+WARM_UP = 8
+# relative: bf16 rounding, and a token mean over the batch beside a mean of micro-batch means
+SAME_LOSS = 0.01
 PREPARED = 16  # global batches made beforehand for the other three loops, taken round and round
 TIMED_BLOCKS = 6  # blocks of each loop in the pass that times engine calls
 QUIET = 0.002  # seconds without work of any thread after which a block counts as ended
@@ -85,15 +110,45 @@ TARGET = 0.98  # of the bare loop's tokens/s
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--pairs", type=int, default=40, metavar="N", help=f"Number of blocks of each loop. A measurement needs at least {ENOUGH_PAIRS}. (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="Optimizer steps per block. (default: %(default)s)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=40,
+        metavar="N",
+        help=(
+            f"Number of blocks of each loop. A measurement needs at least {ENOUGH_PAIRS}. (default:"
+            " %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--steps-per-block",
+        "--steps_per_block",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Optimizer steps per block. (default: %(default)s)",
+    )
     others = [loop for loop in LOOPS if loop != "ours"]
-    parser.add_argument("--loops", nargs="+", choices=others, default=others, help="Training loops to compare with recipekit's. (default: all)")
-    parser.add_argument("--json", type=path_of, metavar="OUT", help="JSON file to which all measurements are written as well. (default: none)")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
+    parser.add_argument(
+        "--loops",
+        nargs="+",
+        choices=others,
+        default=others,
+        help="Training loops to compare with recipekit's. (default: all)",
+    )
+    parser.add_argument(
+        "--json",
+        type=path_of,
+        metavar="OUT",
+        help="JSON file to which all measurements are written as well. (default: none)",
+    )
+    # where the ranks leave their report
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args(argv)
 
 
@@ -101,27 +156,59 @@ def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, o
     """Makes the plan that all four loops follow. Raises one `Refusal` with every problem."""
     command: Command = parse(RECIPE, Path(__file__), recipe_argv)
     problems: list[Problem] = []
-    for name, value in (("--pairs", arguments.pairs), ("--steps-per-block", arguments.steps_per_block)):
+    for name, value in (
+        ("--pairs", arguments.pairs),
+        ("--steps-per-block", arguments.steps_per_block),
+    ):
         if value < 1:
-            problems.append(Problem(f"{name} {value}", "must be at least 1", f"use {name} 1 or more"))
+            problems.append(
+                Problem(f"{name} {value}", "must be at least 1", f"use {name} 1 or more")
+            )
     if arguments.json and not arguments.json.resolve().parent.is_dir():
-        problems.append(Problem(f"--json {arguments.json}", "its folder does not exist", "make the folder, or name another file"))
+        problems.append(
+            Problem(
+                f"--json {arguments.json}",
+                "its folder does not exist",
+                "make the folder, or name another file",
+            )
+        )
     if command.dry_run:
         problems.append(Problem("--dry_run", "the bench has none", "leave it out"))
     for name in sorted(command.typed - OPEN):
-        problems.append(Problem(f"--{name}", "is set by the bench", f"leave it out. Open are {', '.join(sorted(OPEN))}"))
+        problems.append(
+            Problem(
+                f"--{name}",
+                "is set by the bench",
+                f"leave it out. Open are {', '.join(sorted(OPEN))}",
+            )
+        )
     if problems:
         raise Refusal(problems)
-    steps = 1 + WARM_UP + (arguments.pairs + TIMED_BLOCKS) * arguments.steps_per_block + 1  # the last step is never reached: it would save
-    micro_batch, global_batch = fit_batch(world, command.recipe.micro_batch, command.recipe.global_batch, command.typed)
-    own: dict[str, Any] = {"steps": steps, "out": str(out), "resume": "never", "export": False, "micro_batch": micro_batch, "global_batch": global_batch}
+    # the last step is never reached: it would save
+    steps = 1 + WARM_UP + (arguments.pairs + TIMED_BLOCKS) * arguments.steps_per_block + 1
+    micro_batch, global_batch = fit_batch(
+        world, command.recipe.micro_batch, command.recipe.global_batch, command.typed
+    )
+    own: dict[str, Any] = {
+        "steps": steps,
+        "out": str(out),
+        "resume": "never",
+        "export": False,
+        "micro_batch": micro_batch,
+        "global_batch": global_batch,
+    }
     plan = make_plan(replace(command, recipe=replace(command.recipe, **own), world=world))
     if plan.mesh.dp != world or "scheduler" in plan.ds_config:
-        raise refuse(str(plan.ds_path), "sets a layout or a schedule, which the four loops would not follow alike", "give a JSON without it")
+        raise refuse(
+            str(plan.ds_path),
+            "sets a layout or a schedule, which the four loops would not follow alike",
+            "give a JSON without it",
+        )
     return plan
 
 
-# The command ------------------------------------------------------------------------------------------------------
+# The command
+# --------------------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -139,15 +226,31 @@ def main() -> int:
         load = os.getloadavg()[0]
         deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
         if deepspeed is None:
-            print("the deepspeed command is not installed beside this Python. Run make setup", file=sys.stderr)
+            print(
+                "the deepspeed command is not installed beside this Python. Run make setup",
+                file=sys.stderr,
+            )
             return 1
-        command = [deepspeed, "--num_gpus", str(ranks), "--master_port", str(free_port()), __file__, "--folder", folder, *sys.argv[1:]]
+        command = [
+            deepspeed,
+            "--num_gpus",
+            str(ranks),
+            "--master_port",
+            str(free_port()),
+            __file__,
+            "--folder",
+            folder,
+            *sys.argv[1:],
+        ]
         code = subprocess.run(command, env=environment(), stdout=sys.stderr, check=False).returncode
         report_file = Path(folder) / "report.json"
         if code or not report_file.exists():
             print(f"the bench ended with exit code {code}. Its messages are above", file=sys.stderr)
             return 1
-        report = json.loads(report_file.read_text()) | {"load_before": load, "load_after": os.getloadavg()[0]}
+        report = json.loads(report_file.read_text()) | {
+            "load_before": load,
+            "load_after": os.getloadavg()[0],
+        }
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     print(page(report), end="")
@@ -155,15 +258,24 @@ def main() -> int:
 
 
 def environment() -> dict[str, str]:
-    """Returns the ranks' environment: one thread per rank, the recipes' compiled ops, and W&B on this machine only."""
+    """Returns the ranks' environment: one thread per rank, the recipes' compiled ops, and W&B on
+    this machine only.
+    """
     import torch
 
-    own = {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
+        "WANDB_MODE": "offline",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Returns (median, low, high): the 95 % interval of the median by bootstrap over the pairs, the same at every call."""
+    """Returns (median, low, high): the 95 % interval of the median by bootstrap over the pairs, the
+    same at every call.
+    """
     import numpy as np
 
     values = np.asarray(ratios)
@@ -173,8 +285,13 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def ratios(report: dict[str, Any], other: str) -> list[float]:
-    """Returns the ratios of our loop's tokens/s to another's, pair by pair; both took the same tokens."""
-    return [theirs / ours for ours, theirs in zip(report["seconds"]["ours"], report["seconds"][other], strict=True)]
+    """Returns the ratios of our loop's tokens/s to another's, pair by pair; both took the same
+    tokens.
+    """
+    return [
+        theirs / ours
+        for ours, theirs in zip(report["seconds"]["ours"], report["seconds"][other], strict=True)
+    ]
 
 
 def page(report: dict[str, Any]) -> str:
@@ -185,18 +302,41 @@ def page(report: dict[str, Any]) -> str:
     rows = []
     for loop in report["seconds"]:
         seconds = float(np.median(report["seconds"][loop])) / steps
-        ratio = "1" if loop == "ours" else "{:.4f} ({:.4f} to {:.4f})".format(*interval(ratios(report, loop)))
-        outside, waited = (1000 * report["outside"][loop][key] for key in ("outside_s", "collectives_s"))
-        rows.append(f"| {LOOPS[loop]} | {tokens / seconds:,.0f} | {1000 * seconds:.1f} | {ratio} | {outside - waited:.2f} + {waited:.2f} |")
+        ratio = (
+            "1"
+            if loop == "ours"
+            else "{:.4f} ({:.4f} to {:.4f})".format(*interval(ratios(report, loop)))
+        )
+        outside, waited = (
+            1000 * report["outside"][loop][key] for key in ("outside_s", "collectives_s")
+        )
+        rows.append(
+            f"| {LOOPS[loop]} | {tokens / seconds:,.0f} | {1000 * seconds:.1f} | {ratio} |"
+            f" {outside - waited:.2f} + {waited:.2f} |"
+        )
     verdicts = []
     if "bare" in report["seconds"]:
         _, low, high = interval(ratios(report, "bare"))
-        verdicts.append(f"the interval against the bare loop, {low:.4f} to {high:.4f}, {'reaches' if high >= TARGET else 'does NOT reach'} {TARGET}")
+        verdicts.append(
+            f"the interval against the bare loop, {low:.4f} to {high:.4f},"
+            f" {'reaches' if high >= TARGET else 'does NOT reach'} {TARGET}"
+        )
     if "trainer" in report["seconds"]:
         _, low, _ = interval(ratios(report, "trainer"))
-        verdicts.append(f"the interval against `Trainer`, from {low:.4f} on, {'is' if low > 1 else 'is NOT'} above 1")
-    recorded = "without W&B, as in the other three" if report["wandb"] == "off" else f"with W&B ({report['wandb']}; its process runs during all four loops)"
-    few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
+        verdicts.append(
+            f"the interval against `Trainer`, from {low:.4f} on, {'is' if low > 1 else 'is NOT'}"
+            " above 1"
+        )
+    recorded = (
+        "without W&B, as in the other three"
+        if report["wandb"] == "off"
+        else f"with W&B ({report['wandb']}; its process runs during all four loops)"
+    )
+    few = (
+        ""
+        if report["pairs"] >= ENOUGH_PAIRS
+        else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
+    )
     return f"""# How fast is the training loop, compared with three others?
 
 Written by `python {report["command"]}`
@@ -248,7 +388,8 @@ rank would wait inside the next engine call instead.
 """
 
 
-# One rank ---------------------------------------------------------------------------------------------------------
+# One rank
+# --------------------------------------------------------------------------------------------------
 
 
 def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
@@ -256,7 +397,9 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
     start_launcher_watch()
     try:
-        plan = planned(arguments, recipe_argv, int(os.environ["WORLD_SIZE"]), arguments.folder / "run")
+        plan = planned(
+            arguments, recipe_argv, int(os.environ["WORLD_SIZE"]), arguments.folder / "run"
+        )
         report = measure(plan, arguments)
         if plan.command.rank == 0:
             (arguments.folder / "report.json").write_text(json.dumps(report))
@@ -268,13 +411,17 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # the threads of four engines and of the loops standing still abort the interpreter's own exit now and then
+    # the threads of four engines and of the loops standing still abort the interpreter's own exit
+    # now and then
+    os._exit(0)
 
 
 class Paused:
-    """Runs a training loop in a thread, which stands still after an optimizer step until `run` lets the loop take more.
+    """Runs a training loop in a thread, which stands still after an optimizer step until `run` lets
+    the loop take more.
 
-    `train(pause)` has to call `pause()` after each optimizer step. The constructor returns after the first step.
+    `train(pause)` has to call `pause()` after each optimizer step. The constructor returns after
+    the first step.
     """
 
     def __init__(self, device: Any, train: Callable[[Callable[[], None]], Any]):
@@ -313,7 +460,9 @@ class Paused:
 
 
 def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures everything that the page and `--json` hold; returns the same on every rank (a collective)."""
+    """Measures everything that the page and `--json` hold; returns the same on every rank (a
+    collective).
+    """
     import torch
     import torch.distributed as dist
     from recipekit.data.processors import load_tokenizer
@@ -339,19 +488,32 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     model_config = plan.model_config or fetch_config(recipe.model)
     groups = Groups(plan.mesh, device.type)
     loops = [loop for loop in LOOPS if loop in ("ours", *arguments.loops)]
-    built = {loop: build_model(recipe, model_config, groups, plan.ds_config, device) for loop in loops}  # before Trainer sets its globals
+    # before Trainer sets its globals
+    built = {
+        loop: build_model(recipe, model_config, groups, plan.ds_config, device) for loop in loops
+    }
     models, task = {loop: made.model for loop, made in built.items()}, task_called(recipe.task)
     if built["ours"].why_logits is None and task.of_losses:
         task = task.of_losses(task)
     tracker = open_tracker(
-        name="bench_loop", run_dir=plan.out, config={}, is_main=rank0, start_step=0, last_step=plan.last_step, wandb=recipe.wandb, project=recipe.project
+        name="bench_loop",
+        run_dir=plan.out,
+        config={},
+        is_main=rank0,
+        start_step=0,
+        last_step=plan.last_step,
+        wandb=recipe.wandb,
+        project=recipe.project,
     )
 
     stream = open_stream(request_of(recipe), tokenizer, dp=1, dp_rank=0)
-    prepared = [[loss_of_shifted(batch) for batch in next(stream)[0]] for _ in range(PREPARED)]  # global batches, each a list of micro-batches
+    # global batches, each a list of micro-batches
+    prepared = [[loss_of_shifted(batch) for batch in next(stream)[0]] for _ in range(PREPARED)]
     stream.close()
     tracker.say(f"starting {len(loops)} loops; each takes its first step")
-    stream = open_stream(request_of(recipe), tokenizer, dp=plan.mesh.dp, dp_rank=groups.coords["dp"])
+    stream = open_stream(
+        request_of(recipe), tokenizer, dp=plan.mesh.dp, dp_rank=groups.coords["dp"]
+    )
     starts = {
         "ours": lambda: our_loop(plan, models["ours"], task, stream, tracker),
         "bare": lambda: bare_loop(plan, models["bare"], prepared, device),
@@ -367,10 +529,24 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
     for loop in loops:
         trains[loop].run(WARM_UP)
-    held_out = [{name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")} for batch in prepared[-1][:2]]
-    losses = {loop: evaluate(engine, task_called(recipe.task), held_out, plan.mesh, Sums())["eval_loss"] for loop, engine in engines.items()}
+    held_out = [
+        {name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")}
+        for batch in prepared[-1][:2]
+    ]
+    losses = {
+        loop: evaluate(engine, task_called(recipe.task), held_out, plan.mesh, Sums())["eval_loss"]
+        for loop, engine in engines.items()
+    }
     if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
-        raise Refusal([Problem("the loops", f"did not learn the same: {losses}", "compare them before their speed")])
+        raise Refusal(
+            [
+                Problem(
+                    "the loops",
+                    f"did not learn the same: {losses}",
+                    "compare them before their speed",
+                )
+            ]
+        )
 
     steps = arguments.steps_per_block
     blocks: list[dict[str, float]] = []
@@ -397,8 +573,17 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
     everyone: list[Any] = [None] * plan.mesh.world
     dist.all_gather_object(everyone, blocks)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in models["ours"].parameters())
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    size = sum(
+        getattr(parameter, "ds_numel", parameter.numel())
+        for parameter in models["ours"].parameters()
+    )
     own = [flag for flag in sys.argv[1:] if not flag.startswith("--local_rank")]
     for flag in ("--folder", "--json"):  # paths of output are no part of what was measured
         if flag in own:
@@ -406,8 +591,14 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     return measured | {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["tools/bench/bench_loop.py", *own]),
-        "machine": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if device.type == 'cuda' else 'no accelerator'}",
-        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")},
+        "machine": (
+            f"{os.cpu_count()} CPU cores,"
+            f" {torch.cuda.get_device_name() if device.type == 'cuda' else 'no accelerator'}"
+        ),
+        "versions": (
+            {"Python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")}
+        ),
         "commit": commit or "unknown",
         "model": f"{recipe.model} ({size / 1e6:.1f} M parameters)",
         "ds_config": plan.ds_path.name if plan.ds_path else "the recipe's JSON",
@@ -417,14 +608,27 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_step": recipe.global_batch * recipe.seq_len,
         "pairs": arguments.pairs,
         "steps_per_block": steps,
-        "seconds": {loop: [max(ranks) for ranks in zip(*([pair[loop] for pair in one] for one in everyone), strict=True)] for loop in loops},
-        "outside": {loop: dict(zip(("outside_s", "collectives_s"), medians(timed[loop], steps), strict=True)) for loop in loops},
+        "seconds": {
+            loop: [
+                max(ranks)
+                for ranks in zip(*([pair[loop] for pair in one] for one in everyone), strict=True)
+            ]
+            for loop in loops
+        },
+        "outside": {
+            loop: dict(
+                zip(("outside_s", "collectives_s"), medians(timed[loop], steps), strict=True)
+            )
+            for loop in loops
+        },
         "losses": losses,
     }
 
 
 def block_seconds(train: Paused, steps: int, device: Any) -> float:
-    """Times one block, up to the end of the work that the loop left to its threads and to the device (a collective)."""
+    """Times one block, up to the end of the work that the loop left to its threads and to the
+    device (a collective).
+    """
     import torch
     import torch.distributed as dist
 
@@ -438,7 +642,8 @@ def block_seconds(train: Paused, steps: int, device: Any) -> float:
 
 
 def wait_until_quiet() -> float:
-    """Waits until no thread of this process has worked for a moment; returns the seconds of that moment.
+    """Waits until no thread of this process has worked for a moment; returns the seconds of that
+    moment.
 
     Otherwise our loop's thread would prepare data ahead during another loop's time.
     """
@@ -462,18 +667,25 @@ def recorded_waits(run: Path, first: int, count: int) -> dict[str, float]:
     import numpy as np
 
     lines = read_metrics(run)[first : first + count]
-    return {key: float(np.median([line[key] for line in lines])) for key in ("step_s", "data_wait_s")}
+    return {
+        key: float(np.median([line[key] for line in lines])) for key in ("step_s", "data_wait_s")
+    }
 
 
 def with_buckets(plan: Plan) -> dict[str, Any]:
     """Returns the JSON as in its file, but with our number for an "auto" bucket size.
 
-    Trainer and accelerate fill in hidden_size ** 2, which for a small model means many more collectives in a step: that
-    would compare bucket sizes, not loops.
+    Trainer and accelerate fill in hidden_size ** 2, which for a small model means many more
+    collectives in a step: that would compare bucket sizes, not loops.
     """
     config = load_json(plan.recipe.ds_config, plan.command.folder)[0]
     zero = config["zero_optimization"]
-    return config | {"zero_optimization": {key: plan.ds_config["zero_optimization"][key] if value == "auto" else value for key, value in zero.items()}}
+    return config | {
+        "zero_optimization": {
+            key: plan.ds_config["zero_optimization"][key] if value == "auto" else value
+            for key, value in zero.items()
+        }
+    }
 
 
 def check_engines(engines: dict[str, Any]) -> None:
@@ -489,12 +701,19 @@ def check_engines(engines: dict[str, Any]) -> None:
             "reduce_bucket_size": engine.zero_reduce_bucket_size(),
             "optimizer": type(engine.basic_optimizer).__name__,
             # Not compared: the number of groups. Trainer makes one, and so decays the norms too.
-            **{name: max(group[name] for group in engine.optimizer.param_groups) for name in ("lr", "betas", "eps", "weight_decay")},
+            **{
+                name: max(group[name] for group in engine.optimizer.param_groups)
+                for name in ("lr", "betas", "eps", "weight_decay")
+            },
         }
         for loop, engine in engines.items()
     }
     problems = [
-        Problem(f"{key} of {loop}'s engine", f"is {value}, ours {seen['ours'][key]}", "use a JSON that all four fill in alike")
+        Problem(
+            f"{key} of {loop}'s engine",
+            f"is {value}, ours {seen['ours'][key]}",
+            "use a JSON that all four fill in alike",
+        )
         for loop, facts in seen.items()
         for key, value in facts.items()
         if value != seen["ours"][key]
@@ -505,7 +724,11 @@ def check_engines(engines: dict[str, Any]) -> None:
 
 @contextmanager
 def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
-    """Counts the seconds inside engine calls, the device's work included, and in collectives outside them. The loss counts as part of the forward."""
+    """Counts the seconds inside engine calls, the device's work included, and in collectives
+    outside them.
+
+    The loss counts as part of the forward.
+    """
     import torch
     import torch.distributed as dist
 
@@ -521,7 +744,9 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
             try:
                 return call(*args, **kwargs)
             finally:
-                if engine.device.type == "cuda":  # otherwise the device's work would count where the host waits for it: at .item(), outside
+                # otherwise the device's work would count where the host waits for it: at .item(),
+                # outside
+                if engine.device.type == "cuda":
                     torch.cuda.synchronize(engine.device)
                 spent[kind] += time.perf_counter() - begun
                 inside = False
@@ -530,15 +755,26 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 
     with ExitStack() as patches:
         for name in ("forward", "backward", "step"):
-            patches.enter_context(mock.patch.object(engine, name, timed("engine", getattr(engine, name))))
-        patches.enter_context(mock.patch.object(torch.nn.functional, "cross_entropy", timed("engine", torch.nn.functional.cross_entropy)))
+            patches.enter_context(
+                mock.patch.object(engine, name, timed("engine", getattr(engine, name)))
+            )
+        patches.enter_context(
+            mock.patch.object(
+                torch.nn.functional,
+                "cross_entropy",
+                timed("engine", torch.nn.functional.cross_entropy),
+            )
+        )
         for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"):
             if hasattr(dist, name):
-                patches.enter_context(mock.patch.object(dist, name, timed("collectives", getattr(dist, name))))
+                patches.enter_context(
+                    mock.patch.object(dist, name, timed("collectives", getattr(dist, name)))
+                )
         yield spent
 
 
-# The four loops: each returns a function that gives its engine once training has begun, and `train(pause)` -------------------------------------------------------
+# The four loops: each returns a function that gives its engine once training has begun, and
+# `train(pause)` -------------------------------------------------------
 
 
 def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
@@ -578,9 +814,17 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
 
 
 def bare_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], device: Any) -> Start:
-    """Runs a loop as one writes it by hand: nothing but the engine's three calls, and a look at the loss."""
+    """Runs a loop as one writes it by hand: nothing but the engine's three calls, and a look at the
+    loss.
+    """
     rank, world = plan.command.rank, plan.mesh.world
-    mine = [[{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches[rank::world]] for batches in prepared]
+    mine = [
+        [
+            {name: tensor.to(device) for name, tensor in batch.items()}
+            for batch in batches[rank::world]
+        ]
+        for batches in prepared
+    ]
     engine = initialize(plan, model)
 
     def train(pause: Callable[[], None]) -> None:
@@ -602,12 +846,22 @@ def initialize(plan: Plan, model: Any) -> Any:
     from recipekit.optim.groups import parameter_groups
 
     trained: Any = parameter_groups(model)
-    return deepspeed.initialize(model=model, model_parameters=trained, config=plan.ds_config, dist_init_required=False)[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=trained, config=plan.ds_config, dist_init_required=False
+    )[0]
 
 
-def trainer_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path, device: Any) -> Start:
+def trainer_loop(
+    plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path, device: Any
+) -> Start:
     from recipekit.dslint.numbers import enabled
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+    from transformers import (
+        PrinterCallback,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+        default_data_collator,
+    )
 
     recipe = plan.recipe
     settings = TrainingArguments(
@@ -642,12 +896,19 @@ def trainer_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_
         trainer.add_callback(Pause())
         return trainer.train()
 
-    trainer = Trainer(model=model, args=settings, train_dataset=rows_of(prepared, recipe), data_collator=default_data_collator)  # type: ignore[arg-type]
+    trainer = Trainer(
+        model=model,
+        args=settings,
+        train_dataset=rows_of(prepared, recipe),
+        data_collator=default_data_collator,
+    )  # type: ignore[arg-type]
     trainer.remove_callback(PrinterCallback)
     return lambda: trainer.deepspeed, train
 
 
-def accelerate_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path) -> Start:
+def accelerate_loop(
+    plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path
+) -> Start:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
@@ -657,13 +918,20 @@ def accelerate_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], js
     from transformers import default_data_collator
 
     recipe = plan.recipe
-    AcceleratorState._reset_state(reset_partial_state=False)  # the process has one state, and Trainer's is equal
+    # the process has one state, and Trainer's is equal
+    AcceleratorState._reset_state(reset_partial_state=False)
     kind = next((kind for kind in ("bf16", "fp16") if enabled(plan.ds_config, kind)), "no")
-    plugin = DeepSpeedPlugin(hf_ds_config=str(json_file), gradient_clipping=recipe.gradient_clipping)
-    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=plan.accumulation, mixed_precision=kind)
+    plugin = DeepSpeedPlugin(
+        hf_ds_config=str(json_file), gradient_clipping=recipe.gradient_clipping
+    )
+    accelerator = Accelerator(
+        deepspeed_plugin=plugin, gradient_accumulation_steps=plan.accumulation, mixed_precision=kind
+    )
     decay: Any = recipe.weight_decay  # annotated as int
     dummy = DummyOptim(parameter_groups(model), lr=recipe.lr, weight_decay=decay)
-    loader = DataLoader(rows_of(prepared, recipe), batch_size=recipe.micro_batch, collate_fn=default_data_collator)  # type: ignore[arg-type]
+    loader = DataLoader(
+        rows_of(prepared, recipe), batch_size=recipe.micro_batch, collate_fn=default_data_collator
+    )  # type: ignore[arg-type]
     engine, optimizer, loader = accelerator.prepare(model, dummy, loader)
 
     def train(pause: Callable[[], None]) -> None:
@@ -688,7 +956,12 @@ def loss_of_shifted(batch: MicroBatch) -> MicroBatch:
 
 def rows_of(prepared: list[list[MicroBatch]], recipe: Recipe) -> Any:
     """Makes a data set of the prepared rows, one by one, again and again up to the last step."""
-    rows = [{name: tensor[row] for name, tensor in batch.items()} for batches in prepared for batch in batches for row in range(recipe.micro_batch)]
+    rows = [
+        {name: tensor[row] for name, tensor in batch.items()}
+        for batches in prepared
+        for batch in batches
+        for row in range(recipe.micro_batch)
+    ]
     from torch.utils.data import Dataset
 
     class Rows(Dataset):

@@ -1,11 +1,12 @@
-"""Measure the loss of a language model's head: from full logits, in chunks as in the recipes, and with torch's function.
+"""Measure the loss of a language model's head: from full logits, in chunks as in the recipes, and
+with torch's function.
 
     python tools/bench/bench_loss.py --page tools/bench/bench_loss.md
     python tools/bench/bench_loss.py --tokens 256 --vocabulary 1000 --rounds 1        # a trial of a few seconds
 
-Each row is a separate process with one thread. It computes head, loss and backward pass in fp32, from random hidden
-states and weights, with the gradients of both. The time is the shortest of the rounds. The peak is the largest memory
-of the process, minus its memory before.
+Each row is a separate process with one thread. It computes head, loss and backward pass in fp32,
+from random hidden states and weights, with the gradients of both. The time is the shortest of the
+rounds. The peak is the largest memory of the process, minus its memory before.
 """
 
 import argparse
@@ -22,26 +23,62 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-WAYS = {"whole": "full logits", "chunked": "**ours:** in chunks", "torch": "`F.linear_cross_entropy`"}
+WAYS = {
+    "whole": "full logits",
+    "chunked": "**ours:** in chunks",
+    "torch": "`F.linear_cross_entropy`",
+}
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
     from recipekit.spec.paths import path_of
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096], metavar="N", help="Tokens per micro-batch. (default: 512 1024 2048 4096)"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 151_936], metavar="N", help="Vocabulary sizes. (default: 32000 151936)")
-    parser.add_argument("--width", type=int, default=64, metavar="N", help="Hidden size. (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="Timed repetitions of each row, after a short warm-up. (default: %(default)s)")
-    parser.add_argument("--page", type=path_of, metavar="FILE.md", help="Markdown file to write. (default: print the page)")
-    parser.add_argument("--row", help=argparse.SUPPRESS)  # WAY,TOKENS,VOCABULARY: measures it in this process
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[512, 1024, 2048, 4096],
+        metavar="N",
+        help="Tokens per micro-batch. (default: 512 1024 2048 4096)",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        nargs="+",
+        default=[32_000, 151_936],
+        metavar="N",
+        help="Vocabulary sizes. (default: 32000 151936)",
+    )
+    parser.add_argument(
+        "--width", type=int, default=64, metavar="N", help="Hidden size. (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=2,
+        metavar="N",
+        help="Timed repetitions of each row, after a short warm-up. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--page",
+        type=path_of,
+        metavar="FILE.md",
+        help="Markdown file to write. (default: print the page)",
+    )
+    # WAY,TOKENS,VOCABULARY: measures it in this process
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, float]:
-    """Computes a loss and its gradients; returns the seconds, the bytes that autograd keeps, and the most that was there of memory."""
+    """Computes a loss and its gradients; returns the seconds, the bytes that autograd keeps, and
+    the most that was there of memory.
+    """
     import torch
     from recipekit.kernels.cross_entropy import token_losses
     from torch.nn import functional
@@ -51,12 +88,18 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
             return functional.linear_cross_entropy(hidden, weight, labels, reduction="sum")  # type: ignore[attr-defined]
         if way == "chunked":
             return token_losses(hidden, weight, None, labels).sum()
-        return functional.cross_entropy(functional.linear(hidden, weight).float(), labels, reduction="sum")
+        return functional.cross_entropy(
+            functional.linear(hidden, weight).float(), labels, reduction="sum"
+        )
 
     def given(tokens: int, vocabulary: int) -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) / 8
-        return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,))
+        return (
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            torch.randint(vocabulary, (tokens,)),
+        )
 
     loss(*given(8, 100)).backward()
     hidden, weight, labels = given(tokens, vocabulary)
@@ -76,7 +119,12 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
         found.backward()
         seconds.append(time.perf_counter() - begun)
     own = weight.nbytes + hidden.nbytes + labels.nbytes
-    return {"seconds": min(seconds), "kept": sum(kept.values()) - own, "peak": memory("VmHWM") - before, "loss": found.item()}
+    return {
+        "seconds": min(seconds),
+        "kept": sum(kept.values()) - own,
+        "peak": memory("VmHWM") - before,
+        "loss": found.item(),
+    }
 
 
 def memory(name: str) -> int:
@@ -93,9 +141,27 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for way in WAYS:
                 row = f"{way},{tokens},{vocabulary}"
                 print(row, file=sys.stderr)
-                argv = [sys.executable, __file__, "--row", row, "--width", str(arguments.width), "--rounds", str(arguments.rounds)]
-                done = subprocess.run(argv, capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-                rows.append({"way": way, "tokens": tokens, "vocabulary": vocabulary} | json.loads(done.stdout.splitlines()[-1]))
+                argv = [
+                    sys.executable,
+                    __file__,
+                    "--row",
+                    row,
+                    "--width",
+                    str(arguments.width),
+                    "--rounds",
+                    str(arguments.rounds),
+                ]
+                done = subprocess.run(
+                    argv,
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                    env=os.environ | {"OMP_NUM_THREADS": "1"},
+                )
+                rows.append(
+                    {"way": way, "tokens": tokens, "vocabulary": vocabulary}
+                    | json.loads(done.stdout.splitlines()[-1])
+                )
     return rows
 
 
@@ -106,12 +172,27 @@ def page(rows: list[dict[str, Any]], command: str, width: int) -> str:
         "# How fast is the chunked loss, and how much memory does it save?",
         "",
         f"Written by `python tools/bench/bench_loss.py{command}`",
-        f"on {datetime.date.today()}: one thread of a CPU, no accelerator. On GPUs this was not measured.",
-        f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}.",
+        (
+            f"on {datetime.date.today()}: one thread of a CPU, no accelerator. On GPUs this was not"
+            " measured."
+        ),
+        (
+            f"Python {platform.python_version()}, torch {version('torch')}, deepspeed"
+            f" {version('deepspeed')}, transformers {version('transformers')}."
+        ),
         "",
-        "Each table row gives the time and the memory of one forward and backward pass of the loss, in fp32.",
-        f"The hidden states have only width {width}, so that logits take a larger share of memory than in any real model.",
-        '"Kept" is the memory that autograd keeps between the forward and the backward pass, without the inputs.',
+        (
+            "Each table row gives the time and the memory of one forward and backward pass of the"
+            " loss, in fp32."
+        ),
+        (
+            f"The hidden states have only width {width}, so that logits take a larger share of"
+            " memory than in any real model."
+        ),
+        (
+            '"Kept" is the memory that autograd keeps between the forward and the backward pass,'
+            " without the inputs."
+        ),
         '"Peak" is the most memory that was in use at a time, in addition to the inputs.',
         "",
         "| tokens | vocabulary | loss | ms | of full | kept, MB | peak, MB |",
@@ -119,7 +200,13 @@ def page(rows: list[dict[str, Any]], command: str, width: int) -> str:
     ]
     for row in rows:
         ratio = row["seconds"] / whole[row["tokens"], row["vocabulary"]]["seconds"]
-        cells = [f"{row['tokens']:,}", f"{row['vocabulary']:,}", WAYS[row["way"]], f"{1e3 * row['seconds']:,.0f}", f"{ratio:.2f}"]
+        cells = [
+            f"{row['tokens']:,}",
+            f"{row['vocabulary']:,}",
+            WAYS[row["way"]],
+            f"{1e3 * row['seconds']:,.0f}",
+            f"{ratio:.2f}",
+        ]
         cells += [f"{row['kept'] / 1e6:,.2f}", f"{row['peak'] / 1e6:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
@@ -129,7 +216,11 @@ def main(argv: list[str]) -> int:
     arguments = arguments_of(argv)
     if arguments.row:
         way, tokens, vocabulary = arguments.row.split(",")
-        print(json.dumps(measure(way, int(tokens), int(vocabulary), arguments.width, arguments.rounds)))
+        print(
+            json.dumps(
+                measure(way, int(tokens), int(vocabulary), arguments.width, arguments.rounds)
+            )
+        )
         return 0
     text = page(measured(arguments), "".join(f" {word}" for word in argv), arguments.width)
     if arguments.page:

@@ -1,10 +1,11 @@
-"""Measure the memory of attention and loss on long rows, before and after: bytes saved by autograd, peak of the process.
+"""Measure the memory of attention and loss on long rows, before and after: bytes saved by autograd,
+peak of the process.
 
     python tools/bench/bench_rows.py > tools/bench/bench_rows.md  # needs five minutes on two cores, and 10 GiB of memory
 
-"Before" is a dense mask and a loss from full logits, for rows that fit in --most GiB. "After" is attention by
-documents and a chunked loss. The model has one narrow layer and a vocabulary of 151,936. It runs forward and backward
-over one row of two documents, on the CPU.
+"Before" is a dense mask and a loss from full logits, for rows that fit in --most GiB. "After" is
+attention by documents and a chunked loss. The model has one narrow layer and a vocabulary of
+151,936. It runs forward and backward over one row of two documents, on the CPU.
 """
 
 import argparse
@@ -33,7 +34,9 @@ BEFORE, AFTER = ("sdpa", "whole"), ("varlen", "chunked")
 
 @dataclass(frozen=True)
 class Kept:
-    """Holds, in bytes, what autograd saved in a forward, weights left out, the largest tensor among it, and how much the process grew at most."""
+    """Holds, in bytes, what autograd saved in a forward, weights left out, the largest tensor among
+    it, and how much the process grew at most.
+    """
 
     saved: int
     largest: int
@@ -44,8 +47,16 @@ class Kept:
 def model_of(way: tuple[str, str], vocabulary: int) -> Any:
     """Makes a model of one layer, fp32, with this attention and loss."""
     torch.manual_seed(0)
-    shape = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    config = AutoConfig.for_model("llama", vocab_size=vocabulary, max_position_embeddings=1 << 20, use_cache=False, **shape)
+    shape = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+    }
+    config = AutoConfig.for_model(
+        "llama", vocab_size=vocabulary, max_position_embeddings=1 << 20, use_cache=False, **shape
+    )
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=way[0])
     if way[1] == "chunked":
         give_losses(model, ())
@@ -76,7 +87,12 @@ def measure(way: tuple[str, str], tokens: int, vocabulary: int = VOCABULARY) -> 
             loss = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
             del logits
     loss.backward()
-    return Kept(sum(sizes.values()), max(sizes.values()), status("VmHWM") - start, time.perf_counter() - begun)
+    return Kept(
+        sum(sizes.values()),
+        max(sizes.values()),
+        status("VmHWM") - start,
+        time.perf_counter() - begun,
+    )
 
 
 def reset_peak() -> int:
@@ -87,23 +103,32 @@ def reset_peak() -> int:
 
 def status(name: str) -> int:
     """Reads bytes of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024
 
 
 def fits(tokens: int, most: float) -> bool:
-    """Says whether a row fits so many GiB with a dense mask and whole logits: 13 bytes a logit and 9 a pair of tokens."""
+    """Says whether a row fits so many GiB with a dense mask and whole logits: 13 bytes a logit and
+    9 a pair of tokens.
+    """
     return 13 * tokens * VOCABULARY + 9 * tokens**2 <= most * 2**30
 
 
 def page(found: list[tuple[int, Kept | None, Kept]], most: float) -> str:
     mib = lambda size: f"{size / 2**20:,.0f}"  # noqa: E731
     lines = [
-        f"| {tokens:,} | {f'{mib(before.saved)} | {mib(before.peak)}' if before else 'too much | too much'} | {mib(after.saved)} | {mib(after.peak)} "
-        f"| {after.saved / tokens:,.0f} |"
+        f"| {tokens:,} |"
+        f" {f'{mib(before.saved)} | {mib(before.peak)}' if before else 'too much | too much'} |"
+        f" {mib(after.saved)} | {mib(after.peak)} | {after.saved / tokens:,.0f} |"
         for tokens, before, after in found
     ]
-    versions = ", ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
+    versions = ", ".join(
+        f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers")
+    )
     return f"""# How much memory do attention and loss need for long rows?
 
 Written by `python tools/bench/bench_rows.py` on {datetime.date.today().isoformat()}:
@@ -130,12 +155,28 @@ WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=list(TOKENS), metavar="N", help=f"Row lengths in tokens. (default: {' '.join(map(str, TOKENS))})"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument(
-        "--most", type=float, default=10.0, metavar="GIB", help='Memory limit of "before" in GiB. Longer rows are measured only "after". (default: %(default)g)'
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=list(TOKENS),
+        metavar="N",
+        help=f"Row lengths in tokens. (default: {' '.join(map(str, TOKENS))})",
+    )
+    parser.add_argument(
+        "--most",
+        type=float,
+        default=10.0,
+        metavar="GIB",
+        help=(
+            'Memory limit of "before" in GiB. Longer rows are measured only "after". (default:'
+            " %(default)g)"
+        ),
     )
     arguments = parser.parse_args(argv)
     found = []

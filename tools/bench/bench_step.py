@@ -1,12 +1,13 @@
-"""Compare a step of this working tree with a step of an earlier commit: runs of one recipe that take turns on the CPU.
+"""Compare a step of this working tree with a step of an earlier commit: runs of one recipe that
+take turns on the CPU.
 
     python tools/bench/bench_step.py COMMIT > tools/bench/bench_step.md
     python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 1 --turns 4        # a trial of a minute
 
-Both train the same tiny model on the same rows, packed from documents of 100 to 1,000 bytes. A round starts one run
-of each. The runs take turns, and one is stopped while the other runs, so that other load slows both. A round's ratio
-is the median over its turns. Flags that are not listed here go to the recipe, and the earlier commit must know them
-as well.
+Both train the same tiny model on the same rows, packed from documents of 100 to 1,000 bytes. A
+round starts one run of each. The runs take turns, and one is stopped while the other runs, so that
+other load slows both. A round's ratio is the median over its turns. Flags that are not listed here
+go to the recipe, and the earlier commit must know them as well.
 """
 
 import argparse
@@ -43,17 +44,44 @@ RECIPE = "smollm2_135m_zero1.py"
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("commit", metavar="COMMIT", help="Earlier commit to compare with.")
-    parser.add_argument("--seq_len", "--seq-len", type=int, nargs="+", default=[256, 4096], metavar="N", help="Row lengths in tokens. (default: 256 4096)")
-    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="Number of runs of each version. (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=6, metavar="N", help="Turns of each version in a round. (default: %(default)s)")
+    parser.add_argument(
+        "--seq_len",
+        "--seq-len",
+        type=int,
+        nargs="+",
+        default=[256, 4096],
+        metavar="N",
+        help="Row lengths in tokens. (default: 256 4096)",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=4,
+        metavar="N",
+        help="Number of runs of each version. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=6,
+        metavar="N",
+        help="Turns of each version in a round. (default: %(default)s)",
+    )
     parser.add_argument(
         "--seconds",
         type=float,
         default=1.5,
         metavar="N",
-        help="Minimum seconds per turn. A turn has at least three steps, and the first is not timed. (default: %(default)s)",
+        help=(
+            "Minimum seconds per turn. A turn has at least three steps, and the first is not timed."
+            " (default: %(default)s)"
+        ),
     )
     arguments, rest = parser.parse_known_args(argv)
     if arguments.rounds < 1 or arguments.turns < 1:
@@ -63,14 +91,18 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def checked_out(commit: str, folder: Path) -> Path:
     """Writes the files of a commit into a folder and returns it."""
-    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    packed = subprocess.run(
+        ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True
+    ).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(folder, filter="data")
     return folder
 
 
 def write_documents(file: Path) -> None:
-    """Writes JSON lines of short documents, cut from the standard library's own sources: the same on every call."""
+    """Writes JSON lines of short documents, cut from the standard library's own sources: the same
+    on every call.
+    """
     drawn, texts = random.Random(0), sorted(Path(os.__file__).parent.glob("*.py"))
     with file.open("w") as lines:
         count = 0
@@ -99,17 +131,25 @@ class Job:
                 continue
 
     def steps(self, least: int) -> list[float]:
-        """Waits until so many steps are done; returns the seconds of each so far. A run that has ended ends the bench."""
+        """Waits until so many steps are done; returns the seconds of each so far.
+
+        A run that has ended ends the bench.
+        """
         while True:
             done = read_metrics(self.out)
             if len(done) >= least:
                 return [line["step_s"] for line in done]
             if self.launcher.poll() is not None:
-                sys.exit(f"{' '.join(map(str, self.launcher.args))}\nended with exit code {self.launcher.returncode}:\n{self.log.read_text()[-5000:]}")
+                sys.exit(
+                    f"{' '.join(map(str, self.launcher.args))}\nended with exit code"
+                    f" {self.launcher.returncode}:\n{self.log.read_text()[-5000:]}"
+                )
             time.sleep(0.1)
 
     def turn(self, seconds: float) -> float:
-        """Lets the run go on for a while; returns the median seconds of its steps but the first, which had begun before."""
+        """Lets the run go on for a while; returns the median seconds of its steps but the first,
+        which had begun before.
+        """
         before = len(self.steps(0))
         self.send(signal.SIGCONT)
         time.sleep(seconds)
@@ -126,38 +166,88 @@ class Job:
 
 def started(tree: Path, out: Path, seq_len: int, flags: list[str]) -> Job:
     """Starts the recipe of a tree, waits for its first steps and stops it there."""
-    launcher = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", str(RANKS), "--master_port", str(free_port())]
-    numbers = {"seq_len": seq_len, "steps": MOST_STEPS, "micro_batch": 1, "global_batch": 4, "warmup_steps": 1, "save_every": 0, "eval_every": 0, "out": out}
-    command = [*launcher, str(tree / "recipes" / RECIPE), "--tiny", "--no-export", "--no-wandb", *flags]
+    launcher = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_gpus",
+        str(RANKS),
+        "--master_port",
+        str(free_port()),
+    ]
+    numbers = {
+        "seq_len": seq_len,
+        "steps": MOST_STEPS,
+        "micro_batch": 1,
+        "global_batch": 4,
+        "warmup_steps": 1,
+        "save_every": 0,
+        "eval_every": 0,
+        "out": out,
+    }
+    command = [
+        *launcher,
+        str(tree / "recipes" / RECIPE),
+        "--tiny",
+        "--no-export",
+        "--no-wandb",
+        *flags,
+    ]
     command += [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(op_cache.folder()), "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
+    own = {
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
+        "PYTHONPATH": "",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     log = out.with_suffix(".log")
     with log.open("w") as prints:
-        job = Job(psutil.Popen(command, env=os.environ | own, stdout=prints, stderr=subprocess.STDOUT), out, log)
+        job = Job(
+            psutil.Popen(command, env=os.environ | own, stdout=prints, stderr=subprocess.STDOUT),
+            out,
+            log,
+        )
     job.steps(WARM_UP)
     job.send(signal.SIGSTOP)
     return job
 
 
-def round_of(trees: dict[str, Path], folder: Path, seq_len: int, turns: int, seconds: float, flags: list[str]) -> list[dict[str, float]]:
-    """Runs one job of each tree in turn; returns the seconds of a step in each turn, by the names of the trees."""
+def round_of(
+    trees: dict[str, Path], folder: Path, seq_len: int, turns: int, seconds: float, flags: list[str]
+) -> list[dict[str, float]]:
+    """Runs one job of each tree in turn; returns the seconds of a step in each turn, by the names
+    of the trees.
+    """
     jobs: dict[str, Job] = {}
     try:
         for name, tree in trees.items():
             jobs[name] = started(tree, folder / name, seq_len, flags)
-        return [{name: jobs[name].turn(seconds) for name in (list(jobs) if turn % 2 else reversed(jobs))} for turn in range(turns)]
+        return [
+            {
+                name: jobs[name].turn(seconds)
+                for name in (list(jobs) if turn % 2 else reversed(jobs))
+            }
+            for turn in range(turns)
+        ]
     finally:
         for job in jobs.values():
             job.end()
 
 
 def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list[str]) -> str:
-    """Writes the result as Markdown: milliseconds of a step, and the ratio commit / this tree of each round."""
+    """Writes the result as Markdown: milliseconds of a step, and the ratio commit / this tree of
+    each round.
+    """
     lines = []
     for seq_len, rounds in rows.items():
-        before, after = (1000 * statistics.median(turn[name] for turns in rounds for turn in turns) for name in ("before", "now"))
+        before, after = (
+            1000 * statistics.median(turn[name] for turns in rounds for turn in turns)
+            for name in ("before", "now")
+        )
         ratios = sorted(ratio(turns) for turns in rounds)
-        lines.append(f"| {seq_len:,} | {before:,.0f} | {after:,.0f} | {statistics.median(ratios):.3f} | {ratios[0]:.3f} to {ratios[-1]:.3f} |")
+        lines.append(
+            f"| {seq_len:,} | {before:,.0f} | {after:,.0f} | {statistics.median(ratios):.3f} |"
+            f" {ratios[0]:.3f} to {ratios[-1]:.3f} |"
+        )
     rounds = next(iter(rows.values()))
     return f"""# How fast is a step, compared with an earlier commit?
 
@@ -192,8 +282,15 @@ def main() -> int:
                 own = folder / f"{seq_len}_{number}"
                 own.mkdir()
                 order = dict(sorted(trees.items(), reverse=number % 2 == 1))
-                rows[seq_len].append(round_of(order, own, seq_len, arguments.turns, arguments.seconds, data))
-                print(f"{seq_len} tokens, round {number + 1} of {arguments.rounds}: {ratio(rows[seq_len][-1]):.3f}", file=sys.stderr, flush=True)
+                rows[seq_len].append(
+                    round_of(order, own, seq_len, arguments.turns, arguments.seconds, data)
+                )
+                print(
+                    f"{seq_len} tokens, round {number + 1} of {arguments.rounds}:"
+                    f" {ratio(rows[seq_len][-1]):.3f}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(page(arguments.commit, rows, sys.argv[1:]), end="")
     return 0
 

@@ -1,12 +1,14 @@
-"""Compare the speed of a step under our tensor parallelism, DeepSpeed's AutoTP and transformers' own plan styles.
+"""Compare the speed of a step under our tensor parallelism, DeepSpeed's AutoTP and transformers'
+own plan styles.
 
     python tools/bench/bench_tensor_parallel.py > tools/bench/bench_tensor_parallel.md            # prints Markdown; progress goes to stderr
     python tools/bench/bench_tensor_parallel.py --pairs 60 --model Qwen/Qwen3-0.6B --seq_len 512
 
-All ways use the same weights, rows and JSON on the same ranks: 2 without GPUs, else as many GPUs as the model's heads
-can be split over. Blocks of steps alternate: a pair is one block of each way, in random order. The ratio is the
-median over the pairs. The limits of its 95 % interval are two of the pairs, by the binomial distribution. torch's
-profiler counts the collectives of one step. Flags that are not listed here go to the recipe.
+All ways use the same weights, rows and JSON on the same ranks: 2 without GPUs, else as many GPUs as
+the model's heads can be split over. Blocks of steps alternate: a pair is one block of each way, in
+random order. The ratio is the median over the pairs. The limits of its 95 % interval are two of the
+pairs, by the binomial distribution. torch's profiler counts the collectives of one step. Flags that
+are not listed here go to the recipe.
 """
 
 import argparse
@@ -56,31 +58,62 @@ RECIPE = Recipe(
 ENOUGH_PAIRS = 30
 WARM_UP = 4  # steps of each way before the first pair
 PREPARED = 8  # global batches, taken round and round
-COLLECTIVES = frozenset({"c10d::allreduce_", "c10d::allgather_", "c10d::_allgather_base_"})  # functional collectives end in these too
+# functional collectives end in these too
+COLLECTIVES = frozenset({"c10d::allreduce_", "c10d::allgather_", "c10d::_allgather_base_"})
 SAME_LOSS = 0.001  # relative, after the warm-up: bf16, added in three ways
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--pairs", type=int, default=40, metavar="N", help=f"Number of blocks of each way. A measurement needs at least {ENOUGH_PAIRS}. (default: %(default)s)"
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--steps-per-block", "--steps_per_block", type=int, default=3, metavar="N", help="Optimizer steps per block. (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the ranks leave their report
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=40,
+        metavar="N",
+        help=(
+            f"Number of blocks of each way. A measurement needs at least {ENOUGH_PAIRS}. (default:"
+            " %(default)s)"
+        ),
+    )
+    parser.add_argument(
+        "--steps-per-block",
+        "--steps_per_block",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Optimizer steps per block. (default: %(default)s)",
+    )
+    # where the ranks leave their report
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_known_args(argv)
 
 
 def planned(argv: list[str], world: int, out: Path) -> Plan:
     """Plans a layout with all ranks in one tensor group."""
     command = parse(RECIPE, Path(__file__), argv)
-    return make_plan(replace(command, recipe=replace(command.recipe, tp=world, out=str(out), resume="never", export=False), world=world))
+    return make_plan(
+        replace(
+            command,
+            recipe=replace(command.recipe, tp=world, out=str(out), resume="never", export=False),
+            world=world,
+        )
+    )
 
 
 def ranks_of(devices: int, argv: list[str], out: Path) -> int:
-    """Returns the most ranks, up to one per device, over which the model can be cut. Raises `Refusal` if there are none."""
+    """Returns the most ranks, up to one per device, over which the model can be cut.
+
+    Raises `Refusal` if there are none.
+    """
     refused = refuse(
-        f"{devices} device{'s' if devices != 1 else ''}", "a tensor group takes 2 ranks or more", "run it on a machine with more GPUs, or without any"
+        f"{devices} device{'s' if devices != 1 else ''}",
+        "a tensor group takes 2 ranks or more",
+        "run it on a machine with more GPUs, or without any",
     )
     for ranks in range(devices, 1, -1):
         try:
@@ -105,22 +138,47 @@ def main() -> int:
         except Refusal as refusal:
             exit_refused(refusal)
         if ranks < devices:
-            print(f"{ranks} of the {devices} devices: over more the model cannot be cut evenly", file=sys.stderr)
+            print(
+                f"{ranks} of the {devices} devices: over more the model cannot be cut evenly",
+                file=sys.stderr,
+            )
         load = os.getloadavg()[0]
         if not torch.cuda.is_available():
             os.environ["DS_ACCELERATOR"] = "cpu"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__, "--folder", folder, *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+            __file__,
+            "--folder",
+            folder,
+            *sys.argv[1:],
+        ]
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
         report_file = Path(folder) / "report.json"
         if code or not report_file.exists():
             print(f"the bench ended with exit code {code}. Its messages are above", file=sys.stderr)
             return 1
-        print(page(json.loads(report_file.read_text()) | {"load_before": load, "load_after": os.getloadavg()[0]}), end="")
+        print(
+            page(
+                json.loads(report_file.read_text())
+                | {
+                    "load_before": load,
+                    "load_after": os.getloadavg()[0],
+                }
+            ),
+            end="",
+        )
     return 0
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Returns (median, low, high): low and high are the order statistics that hold the median with 95 % (normal approximation of the binomial)."""
+    """Returns (median, low, high): low and high are the order statistics that hold the median with
+    95 % (normal approximation of the binomial).
+    """
     ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
     low = max(0, math.floor(len(ratios) / 2 - half))
     return statistics.median(ordered), ordered[low], ordered[-1 - low]
@@ -131,10 +189,17 @@ def page(report: dict[str, Any]) -> str:
     rows = []
     for way, title in WAYS.items():
         milliseconds = 1000 * statistics.median(report["seconds"][way]) / report["steps_per_block"]
-        pairs = [theirs / ours for ours, theirs in zip(report["seconds"]["ours"], report["seconds"][way], strict=True)]
+        pairs = [
+            theirs / ours
+            for ours, theirs in zip(report["seconds"]["ours"], report["seconds"][way], strict=True)
+        ]
         ratio = "1" if way == "ours" else "{:.3f} ({:.3f} to {:.3f})".format(*interval(pairs))
         rows.append(f"| {title} | {milliseconds:.1f} | {ratio} | {report['collectives'][way]} |")
-    few = "" if report["pairs"] >= ENOUGH_PAIRS else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
+    few = (
+        ""
+        if report["pairs"] >= ENOUGH_PAIRS
+        else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
+    )
     return f"""# How fast is tensor parallelism, compared with DeepSpeed and transformers?
 
 Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}.
@@ -162,7 +227,8 @@ each layer. With transformers' styles, each operation of a linear layer also goe
 """
 
 
-# One rank ---------------------------------------------------------------------------------------------------------
+# One rank
+# --------------------------------------------------------------------------------------------------
 
 
 def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
@@ -201,19 +267,31 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     recipe, device = plan.recipe, start(plan)
     model_config = plan.model_config or fetch_config(recipe.model)
     groups = Groups(plan.mesh, device.type)
-    stream = open_stream(request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0)
-    prepared = [[{name: tensor.to(device) for name, tensor in batch.items()} for batch in next(stream)[0]] for _ in range(PREPARED)]
+    stream = open_stream(
+        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0
+    )
+    prepared = [
+        [{name: tensor.to(device) for name, tensor in batch.items()} for batch in next(stream)[0]]
+        for _ in range(PREPARED)
+    ]
     stream.close()
 
     def engine(config: dict[str, Any] = plan.ds_config, of: Groups | None = groups) -> Any:
         model = build_model(recipe, model_config, of, plan.ds_config, device).model
         trained: Any = parameter_groups(model)
-        return deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
+        return deepspeed.initialize(
+            model=model,
+            model_parameters=trained,
+            config=config,
+            mpu=groups.mpu,
+            dist_init_required=False,
+        )[0]
 
     engines = {"ours": engine()}
     with mock.patch("recipekit.parallel.tensor._use_shards"):
         engines["styles"] = engine()
-    engines["autotp"] = engine(plan.ds_config | {"tensor_parallel": {"autotp_size": world}}, None)  # from the whole model
+    # from the whole model
+    engines["autotp"] = engine(plan.ds_config | {"tensor_parallel": {"autotp_size": world}}, None)
 
     trains = {way: step_of(engine, prepared) for way, engine in engines.items()}
     losses = {way: [train() for _ in range(WARM_UP)][-1] for way, train in trains.items()}
@@ -225,11 +303,18 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     order, shuffle, began = list(WAYS), random.Random(0), time.monotonic()  # the same on every rank
     for pair in range(1, arguments.pairs + 1):
         shuffle.shuffle(order)
-        blocks.append({way: block_seconds(trains[way], arguments.steps_per_block, device) for way in order})
+        blocks.append(
+            {way: block_seconds(trains[way], arguments.steps_per_block, device) for way in order}
+        )
         if rank0 and (pair in (1, arguments.pairs) or pair % 5 == 0):
             left = (time.monotonic() - began) / pair * (arguments.pairs - pair)
-            shown = ", ".join(f"{way} {1000 * blocks[-1][way] / arguments.steps_per_block:.0f}" for way in WAYS)
-            print(f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left", file=sys.stderr)
+            shown = ", ".join(
+                f"{way} {1000 * blocks[-1][way] / arguments.steps_per_block:.0f}" for way in WAYS
+            )
+            print(
+                f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left",
+                file=sys.stderr,
+            )
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, blocks)
     own = sys.argv[1:]
@@ -237,28 +322,47 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["tools/bench/bench_tensor_parallel.py", *own]),
-        "machine": f"{os.cpu_count()} CPU cores, {torch.cuda.get_device_name() if device.type == 'cuda' else 'no accelerator'}",
-        "versions": {"Python": platform.python_version()} | {name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        "machine": (
+            f"{os.cpu_count()} CPU cores,"
+            f" {torch.cuda.get_device_name() if device.type == 'cuda' else 'no accelerator'}"
+        ),
+        "versions": (
+            {"Python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+        ),
         "model": recipe.model,
         "ds_config": plan.ds_path.name if plan.ds_path else "the recipe's JSON",
         "ranks": world,
         **{name: getattr(recipe, name) for name in ("seq_len", "micro_batch", "global_batch")},
         "pairs": arguments.pairs,
         "steps_per_block": arguments.steps_per_block,
-        "seconds": {way: [max(ranks) for ranks in zip(*([pair[way] for pair in one] for one in everyone), strict=True)] for way in WAYS},
+        "seconds": {
+            way: [
+                max(ranks)
+                for ranks in zip(*([pair[way] for pair in one] for one in everyone), strict=True)
+            ]
+            for way in WAYS
+        },
         "collectives": counted,
         "losses": losses,
     }
 
 
 def step_of(engine: Any, prepared: list[list[dict[str, Any]]]) -> Callable[[], float]:
-    """Returns a function that takes one optimizer step with the next global batch and returns its last loss."""
+    """Returns a function that takes one optimizer step with the next global batch and returns its
+    last loss.
+    """
     batches = itertools.cycle(prepared)
 
     def train() -> float:
         loss = None
         for batch in next(batches):
-            loss = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"], labels=batch["labels"], shift_labels=batch["labels"]).loss
+            loss = engine(
+                input_ids=batch["input_ids"],
+                position_ids=batch["position_ids"],
+                labels=batch["labels"],
+                shift_labels=batch["labels"],
+            ).loss
             engine.backward(loss)
             engine.step()
         assert loss is not None
@@ -282,7 +386,9 @@ def block_seconds(train: Callable[[], float], steps: int, device: Any) -> float:
 
 
 def collectives_of(train: Callable[[], float]) -> int:
-    """Counts the all-reduces and all-gathers that this rank starts in one step, as torch's profiler sees them."""
+    """Counts the all-reduces and all-gathers that this rank starts in one step, as torch's profiler
+    sees them.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:

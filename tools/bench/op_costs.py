@@ -1,8 +1,10 @@
-"""Counts bytes and FLOPs of every operation that torch runs, on tensors that need no memory (FakeTensorMode).
+"""Counts bytes and FLOPs of every operation that torch runs, on tensors that need no memory
+(FakeTensorMode).
 
-Eager PyTorch fuses nothing: an operation reads its inputs from the device's memory and writes its outputs there. So its bytes are those of all
-tensors that it reads and writes; a view moves none. FLOPs are torch's own formulas (torch.utils.flop_counter), a multiply-add as two; what has
-no formula counts as none, which is right for all but matrix products, attention and convolutions.
+Eager PyTorch fuses nothing: an operation reads its inputs from the device's memory and writes its
+outputs there. So its bytes are those of all tensors that it reads and writes; a view moves none.
+FLOPs are torch's own formulas (torch.utils.flop_counter), a multiply-add as two; what has no
+formula counts as none, which is right for all but matrix products, attention and convolutions.
 """
 
 import sys
@@ -19,19 +21,30 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 FORWARD, RECOMPUTATION, BACKWARD, OPTIMIZER = "forward", "recomputation", "backward", "optimizer"
-ALLOCATE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+ALLOCATE = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_permuted",
+}
 OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read what they write to
-LOOK_UP = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}  # read of their first tensor only what they return or are asked for
-TOUCH = {"scatter_", "scatter_add_", "index_put_", "index_add_"}  # change of their first tensor only what their index names
+# read of their first tensor only what they return or are asked for
+LOOK_UP = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+# change of their first tensor only what their index names
+TOUCH = {"scatter_", "scatter_add_", "index_put_", "index_add_"}
 NOT_READ = {"nll_loss_backward": 1}  # place of a tensor that only gives its shape
-SCALAR_FREE = ("aten", "prim", "profiler")  # namespaces whose operations have a formula, or no FLOPs that count
+# namespaces whose operations have a formula, or no FLOPs that count
+SCALAR_FREE = ("aten", "prim", "profiler")
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], float]  # (args, kwargs, result) -> FLOPs
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes one operation: `shapes` of the tensors that it takes, `bytes` that it reads and writes, `where`: names of files and functions that called it.
+    """Describes one operation: `shapes` of the tensors that it takes, `bytes` that it reads and
+    writes, `where`: names of files and functions that called it.
 
     `reads`, `writes`: (number of a storage, bytes of it), which add up to `bytes`.
     """
@@ -61,15 +74,24 @@ CPU_FORMULAS: dict[str, Formula] = {  # torch 2.13's counter knows the CUDA kern
 
 
 class Costs(TorchDispatchMode):
-    """Lists the operations that run while it is on. `stage` is forward, backward or optimizer, as set from outside; a forward that a backward runs is recomputation.
+    """Lists the operations that run while it is on.
 
-    `formulas` add FLOPs by the operation's name. Raises ValueError for an operation of another library that has none.
+    `stage` is forward, backward or optimizer, as set from outside; a forward that a backward runs
+    is recomputation.
+
+    `formulas` add FLOPs by the operation's name. Raises ValueError for an operation of another
+    library that has none.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
         super().__init__()
-        self.formulas, self.stage, self.found = {**CPU_FORMULAS, **(formulas or {})}, FORWARD, list[Operation]()
-        self._numbers: dict[int, int] = {}  # of the storages: an address comes again when a storage has gone
+        self.formulas, self.stage, self.found = (
+            {**CPU_FORMULAS, **(formulas or {})},
+            FORWARD,
+            list[Operation](),
+        )
+        # of the storages: an address comes again when a storage has gone
+        self._numbers: dict[int, int] = {}
         self._next = count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,15 +99,34 @@ class Costs(TorchDispatchMode):
         result = func(*args, **kwargs)
         flops = self._flops(func, args, kwargs, result)
         taken = {_storage(value) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value)}
-        for home in {_storage(value) for value in tree_leaves(result) if torch.is_tensor(value)} - taken:
+        for home in {
+            _storage(value) for value in tree_leaves(result) if torch.is_tensor(value)
+        } - taken:
             self._numbers[home] = next(self._next)
         reads, writes = traffic_of(func, args, kwargs, result)
         moved = sum(reads.values()) + sum(writes.values())
         if moved or flops:
             where = callers()
-            stage = RECOMPUTATION if self.stage == BACKWARD and "recompute_fn" in where else self.stage
-            shapes = tuple(tuple(value.shape) for value in tree_leaves((args, kwargs)) if torch.is_tensor(value))
-            self.found.append(Operation(name_of(func), stage, shapes, moved, flops, where, self._numbered(reads), self._numbered(writes)))
+            stage = (
+                RECOMPUTATION if self.stage == BACKWARD and "recompute_fn" in where else self.stage
+            )
+            shapes = tuple(
+                tuple(value.shape)
+                for value in tree_leaves((args, kwargs))
+                if torch.is_tensor(value)
+            )
+            self.found.append(
+                Operation(
+                    name_of(func),
+                    stage,
+                    shapes,
+                    moved,
+                    flops,
+                    where,
+                    self._numbered(reads),
+                    self._numbered(writes),
+                )
+            )
         return result
 
     def _numbered(self, traffic: dict[int, int]) -> tuple[tuple[int, int], ...]:
@@ -109,11 +150,15 @@ def name_of(func: Any) -> str:
 
 
 def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Counts the bytes that an operation reads and writes: of each tensor once, an expanded one as large as it is in memory."""
+    """Counts the bytes that an operation reads and writes: of each tensor once, an expanded one as
+    large as it is in memory.
+    """
     return sum(sum(traffic.values()) for traffic in traffic_of(func, args, kwargs, result))
 
 
-def traffic_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[dict[int, int], dict[int, int]]:
+def traffic_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[dict[int, int], dict[int, int]]:
     """Counts the bytes that an operation (reads, writes), by the address of the storage."""
     name = name_of(func).partition(".")[2]
     given = _given(func, args, kwargs)
@@ -122,7 +167,8 @@ def traffic_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     views = bool(made) and all(_storage(tensor) in homes for tensor in made)
     changes = any(changed for _, changed in given)
     reads, writes = Counter[int](), Counter[int]()
-    if name in ALLOCATE or (not changes and (views or not made)):  # a question, such as for the device, is neither
+    # a question, such as for the device, is neither
+    if name in ALLOCATE or (not changes and (views or not made)):
         return reads, writes
     if name in TOUCH:
         rest = [tensor for tensor, changed in given if not changed]
@@ -136,7 +182,9 @@ def traffic_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     for number, (tensor, changed) in enumerate(given):
         size = size_of(tensor)
         if name in LOOK_UP and number == 0:
-            asked = max([value.numel() for value in made] + [other.numel() for other, _ in given[1:2]])
+            asked = max(
+                [value.numel() for value in made] + [other.numel() for other, _ in given[1:2]]
+            )
             size = min(size, asked * tensor.element_size())
         if NOT_READ.get(name) == number:
             size = 0
@@ -152,10 +200,16 @@ def traffic_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 def size_of(tensor: torch.Tensor) -> int:
     """Counts the bytes of the elements that lie in different places."""
-    return tensor.element_size() * prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0)
+    return tensor.element_size() * prod(
+        size
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if stride != 0 or size == 0
+    )
 
 
-def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, bool]]:
+def _given(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[torch.Tensor, bool]]:
     """Lists the tensors that an operation takes, each once, and whether it writes to them."""
     found: dict[int, tuple[torch.Tensor, bool]] = {}
     for number, argument in enumerate(func._schema.arguments):
@@ -182,21 +236,26 @@ def callers() -> frozenset[str]:
 
 @dataclass
 class _Unit:
-    """Holds what is computed at once: a run of operations that a compiler makes one kernel of, or one operation."""
+    """Holds what is computed at once: a run of operations that a compiler makes one kernel of, or
+    one operation.
+    """
 
     operation: Operation  # the first
     place: int
     run: str
-    reads: dict[tuple[int, int], int] = field(default_factory=dict)  # (storage, how often it was written) -> bytes; not what the unit itself has made
+    # (storage, how often it was written) -> bytes; not what the unit itself has made
+    reads: dict[tuple[int, int], int] = field(default_factory=dict)
     made: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[int, Operation]]:
-    """Counts the bytes anew, as if consecutive operations of one run were one kernel; returns (place of a run's first operation, the operation).
+    """Counts the bytes anew, as if consecutive operations of one run were one kernel; returns
+    (place of a run's first operation, the operation).
 
-    `runs`: for each operation a name, "" for one that stays by itself. A run reads once what it has not made, and writes what is read later. Of what a
-    run of the forward pass has made for a run of the backward pass alone, the cheaper is counted: it is written and read, or made
-    again from what the first run read.
+    `runs`: for each operation a name, "" for one that stays by itself. A run reads once what it has
+    not made, and writes what is read later. Of what a run of the forward pass has made for a run of
+    the backward pass alone, the cheaper is counted: it is written and read, or made again from what
+    the first run read.
     """
     units, writes = list[_Unit](), Counter[int]()
     for place, (operation, run) in enumerate(zip(operations, runs, strict=True)):
@@ -210,13 +269,19 @@ def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[in
             writes[number] += 1
             last.made[number, writes[number]] = size
     maker = {value: number for number, unit in enumerate(units) for value in unit.made}
-    kept, later = set[tuple[int, int]](), defaultdict[tuple[int, int], list[tuple[int, int]]](list)  # (maker, reader) -> values
+    # (maker, reader) -> values
+    kept, later = set[tuple[int, int]](), defaultdict[tuple[int, int], list[tuple[int, int]]](list)
     for number, unit in enumerate(units):
         for value in unit.reads:
             if (made_by := maker.get(value)) is None:
                 continue
             before = units[made_by]
-            if unit.run and before.run and unit.operation.stage == BACKWARD and before.operation.stage != BACKWARD:
+            if (
+                unit.run
+                and before.run
+                and unit.operation.stage == BACKWARD
+                and before.operation.stage != BACKWARD
+            ):
                 later[made_by, number].append(value)
             else:
                 kept.add(value)
@@ -225,7 +290,9 @@ def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[in
         absent = [value for value in values if value not in kept]
         put_off[number].update(absent)
         saved = 2 * sum(units[number].reads[value] for value in absent)
-        again = sum(size for value, size in units[made_by].reads.items() if value not in units[number].reads)
+        again = sum(
+            size for value, size in units[made_by].reads.items() if value not in units[number].reads
+        )
         more[number] += min(saved, again)
     found = []
     for number, unit in enumerate(units):
@@ -234,5 +301,7 @@ def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[in
             continue
         moved = sum(size for value, size in unit.reads.items() if value not in put_off[number])
         moved += sum(size for value, size in unit.made.items() if value in kept) + more[number]
-        found.append((unit.place, Operation("fused", unit.operation.stage, (), moved, 0.0, frozenset())))
+        found.append(
+            (unit.place, Operation("fused", unit.operation.stage, (), moved, 0.0, frozenset()))
+        )
     return found

@@ -1,17 +1,19 @@
-"""Kill training jobs at random moments, again and again, and compare the results with uninterrupted runs.
+"""Kill training jobs at random moments, again and again, and compare the results with uninterrupted
+runs.
 
     python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
 
-A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), that saves at every step.
-The job is killed and started again with the same command, and each start makes at least one step. SIGKILL hits a
-random rank, sometimes `launch.py` or `deepspeed`. Every second kill comes while a checkpoint is written, and some
-starts save in the background.
+A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), that
+saves at every step. The job is killed and started again with the same command, and each start makes
+at least one step. SIGKILL hits a random rank, sometimes `launch.py` or `deepspeed`. Every second
+kill comes while a checkpoint is written, and some starts save in the background.
 
-After every kill no process may be left, and `latest` must name a checkpoint whose files and tensors equal the saved
-ones. The last start runs to the end. Its losses, weights and optimizer states must equal the uninterrupted run's bit
-for bit. tools/drill/drill_checkpoint.md has the measured runs.
+After every kill no process may be left, and `latest` must name a checkpoint whose files and tensors
+equal the saved ones. The last start runs to the end. Its losses, weights and optimizer states must
+equal the uninterrupted run's bit for bit. tools/drill/drill_checkpoint.md has the measured runs.
 
-Exit codes: 0 every comparison held; 1 one did not (the folder is kept, and its name printed); 2 wrong command line.
+Exit codes: 0 every comparison held; 1 one did not (the folder is kept, and its name printed); 2
+wrong command line.
 """
 
 import argparse
@@ -51,7 +53,9 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, flags
 }
 MARK = "CHECKPOINT_DRILL"  # an environment variable that every process of a job inherits
 STEPS_A_LIFE = 6  # of the schedule, for each kill: room for lives that make more than one step
-SPARE_STEPS = 20  # ranks whose launcher was killed notice it after some more steps; a short chain would reach its end before its last kill
+# ranks whose launcher was killed notice it after some more steps; a short chain would reach its end
+# before its last kill
+SPARE_STEPS = 20
 START = 180.0  # seconds within which a life must make a step, on a machine that others load too
 GONE = 60.0  # seconds within which every process must have ended
 TARGETS = ("rank", "rank", "rank", "rank", "launch.py", "deepspeed")
@@ -88,7 +92,10 @@ class Chain:
     def saving(self) -> bool:
         """Returns True while a checkpoint is written: while its staging folder is there."""
         try:
-            return any(step_of(name) is not None for name in os.listdir(self.run / CHECKPOINTS / ".staging"))
+            return any(
+                step_of(name) is not None
+                for name in os.listdir(self.run / CHECKPOINTS / ".staging")
+            )
         except FileNotFoundError:  # the folder comes and goes with each save
             return False
 
@@ -106,12 +113,20 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def pids(self) -> dict[int, dict[str, str]]:
-        """Finds the living processes of the job, whoever their parent is now: pid -> environment."""
+        """Finds the living processes of the job, whoever their parent is now: pid ->
+        environment.
+        """
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and MARK.encode() in (content := (entry / "environ").read_bytes()):
-                    variables = dict(item.split("=", 1) for item in content.decode(errors="replace").split("\0") if "=" in item)
+                if entry.name.isdigit() and MARK.encode() in (
+                    content := (entry / "environ").read_bytes()
+                ):
+                    variables = dict(
+                        item.split("=", 1)
+                        for item in content.decode(errors="replace").split("\0")
+                        if "=" in item
+                    )
                     if variables.get(MARK) == self.mark:
                         found[int(entry.name)] = variables
         return found
@@ -122,7 +137,11 @@ class Job:
 
     def ranks(self) -> list[int]:
         launcher = self.launcher()
-        return sorted(pid for pid, variables in self.pids().items() if "LOCAL_RANK" in variables and parent(pid) == launcher)
+        return sorted(
+            pid
+            for pid, variables in self.pids().items()
+            if "LOCAL_RANK" in variables and parent(pid) == launcher
+        )
 
 
 def parent(pid: int) -> int:
@@ -135,15 +154,48 @@ def parent(pid: int) -> int:
 def start(chain: Chain, run: str, *flags: str) -> Job:
     ranks, own = LAYOUTS[chain.layout]
     deepspeed = Path(sys.executable).parent / "deepspeed"
-    command = [str(deepspeed), "--num_gpus", str(ranks), "--master_port", str(free_port()), str(chain.recipe), "--tiny", *own]
-    command += ["--steps", str(chain.steps), "--out", run, "--save_every", "1", "--eval_every", "0", "--keep", "3", "--no-wandb", *flags]
+    command = [
+        str(deepspeed),
+        "--num_gpus",
+        str(ranks),
+        "--master_port",
+        str(free_port()),
+        str(chain.recipe),
+        "--tiny",
+        *own,
+    ]
+    command += [
+        "--steps",
+        str(chain.steps),
+        "--out",
+        run,
+        "--save_every",
+        "1",
+        "--eval_every",
+        "0",
+        "--keep",
+        "3",
+        "--no-wandb",
+        *flags,
+    ]
     mark = f"{chain.folder}:{time.monotonic_ns()}"
     log = chain.folder / f"{run}_{time.monotonic_ns()}.log"
-    environment = os.environ | {MARK: mark, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {
+        MARK: mark,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}",
+    }
     environment["PYTHONPATH"] = str(ROOT / "recipes")
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=chain.folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=chain.folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return Job(process, mark, log)
 
@@ -179,9 +231,11 @@ def end(job: Job) -> None:
 
 
 def kill(chain: Chain, job: Job, inside: bool) -> bool:
-    """Waits for a random moment after a step of this life and kills a random process; False if the job had ended before.
+    """Waits for a random moment after a step of this life and kills a random process; False if the
+    job had ended before.
 
-    `inside`: kills while a checkpoint is written. Whether that succeeded is read from the folder just before the signal.
+    `inside`: kills while a checkpoint is written. Whether that succeeded is read from the folder
+    just before the signal.
     """
     began_with = chain.done()
     running = lambda: job.process.poll() is None  # noqa: E731
@@ -193,13 +247,17 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
     if not ranks:
         return False
     target = chain.random.choice(TARGETS)
-    pid = {"rank": chain.random.choice(ranks), "launch.py": launcher, "deepspeed": job.process.pid}[target]
+    pid = {"rank": chain.random.choice(ranks), "launch.py": launcher, "deepspeed": job.process.pid}[
+        target
+    ]
     time.sleep(chain.random.uniform(0, 0.6))
     was_inside = False
     while inside and running() and not was_inside:
         wait_for(lambda: chain.saving() or not running(), GONE, pause=0.001)
         begun = time.monotonic()
-        wait_for(lambda: not chain.saving(), chain.random.uniform(0, chain.longest_save), pause=0.001)
+        wait_for(
+            lambda: not chain.saving(), chain.random.uniform(0, chain.longest_save), pause=0.001
+        )
         was_inside = chain.saving()
         if not was_inside:
             chain.longest_save = max(chain.longest_save, time.monotonic() - begun)
@@ -210,14 +268,23 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
     killed = time.monotonic()
     chain.tally.update(["kills", target, *(["inside a save"] if was_inside else [])])
     if not wait_for(lambda: job.process.poll() is not None and not job.pids(), GONE, pause=0.1):
-        raise Broken(f"after the kill of {target} the processes {sorted(job.pids())} were left: {job.output[-3000:]}")
+        raise Broken(
+            f"after the kill of {target} the processes {sorted(job.pids())} were left:"
+            f" {job.output[-3000:]}"
+        )
     chain.slowest_end = max(chain.slowest_end, time.monotonic() - killed)
-    print(f"{chain.layout}: killed {target} {'inside a save ' if was_inside else ''}at step {chain.done()}", flush=True)
+    print(
+        f"{chain.layout}: killed {target} {'inside a save ' if was_inside else ''}at step"
+        f" {chain.done()}",
+        flush=True,
+    )
     return True
 
 
 def check_latest(chain: Chain) -> None:
-    """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint was complete yet."""
+    """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint
+    was complete yet.
+    """
     folder = chain.run / CHECKPOINTS
     if not (folder / LATEST).exists():
         if len(step_folders(folder)) > 1:
@@ -235,7 +302,10 @@ def check_equal(chain: Chain) -> None:
     whole = chain.folder / "unbroken"
     if numbers(read_metrics(chain.run)) != numbers(read_metrics(whole)):
         raise Broken(f"{chain.run / METRICS} differs from {whole / METRICS}")
-    weights = [{path.name: path.read_bytes() for path in (run / EXPORT).glob("*.safetensors")} for run in (chain.run, whole)]
+    weights = [
+        {path.name: path.read_bytes() for path in (run / EXPORT).glob("*.safetensors")}
+        for run in (chain.run, whole)
+    ]
     if weights[0] != weights[1] or not weights[0]:
         raise Broken(f"the weights in {chain.run / EXPORT} differ from those in {whole / EXPORT}")
     last = step_name(chain.steps)
@@ -265,9 +335,22 @@ def drill(chain: Chain) -> None:
 
 
 def table(chains: list[Chain]) -> str:
-    columns = ("kills", "inside a save", "in the background", "rank", "launch.py", "deepspeed", "before the first checkpoint", "verified", "bit-equal")
+    columns = (
+        "kills",
+        "inside a save",
+        "in the background",
+        "rank",
+        "launch.py",
+        "deepspeed",
+        "before the first checkpoint",
+        "verified",
+        "bit-equal",
+    )
     lines = [["layout", *columns, "slowest end (s)"]]
-    lines += [[chain.layout, *(str(chain.tally[name]) for name in columns), f"{chain.slowest_end:.1f}"] for chain in chains]
+    lines += [
+        [chain.layout, *(str(chain.tally[name]) for name in columns), f"{chain.slowest_end:.1f}"]
+        for chain in chains
+    ]
     total = [str(sum(chain.tally[name] for chain in chains)) for name in columns]
     lines.append(["all", *total, f"{max((chain.slowest_end for chain in chains), default=0):.1f}"])
     lines.insert(1, ["---"] * len(lines[0]))
@@ -275,10 +358,32 @@ def table(chains: list[Chain]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=200, metavar="N", help="Total number of kills. Each takes 15 to 60 s on two cores. (default: %(default)s)")
-    parser.add_argument("--chain", type=int, default=25, metavar="N", help="Maximum number of kills of one job. (default: %(default)s)")
-    parser.add_argument("--recipe", type=Path, default=RECIPE, metavar="FILE", help="Recipe to run with --tiny. (default: recipes/llama_nano_zero2.py)")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=200,
+        metavar="N",
+        help="Total number of kills. Each takes 15 to 60 s on two cores. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chain",
+        type=int,
+        default=25,
+        metavar="N",
+        help="Maximum number of kills of one job. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--recipe",
+        type=Path,
+        default=RECIPE,
+        metavar="FILE",
+        help="Recipe to run with --tiny. (default: recipes/llama_nano_zero2.py)",
+    )
     parser.add_argument(
         "--layouts",
         nargs="+",
@@ -286,8 +391,19 @@ def main(argv: list[str] | None = None) -> int:
         default=[name for name in LAYOUTS if name != "own"],
         help="Layouts to use in turn. own is the recipe's own layout. (default: all except own)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Random seed for the moments and targets of the kills. (default: %(default)s)")
-    parser.add_argument("--folder", type=path_of, metavar="PATH", help="Folder for the jobs. (default: a temporary folder, removed after success)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Random seed for the moments and targets of the kills. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=path_of,
+        metavar="PATH",
+        help="Folder for the jobs. (default: a temporary folder, removed after success)",
+    )
     arguments = parser.parse_args(argv)
     if arguments.kills < 1 or arguments.chain < 1:
         parser.error("--kills and --chain are at least 1")
@@ -299,7 +415,15 @@ def main(argv: list[str] | None = None) -> int:
     for number, first in enumerate(range(0, arguments.kills, arguments.chain)):
         layout = arguments.layouts[number % len(arguments.layouts)]
         kills = min(arguments.chain, arguments.kills - first)
-        chains.append(Chain(layout, kills, folder / f"{number:03d}_{layout}", random.Random(f"{arguments.seed} {number}"), arguments.recipe.resolve()))
+        chains.append(
+            Chain(
+                layout,
+                kills,
+                folder / f"{number:03d}_{layout}",
+                random.Random(f"{arguments.seed} {number}"),
+                arguments.recipe.resolve(),
+            )
+        )
         try:
             drill(chains[-1])
         except Broken as error:
@@ -308,7 +432,10 @@ def main(argv: list[str] | None = None) -> int:
         else:
             shutil.rmtree(chains[-1].folder)
     print(table(chains))
-    print(f"{len(chains) - broken} of {len(chains)} chains equal the unbroken run bit for bit" + (f"; the others are kept in {folder}" if broken else ""))
+    print(
+        f"{len(chains) - broken} of {len(chains)} chains equal the unbroken run bit for bit"
+        + (f"; the others are kept in {folder}" if broken else "")
+    )
     if not broken and not arguments.folder:
         folder.rmdir()
     return 1 if broken else 0

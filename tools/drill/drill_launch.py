@@ -1,15 +1,16 @@
-"""Kill a job of `python -m launch --max_restarts` at random moments, and compare its end with an uninterrupted run.
+"""Kill a job of `python -m launch --max_restarts` at random moments, and compare its end with an
+uninterrupted run.
 
     python tools/drill/drill_launch.py --kills 50 --seed 0
 
-The job is recipes/llama_nano_zero2.py --tiny on two ranks. SIGKILL hits a rank, the launcher that forked the ranks,
-or the host's agent (`launch.host`). Four of five kills come after a step of the current start, the others during
-start-up. Only the job itself restarts the ranks. It must end by itself with exit code 0, and its losses must equal
-the uninterrupted run's bit for bit.
+The job is recipes/llama_nano_zero2.py --tiny on two ranks. SIGKILL hits a rank, the launcher that
+forked the ranks, or the host's agent (`launch.host`). Four of five kills come after a step of the
+current start, the others during start-up. Only the job itself restarts the ranks. It must end by
+itself with exit code 0, and its losses must equal the uninterrupted run's bit for bit.
 
-Measured: 2026-11-21, 2 CPU cores under a load of 15: 10 kills (4 of a rank, 3 of a launcher, 3 of the agent).
-Bit-equal, goodput 10.3 %, 9 minutes.
-Exit codes: 0 every comparison held; 1 one did not (the folder is kept, and its name printed); 2 wrong command line.
+Measured: 2026-11-21, 2 CPU cores under a load of 15: 10 kills (4 of a rank, 3 of a launcher, 3 of
+the agent). Bit-equal, goodput 10.3 %, 9 minutes. Exit codes: 0 every comparison held; 1 one did not
+(the folder is kept, and its name printed); 2 wrong command line.
 """
 
 import argparse
@@ -37,35 +38,83 @@ TARGETS = ("rank", "rank", "rank", "launcher", "agent")
 
 def children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
 
 def command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        )
     except OSError:
         return ""
 
 
 def family(coordinator: int) -> dict[str, list[int]]:
-    """Finds agent, launcher and ranks of the running start; processes that have not begun yet are missing."""
-    found: dict[str, list[int]] = {"agent": [pid for pid in children(coordinator) if "launch.host" in command(pid)], "launcher": [], "rank": []}
+    """Finds agent, launcher and ranks of the running start; processes that have not begun yet are
+    missing.
+    """
+    found: dict[str, list[int]] = {
+        "agent": [pid for pid in children(coordinator) if "launch.host" in command(pid)],
+        "launcher": [],
+        "rank": [],
+    }
     for agent in found["agent"]:
-        found["launcher"] += [pid for pid in children(agent) if "deepspeed.launcher.launch" in command(pid)]
+        found["launcher"] += [
+            pid for pid in children(agent) if "deepspeed.launcher.launch" in command(pid)
+        ]
     for launcher in found["launcher"]:
         found["rank"] += [pid for pid in children(launcher) if RECIPE.name in command(pid)]
     return found
 
 
-def start(folder: Path, run: str, steps: int, *flags: str, resume: str = "auto") -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "launch", "--gpus", "2", *flags, str(RECIPE), "--tiny", "--steps", str(steps), "--out", run]
-    words += ["--save_every", "2", "--eval_every", "0", "--no-wandb", "--no-export", "--resume", resume]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
+def start(
+    folder: Path, run: str, steps: int, *flags: str, resume: str = "auto"
+) -> subprocess.Popen[bytes]:
+    words = [
+        sys.executable,
+        "-m",
+        "launch",
+        "--gpus",
+        "2",
+        *flags,
+        str(RECIPE),
+        "--tiny",
+        "--steps",
+        str(steps),
+        "--out",
+        run,
+    ]
+    words += [
+        "--save_every",
+        "2",
+        "--eval_every",
+        "0",
+        "--no-wandb",
+        "--no-export",
+        "--resume",
+        resume,
+    ]
+    variables = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
     with (folder / f"{run}.log").open("wb") as log:
-        return subprocess.Popen(words, cwd=folder, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            words,
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def wait_for(true: Callable[[], Any], seconds: float = PATIENCE) -> bool:
@@ -77,7 +126,14 @@ def wait_for(true: Callable[[], Any], seconds: float = PATIENCE) -> bool:
     return True
 
 
-def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, early: bool, before: set[int], before_step: int) -> str:
+def kill_one(
+    job: subprocess.Popen[bytes],
+    run: Path,
+    chance: random.Random,
+    early: bool,
+    before: set[int],
+    before_step: int,
+) -> str:
     """Kills a process of the running start; returns its kind, or "" if the job had ended.
 
     `before`: ranks of earlier starts; `before_step`: the furthest step of those starts.
@@ -100,28 +156,59 @@ def kill_one(job: subprocess.Popen[bytes], run: Path, chance: random.Random, ear
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--kills", type=int, default=50, metavar="N", help="Number of kills. Each takes 10 to 40 s on two cores. (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="Random seed for the moments and targets of the kills. (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=120, metavar="N", help="Minutes after which the drill stops killing. (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=50,
+        metavar="N",
+        help="Number of kills. Each takes 10 to 40 s on two cores. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Random seed for the moments and targets of the kills. (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=120,
+        metavar="N",
+        help="Minutes after which the drill stops killing. (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
     if arguments.kills < 1:
         parser.error("--kills is at least 1")
     folder = Path(tempfile.mkdtemp(prefix="drill_launch_"))
-    steps, chance, tally = STEPS_A_KILL * arguments.kills + 2, random.Random(arguments.seed), Counter[str]()
+    steps, chance, tally = (
+        STEPS_A_KILL * arguments.kills + 2,
+        random.Random(arguments.seed),
+        Counter[str](),
+    )
     began = time.monotonic()
     # --resume never is for the first start only
     job = start(folder, "run", steps, "--max_restarts", str(arguments.kills + 10), resume="never")
     early, before, before_step = False, set[int](), 0
     problems = []
     try:
-        while sum(tally.values()) < arguments.kills and job.poll() is None and time.monotonic() - began < 60 * arguments.minutes:
+        while (
+            sum(tally.values()) < arguments.kills
+            and job.poll() is None
+            and time.monotonic() - began < 60 * arguments.minutes
+        ):
             early = not early and chance.random() < 0.25
             if target := kill_one(job, folder / "run", chance, early, before, before_step):
                 before_step = max(before_step, len(read_metrics(folder / "run")))
                 tally[target] += 1
                 print(
-                    f"kill {sum(tally.values())}: {target}{' while it begins' if early else ''}, at step {len(read_metrics(folder / 'run'))} of {steps}",
+                    f"kill {sum(tally.values())}: {target}{' while it begins' if early else ''}, at"
+                    f" step {len(read_metrics(folder / 'run'))} of {steps}",
                     flush=True,
                 )
         if not wait_for(lambda: job.poll() is not None, 10 * PATIENCE):
@@ -132,16 +219,30 @@ def main(argv: list[str] | None = None) -> int:
         job.wait()
     if job.returncode:
         problems.append(f"it ended with {job.returncode}")
-    if aside := [path.name for path in folder.glob("run.*") if path.is_dir() and path.name != "run.logs"]:
+    if aside := [
+        path.name for path in folder.glob("run.*") if path.is_dir() and path.name != "run.logs"
+    ]:
         problems.append(f"a restart began anew ({', '.join(aside)})")
     print("the unbroken run", flush=True)
     whole = start(folder, "unbroken", steps)
-    code, expected, lines = whole.wait(), numbers(read_metrics(folder / "unbroken")), numbers(read_metrics(folder / "run"))
+    code, expected, lines = (
+        whole.wait(),
+        numbers(read_metrics(folder / "unbroken")),
+        numbers(read_metrics(folder / "run")),
+    )
     if code or expected != lines or len(lines) != steps:
         problems.append("its losses differ from the uninterrupted run")
     log = (folder / "run.log").read_text(errors="replace")
-    print(next((line for line in reversed(log.splitlines()) if "goodput" in line), "no goodput was printed"))
-    parts = ", ".join(f"{count} of a {target}" if target != "agent" else f"{count} of the agent" for target, count in sorted(tally.items()))
+    print(
+        next(
+            (line for line in reversed(log.splitlines()) if "goodput" in line),
+            "no goodput was printed",
+        )
+    )
+    parts = ", ".join(
+        f"{count} of a {target}" if target != "agent" else f"{count} of the agent"
+        for target, count in sorted(tally.items())
+    )
     print(f"{sum(tally.values())} kills ({parts}), {steps} steps, {time.monotonic() - began:.0f} s")
     if problems:
         print(f"BROKEN: {'; '.join(problems)}; kept in {folder}", file=sys.stderr)

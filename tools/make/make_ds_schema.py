@@ -1,11 +1,13 @@
-"""Write recipes/recipekit/dslint/schema.json: every key that the installed DeepSpeed reads from its JSON, with type, default and range.
+"""Write recipes/recipekit/dslint/schema.json: every key that the installed DeepSpeed reads from its
+JSON, with type, default and range.
 
     python tools/make/make_ds_schema.py            # rewrite the file after a change of the DeepSpeed pin
     python tools/make/make_ds_schema.py --check    # exit 1 if the file differs from what the installed DeepSpeed reads
 
-Blocks that are pydantic models are read from their fields. All others are found by handing `DeepSpeedConfig` a dict that
-notes which keys it is asked for. What neither way shows (the type behind a default of None, the names behind a string) is
-declared below; a key that is neither found nor declared stops the script.
+Blocks that are pydantic models are read from their fields. All others are found by handing
+`DeepSpeedConfig` a dict that notes which keys it is asked for. What neither way shows (the type
+behind a default of None, the names behind a string) is declared below; a key that is neither found
+nor declared stops the script.
 """
 
 import argparse
@@ -22,7 +24,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # the defaults must not depend on the machine that runs this
+# the defaults must not depend on the machine that runs this
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
 import torch
@@ -45,7 +48,9 @@ from pydantic_core import PydanticUndefined
 
 SCHEMA = Path(__file__).resolve().parents[2] / "recipes" / "recipekit" / "dslint" / "schema.json"
 
-Node = dict[str, Any]  # {"type": [...], "default", "min", "above", "max", "below", "enum", "any_case", "items", "keys", "required"} or {"use_instead"}
+# {"type": [...], "default", "min", "above", "max", "below", "enum", "any_case", "items", "keys",
+# "required"} or {"use_instead"}
+Node = dict[str, Any]
 
 MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
@@ -77,11 +82,19 @@ DECLARED: dict[str, Node] = {
     "gradient_clipping": {"min": 0},
     "gradient_predivide_factor": {"above": 0},
     "gradient_allreduce_op": {"enum": ["mean", "sum"], "any_case": True},
-    "communication_data_type": {"type": ["string", "null"], "enum": ["fp16", "bf16", "fp32"], "any_case": True},
+    "communication_data_type": {
+        "type": ["string", "null"],
+        "enum": ["fp16", "bf16", "fp32"],
+        "any_case": True,
+    },
     "seq_parallel_communication_data_type": {"enum": ["fp16", "bf16", "fp32"], "any_case": True},
     "sequence_parallel_size": COUNT,
     "vocabulary_size": COUNT,
-    "log_level": {"type": ["string", "null"], "enum": ["debug", "info", "warning", "error", "critical"], "any_case": True},
+    "log_level": {
+        "type": ["string", "null"],
+        "enum": ["debug", "info", "warning", "error", "critical"],
+        "any_case": True,
+    },
     "datastates_ckpt": {"type": ["object", "boolean"]},
     "optimizer.type": {"type": ["string"]},
     "optimizer.legacy_fusion": {"type": ["boolean"], "default": False},
@@ -93,7 +106,11 @@ DECLARED: dict[str, Node] = {
     "data_types.grad_accum_dtype": {"type": ["string", "null"], "enum": FLOAT_DTYPES},
     "data_types.param_dtype": {"type": ["string", "null"], "enum": FLOAT_DTYPES},
     "data_types.buffer_dtype": {"type": ["string", "null"], "enum": FLOAT_DTYPES},
-    "data_types.keep_in_fp32_modules": {"type": ["string", "array"], "enum": ["auto"], "items": "string"},
+    "data_types.keep_in_fp32_modules": {
+        "type": ["string", "array"],
+        "enum": ["auto"],
+        "items": "string",
+    },
     "activation_checkpointing.number_checkpoints": {"type": ["integer", "null"], "min": 1},
     "flops_profiler.output_file": PATH,
     "flops_profiler.profile_step": {"min": 1},
@@ -110,7 +127,11 @@ DECLARED: dict[str, Node] = {
     "aio.intra_op_parallelism": {"min": 1},
     "checkpoint.tag_validation": {"enum": ["Warn", "Ignore", "Fail"], "any_case": True},
     "checkpoint.writer.type": {"enum": ["mock", "python", "fast"], "any_case": True},
-    "checkpoint.writer.data_parallel": {"type": ["string", "null"], "enum": ["replica", "socket", "machine"], "any_case": True},
+    "checkpoint.writer.data_parallel": {
+        "type": ["string", "null"],
+        "enum": ["replica", "socket", "machine"],
+        "any_case": True,
+    },
     "autotuning.metric_path": PATH,
     "autotuning.model_info_path": PATH,
     "autotuning.arg_mappings": {"type": ["object", "null"]},
@@ -143,7 +164,16 @@ DECLARED: dict[str, Node] = {
     "pipeline.use_reentrant": {"type": ["boolean"], "default": True},
     "pipeline.activation_checkpoint_interval": {"min": 0},
 }
-for _name in ("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "expert_w1", "expert_w2", "num_experts_attr", "top_k_attr"):
+for _name in (
+    "preset_model",
+    "moe_layer_pattern",
+    "expert_pattern",
+    "router_pattern",
+    "expert_w1",
+    "expert_w2",
+    "num_experts_attr",
+    "top_k_attr",
+):
     DECLARED[f"expert_parallel.{_name}"] = PATH
 for _name in ("shared_experts_pattern", "shared_experts_gate_pattern", "expert_activation"):
     DECLARED[f"expert_parallel.{_name}"] = PATH
@@ -190,7 +220,9 @@ class Asked(dict):
 
 
 def asked_keys(path: list[str]) -> dict[str, Any]:
-    """Finds the keys that `DeepSpeedConfig` asks for in the block at `path`, each with its default."""
+    """Finds the keys that `DeepSpeedConfig` asks for in the block at `path`, each with its
+    default.
+    """
     block = Asked(SEEDS.get(".".join(path), {}))
     config: dict[str, Any] = block
     for depth in range(len(path) - 1, -1, -1):
@@ -203,14 +235,23 @@ def asked_keys(path: list[str]) -> dict[str, Any]:
 
 def type_of(default: Any) -> list[str]:
     """Returns the JSON type of a default value; [] for None."""
-    for python, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), ((list, tuple), "array"), (dict, "object")):
+    for python, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        (str, "string"),
+        ((list, tuple), "array"),
+        (dict, "object"),
+    ):
         if isinstance(default, python):
             return [name]
     return []
 
 
 def recorded(path: list[str]) -> Node:
-    """Makes the node of a block that is no pydantic model, and of the blocks in it, from the keys that are asked for."""
+    """Makes the node of a block that is no pydantic model, and of the blocks in it, from the keys
+    that are asked for.
+    """
     keys: dict[str, Node] = {}
     for key, default in sorted(asked_keys(path).items()):
         here = [*path, key]
@@ -229,27 +270,44 @@ def recorded(path: list[str]) -> Node:
         else:
             keys[key] = recorded(here)
             if not keys[key]["keys"]:
-                raise SystemExit(f"{dotted}: DeepSpeed reads this key with no default to tell its type. Add it to DECLARED in {__file__}")
+                raise SystemExit(
+                    f"{dotted}: DeepSpeed reads this key with no default to tell its type. Add it"
+                    f" to DECLARED in {__file__}"
+                )
     return {"type": ["object"], "keys": keys}
 
 
 def pipeline() -> Node:
     """Makes the node of the pipeline block, which DeepSpeed copies whole over its defaults."""
-    keys: dict[str, Node] = {key: {"type": type_of(value), "default": value} for key, value in ds.get_pipeline_config({}).items()}
+    keys: dict[str, Node] = {
+        key: {"type": type_of(value), "default": value}
+        for key, value in ds.get_pipeline_config({}).items()
+    }
     keys["stages"] = {}  # its default "auto" is of another type
     keys["use_reentrant"] = {}  # read by the pipeline engine only
-    return {"type": ["object"], "keys": {key: node | DECLARED.get(f"pipeline.{key}", {}) for key, node in sorted(keys.items())}}
+    return {
+        "type": ["object"],
+        "keys": {
+            key: node | DECLARED.get(f"pipeline.{key}", {}) for key, node in sorted(keys.items())
+        },
+    }
 
 
 def annotated(annotation: Any, dotted: str) -> Node | None:
-    """Makes the node of a pydantic field's annotation; None if no JSON value fits (groups, torch dtypes)."""
+    """Makes the node of a pydantic field's annotation; None if no JSON value fits (groups, torch
+    dtypes).
+    """
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        nodes = [node for part in inner if part is not type(None) and (node := annotated(part, dotted))]
+        nodes = [
+            node for part in inner if part is not type(None) and (node := annotated(part, dotted))
+        ]
         if not nodes:
             return None
         node = {key: value for part in nodes for key, value in part.items()}
-        node["type"] = [name for part in nodes for name in part["type"]] + (["null"] if type(None) in inner else [])
+        node["type"] = [name for part in nodes for name in part["type"]] + (
+            ["null"] if type(None) in inner else []
+        )
         return node
     if origin is typing.Literal:
         return {"type": type_of(inner[0]), "enum": list(inner)}
@@ -257,15 +315,25 @@ def annotated(annotation: Any, dotted: str) -> Node | None:
         node = {"type": ["array"]}
         item = annotated(inner[0], dotted) if inner and inner[0] is not Any else None
         if item:
-            node |= {"items": item["type"][0]} | ({"items_enum": item["enum"]} if "enum" in item else {})
+            node |= {"items": item["type"][0]} | (
+                {"items_enum": item["enum"]} if "enum" in item else {}
+            )
         return node
     if origin is dict or annotation is dict:
         return {"type": ["object"]}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return model(annotation, dotted)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
-        return {"type": ["integer" if issubclass(annotation, int) else "string"], "enum": [member.value for member in annotation]}
-    for python, name in ((bool, "boolean"), (int, "integer"), (float, "number"), ((str, Path), "string")):
+        return {
+            "type": ["integer" if issubclass(annotation, int) else "string"],
+            "enum": [member.value for member in annotation],
+        }
+    for python, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (float, "number"),
+        ((str, Path), "string"),
+    ):
         if isinstance(annotation, type) and issubclass(annotation, python):
             return {"type": [name]}
     return None
@@ -279,7 +347,11 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
         if extra.get("deprecated"):
             by_name = {item: other.alias or item for item, other in cls.model_fields.items()}
             new = str(extra["new_param"])
-            keys[name] = {"use_instead": " or ".join(f"{dotted}.{by_name.get(part, part)}" for part in new.split(" or "))}
+            keys[name] = {
+                "use_instead": " or ".join(
+                    f"{dotted}.{by_name.get(part, part)}" for part in new.split(" or ")
+                )
+            }
             keys[name] |= {} if extra.get("set_new_param", True) else {"works": False}
             continue
         key = field.alias or name
@@ -289,18 +361,29 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
         default = field.get_default(call_default_factory=True)
         default = default.value if isinstance(default, Enum) else default
         if default is not PydanticUndefined and default is not None and "keys" not in node:
-            node["default"] = int(default) if isinstance(default, int) and not isinstance(default, bool) else default
+            node["default"] = (
+                int(default)
+                if isinstance(default, int) and not isinstance(default, bool)
+                else default
+            )
         for bound, word in (("ge", "min"), ("gt", "above"), ("le", "max"), ("lt", "below")):
-            node.update((word, getattr(item, bound)) for item in field.metadata if hasattr(item, bound))
+            node.update(
+                (word, getattr(item, bound)) for item in field.metadata if hasattr(item, bound)
+            )
         keys[key] = node | DECLARED.get(f"{dotted}.{key}", {})
         if key != name:
             keys[name] = {"use_instead": f"{dotted}.{key}"}
     return {"type": ["object"], "strict": True, "keys": dict(sorted(keys.items()))}
 
 
-OF_RECIPES: dict[str, Node] = {  # options of a recipe's Muon (recipekit/optim/muon.py), which DeepSpeed's does not read
+# options of a recipe's Muon (recipekit/optim/muon.py), which DeepSpeed's does not read
+OF_RECIPES: dict[str, Node] = {
     "nesterov": {"type": ["boolean"], "default": True},
-    "adjust_lr_fn": {"type": ["string"], "enum": ["original", "match_rms_adamw"], "default": "original"},
+    "adjust_lr_fn": {
+        "type": ["string"],
+        "enum": ["original", "match_rms_adamw"],
+        "default": "original",
+    },
     "ns_coefficients": {"type": ["array"], "items": "number", "length": 3},
     "ns_steps": {"type": ["integer"], "min": 1, "max": 99, "default": 5},
     "ns_eps": {"type": ["number"], "above": 0, "default": 1e-7},
@@ -342,7 +425,9 @@ RANGES: dict[str, Node] = {
 
 
 def parameters(function: Any, without: str = "") -> dict[str, Node]:
-    """Lists the JSON keys for the keyword arguments of an optimizer or scheduler, except those in `without`."""
+    """Lists the JSON keys for the keyword arguments of an optimizer or scheduler, except those in
+    `without`.
+    """
     keys: dict[str, Node] = {}
     for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
         if name in without.split():
@@ -351,15 +436,22 @@ def parameters(function: Any, without: str = "") -> dict[str, Node]:
         if parameter.default is parameter.empty:
             node["required"] = True
         elif parameter.default is not None:
-            node["default"] = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            node["default"] = (
+                list(parameter.default)
+                if isinstance(parameter.default, tuple)
+                else parameter.default
+            )
         keys[name] = node | RANGES.get(name, {})
         if not keys[name]["type"]:
-            raise SystemExit(f"{function.__name__}: no type is known for {name}. Add it to RANGES in {__file__}")
+            raise SystemExit(
+                f"{function.__name__}: no type is known for {name}. Add it to RANGES in {__file__}"
+            )
     return dict(sorted(keys.items()))
 
 
 def optimizers() -> dict[str, Node]:
-    """Describes each optimizer: how its name is compared, and its keys for each implementation that DeepSpeed may choose.
+    """Describes each optimizer: how its name is compared, and its keys for each implementation that
+    DeepSpeed may choose.
 
     `torch` is chosen by "torch_adam": true, `cpu` by optimizer offload, `device` otherwise.
     """
@@ -371,8 +463,13 @@ def optimizers() -> dict[str, Node]:
         "cpu": {"torch_adam": switch, **parameters(DeepSpeedCPUAdam, without="adamw_mode amsgrad")},
         "device": {"torch_adam": switch, **parameters(FusedAdam, without="adam_w_mode amsgrad")},
     }
-    muon = {name: torch_adam[name] for name in ("lr", "betas", "eps", "weight_decay", "torch_adam")} | {"adam_w_mode": on}
-    muon |= {name: RANGES[name] for name in ("muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")} | OF_RECIPES
+    muon = {
+        name: torch_adam[name] for name in ("lr", "betas", "eps", "weight_decay", "torch_adam")
+    } | {"adam_w_mode": on}
+    muon |= {
+        name: RANGES[name]
+        for name in ("muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")
+    } | OF_RECIPES
     found: dict[str, Node] = {
         "AdamW": adamw,
         "Adam": {chosen: {**keys, "adam_w_mode": on} for chosen, keys in adamw.items()},
@@ -382,51 +479,88 @@ def optimizers() -> dict[str, Node]:
         },
         "Lamb": {"device": parameters(FusedLamb, without="amsgrad max_grad_norm")},
         "Lion": {"cpu": parameters(DeepSpeedCPULion), "device": parameters(FusedLion)},
-        "Muon": {"torch": {**muon, "foreach": RANGES["foreach"]}, "cpu": {**muon, "fp32_optimizer_states": on}, "device": muon},
+        "Muon": {
+            "torch": {**muon, "foreach": RANGES["foreach"]},
+            "cpu": {**muon, "fp32_optimizer_states": on},
+            "device": muon,
+        },
     }
     for name in found:
         found[name]["any_case"] = True
     for name in ("MuAdam", "MuAdamW", "MuSGD"):
         found[name] = {"any_case": True, "needs_package": "mup"}
     if {name.lower() for name in found} != set(ds.DEEPSPEED_OPTIMIZERS):
-        raise SystemExit(f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}. Adapt optimizers() in {__file__}")
+        raise SystemExit(
+            f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}. Adapt optimizers() in"
+            f" {__file__}"
+        )
     for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
         found[name] = {"torch_name": True, "device": parameters(getattr(torch.optim, name))}
-    adafactor = parameters(torch.optim.Adafactor) | {"eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}}
+    adafactor = parameters(torch.optim.Adafactor) | {
+        "eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}
+    }
     found["Adafactor"] = {"torch_name": True, "device": adafactor}
     freeze_step = {"type": ["integer"], "min": 1, "required": True}
-    one_bit = {name: torch_adam[name] for name in ("betas", "eps")} | {"freeze_step": freeze_step} | {name: torch_adam[name] for name in ("lr", "weight_decay")}
-    found["OneBitAdam"] = {"any_case": True, "device": one_bit}  # of recipes only (recipekit/optim/one_bit.py): DeepSpeed has removed its own
+    one_bit = (
+        {name: torch_adam[name] for name in ("betas", "eps")}
+        | {"freeze_step": freeze_step}
+        | {name: torch_adam[name] for name in ("lr", "weight_decay")}
+    )
+    # of recipes only (recipekit/optim/one_bit.py): DeepSpeed has removed its own
+    found["OneBitAdam"] = {"any_case": True, "device": one_bit}
     return found
 
 
-TORCH_SCHEDULERS = "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR OneCycleLR"
+TORCH_SCHEDULERS = (
+    "StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR"
+    " CosineAnnealingWarmRestarts CyclicLR OneCycleLR"
+)
 
 
 def torch_schedulers() -> dict[str, Node]:
     """Lists the schedules of PyTorch that take JSON values only, and their keys."""
     found: dict[str, Node] = {}
     for name in TORCH_SCHEDULERS.split():
-        arguments = list(inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters.values())[1:]
-        found[name] = {argument.name: {"type": ["any"]} | ({"required": True} if argument.default is argument.empty else {}) for argument in arguments}
+        arguments = list(
+            inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters.values()
+        )[1:]
+        found[name] = {
+            argument.name: (
+                {"type": ["any"]}
+                | ({"required": True} if argument.default is argument.empty else {})
+            )
+            for argument in arguments
+        }
     return found
 
 
 def schema() -> dict[str, Any]:
     deepspeed.utils.logger.setLevel("ERROR")
     root = recorded([])
-    root["keys"]["sequence_parallel_size"] = DECLARED["sequence_parallel_size"] | {"default": 1}  # read from the caller's dict, before the copy
+    # read from the caller's dict, before the copy
+    root["keys"]["sequence_parallel_size"] = DECLARED["sequence_parallel_size"] | {"default": 1}
     root["keys"] |= {key: {"removed": True} for key in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS}
     root["keys"] |= {key: {"use_instead": new} for key, new in SECOND_SPELLING.items()}
     root["keys"]["allgather_size"]["works"] = False  # but for "zero_optimization": true
-    root["keys"]["zero_optimization"]["keys"] |= {key: {"removed": True} for key in ds._REMOVED_ZERO_CONFIG_KEYS}
+    root["keys"]["zero_optimization"]["keys"] |= {
+        key: {"removed": True} for key in ds._REMOVED_ZERO_CONFIG_KEYS
+    }
     root["keys"] = dict(sorted(root["keys"].items()))
-    schedulers = {name: parameters(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES}
-    found = {"deepspeed": deepspeed.__version__.split("+")[0], "config": root, "optimizers": optimizers()}
+    schedulers = {
+        name: parameters(getattr(lr_schedules, name)) for name in lr_schedules.VALID_LR_SCHEDULES
+    }
+    found = {
+        "deepspeed": deepspeed.__version__.split("+")[0],
+        "config": root,
+        "optimizers": optimizers(),
+    }
     found |= {"schedulers": schedulers, "torch_schedulers": torch_schedulers()}
     stale = [path for path in DECLARED if not reaches(root, path.split("."))]
     if stale:
-        raise SystemExit(f"DeepSpeed does not read {', '.join(stale)} (any more). Take it out of DECLARED in {__file__}")
+        raise SystemExit(
+            f"DeepSpeed does not read {', '.join(stale)} (any more). Take it out of DECLARED in"
+            f" {__file__}"
+        )
     return found
 
 
@@ -439,19 +573,38 @@ def reaches(node: Node, path: list[str]) -> bool:
 def text() -> str:
     """Writes the file's content."""
     spread = json.dumps(schema(), indent=1)
-    return re.sub(r"\[[^\[\]{}]*\]|\{[^{}]*\}", lambda leaf: re.sub(r"(?<=[\[{])\s+|\s+(?=[\]}])", "", re.sub(r"\n\s+", " ", leaf.group())), spread) + "\n"
+    return (
+        re.sub(
+            r"\[[^\[\]{}]*\]|\{[^{}]*\}",
+            lambda leaf: re.sub(
+                r"(?<=[\[{])\s+|\s+(?=[\]}])", "", re.sub(r"\n\s+", " ", leaf.group())
+            ),
+            spread,
+        )
+        + "\n"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="Compare the file instead of writing it. The exit code is 1 if the file is out of date.")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help=(
+            "Compare the file instead of writing it. The exit code is 1 if the file is out of date."
+        ),
+    )
     arguments = parser.parse_args()
     new, old = text(), SCHEMA.read_text() if SCHEMA.exists() else ""
     if not arguments.check:
         SCHEMA.write_text(new)
         print(f"wrote {SCHEMA}")
     elif new != old:
-        sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "committed", "installed DeepSpeed", n=1))
+        sys.stdout.writelines(
+            difflib.unified_diff(
+                old.splitlines(True), new.splitlines(True), "committed", "installed DeepSpeed", n=1
+            )
+        )
         raise SystemExit(1)
 
 

@@ -1,14 +1,16 @@
-"""Run each model family in each layout and write recipes/SUPPORT.md, SUPPORT_MLM.md and SUPPORT_IMAGES.md.
+"""Run each model family in each layout and write recipes/SUPPORT.md, SUPPORT_MLM.md and
+SUPPORT_IMAGES.md.
 
     python tools/make/support_matrix.py                                       # all types of the installed transformers (hours on 2 cores)
     python tools/make/support_matrix.py --types llama gemma2                  # only these: print their marks, write no page
     python tools/make/support_matrix.py --task image_classification --types vit swin
 
-Causal language models (task pretrain), masked language models and image classifiers have one table each. For every model
-type the tool makes a tiny model from the type's config class. In each layout real processes train it for 3 optimizer steps
-(fp32, AdamW, clipping; packed documents or random images). The tool compares the result with plain PyTorch in one process:
-every loss and grad_norm within 1e-5 relative, every updated weight within 1e-5 absolute. If a cell fails or exceeds its
-time limit, its mark gives the reason, and the tool starts a new group of processes.
+Causal language models (task pretrain), masked language models and image classifiers have one table
+each. For every model type the tool makes a tiny model from the type's config class. In each layout
+real processes train it for 3 optimizer steps (fp32, AdamW, clipping; packed documents or random
+images). The tool compares the result with plain PyTorch in one process: every loss and grad_norm
+within 1e-5 relative, every updated weight within 1e-5 absolute. If a cell fails or exceeds its time
+limit, its mark gives the reason, and the tool starts a new group of processes.
 """
 
 import argparse
@@ -37,22 +39,42 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO 
 TEXT, MASKED, IMAGES = "pretrain", "masked_lm", "image_classification"  # tasks: a table each
 STEPS, BATCHES, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
 MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # rows of each of the BATCHES
-# Of a type with BatchNorm, whose last maps are a tiny picture's one pixel: normalised over 2 values, plain PyTorch's gradient in fp32
-# is 3 times that in fp64 (ResNet) and changes by 8e-4 with the order of the rows; of 16 values by 2e-6. `smooth` does the rest.
+# Of a type with BatchNorm, whose last maps are a tiny picture's one pixel: normalised over 2
+# values, plain PyTorch's gradient in fp32 is 3 times that in fp64 (ResNet) and changes by 8e-4 with
+# the order of the rows; of 16 values by 2e-6. `smooth` does the rest.
 NORMED = 16
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
 WHY = {  # (beginning of a type, part of a layout) -> found by hand
-    ("gemma3n", "tp"): "Gemma3nTextMLP._gaussian_topk computes mean and deviation over the dimension that tp shards",
+    (
+        "gemma3n",
+        "tp",
+    ): (
+        "Gemma3nTextMLP._gaussian_topk computes mean and deviation over the dimension that tp"
+        " shards"
+    ),
     ("reformer", ""): "LSHSelfAttention samples new hashes in every forward pass",
 }
-ROUNDED = 1e-6  # relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights are
-ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}  # said by a refusal -> its mark
-AHEAD = "reads the tokens that it should predict"  # said by the refusal of a model that is not causal
+# relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights
+# are
+ROUNDED = 1e-6
+# said by a refusal -> its mark
+ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}
+# said by the refusal of a model that is not causal
+AHEAD = "reads the tokens that it should predict"
 CELL_S = 60.0  # seconds a cell may take
 CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "steps_per_print": None,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "torch_adam": True}},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {
+            "lr": 3e-4,
+            "betas": [0.9, 0.95],
+            "eps": 1e-6,
+            "weight_decay": 0.1,
+            "torch_adam": True,
+        },
+    },
 }
 
 
@@ -68,20 +90,34 @@ def layouts_of(task: str) -> list[str]:
     """Lists the layouts that a task does not lack."""
     from recipekit.spec.task_specs import TASKS
 
-    return [name for name, (_, _, degrees) in LAYOUTS.items() if not degrees.keys() & TASKS[task].lacks.keys()]
+    return [
+        name
+        for name, (_, _, degrees) in LAYOUTS.items()
+        if not degrees.keys() & TASKS[task].lacks.keys()
+    ]
 
 
 def tiny_model_config(task: str, model_type: str) -> dict[str, Any]:
-    """Makes the tiny config of a type, with dropout switched off: runs with dropout cannot be compared."""
+    """Makes the tiny config of a type, with dropout switched off: runs with dropout cannot be
+    compared.
+    """
     from recipekit.architectures.families import tiny_config
 
     def without_dropout(config: dict[str, Any]) -> dict[str, Any]:
         return {
-            key: without_dropout(value)
-            if isinstance(value, dict)
-            else 0.0
-            if isinstance(value, float) and ("dropout" in key or key.endswith(("_pdrop", "layerdrop", "jitter_noise", "drop_path_rate")))
-            else value
+            key: (
+                without_dropout(value)
+                if isinstance(value, dict)
+                else (
+                    0.0
+                    if isinstance(value, float)
+                    and (
+                        "dropout" in key
+                        or key.endswith(("_pdrop", "layerdrop", "jitter_noise", "drop_path_rate"))
+                    )
+                    else value
+                )
+            )
             for key, value in config.items()
         }
 
@@ -95,15 +131,30 @@ def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     rows = MICRO_BATCH[task]
-    recipe = Recipe(model=model_type, task=task, init="random", seed=3, micro_batch=rows, global_batch=BATCHES * rows, seq_len=SEQ_LEN, **degrees)
+    recipe = Recipe(
+        model=model_type,
+        task=task,
+        init="random",
+        seed=3,
+        micro_batch=rows,
+        global_batch=BATCHES * rows,
+        seq_len=SEQ_LEN,
+        **degrees,
+    )
     if task == MASKED:
         return recipe  # its attention is chosen by what keeps documents apart
-    make = partial(empty_model, tiny_model_config(task, model_type), name=model_type, auto_class=recipe.facts.auto_class)
+    make = partial(
+        empty_model,
+        tiny_model_config(task, model_type),
+        name=model_type,
+        auto_class=recipe.facts.auto_class,
+    )
     try:
         model = make()
     except Refusal:  # its class has no sdpa
         recipe, model = replace(recipe, attention="eager"), make(attention="eager")
-    if task == TEXT and recipe.attention == "auto" and why_not_varlen(model_type):  # what auto takes with the dropout of the default config
+    # what auto takes with the dropout of the default config
+    if task == TEXT and recipe.attention == "auto" and why_not_varlen(model_type):
         recipe = replace(recipe, attention="sdpa")
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         recipe = replace(recipe, micro_batch=NORMED, global_batch=BATCHES * NORMED)
@@ -111,16 +162,25 @@ def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
 
 
 def batches_of(task: str, config: dict[str, Any], rows: int) -> list[dict[str, Any]]:
-    """Makes the BATCHES micro-batches of one optimizer step of a model: packed documents of random tokens, or `rows` random pictures."""
+    """Makes the BATCHES micro-batches of one optimizer step of a model: packed documents of random
+    tokens, or `rows` random pictures.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(1)
     if task == IMAGES:
         tower = config.get("vision_config") or config
-        size = tower["image_size"] if isinstance(tower["image_size"], list | tuple) else (tower["image_size"],) * 2
+        size = (
+            tower["image_size"]
+            if isinstance(tower["image_size"], list | tuple)
+            else (tower["image_size"],) * 2
+        )
         shape = (rows, tower.get("num_channels", 3), *size)  # (B, C, H, W)
         labels = torch.randint(config["num_labels"], (BATCHES, rows), generator=generator)
-        return [{"pixel_values": torch.randn(shape, generator=generator), "labels": own} for own in labels]
+        return [
+            {"pixel_values": torch.randn(shape, generator=generator), "labels": own}
+            for own in labels
+        ]
     batches = []
     for row in range(BATCHES):
         ids = torch.randint(3, VOCABULARY, (1, SEQ_LEN), generator=generator)
@@ -135,22 +195,35 @@ def batches_of(task: str, config: dict[str, Any], rows: int) -> list[dict[str, A
     return batches
 
 
-def told_of_documents(batches: list[dict[str, Any]], task: str, attention: str) -> list[dict[str, Any]]:
-    """Adds to micro-batches what an attention reads of their documents, as the stream of a run does."""
+def told_of_documents(
+    batches: list[dict[str, Any]], task: str, attention: str
+) -> list[dict[str, Any]]:
+    """Adds to micro-batches what an attention reads of their documents, as the stream of a run
+    does.
+    """
     from recipekit.kernels.documents import with_documents, with_starts
 
-    return [(with_documents if "varlen" in attention else with_starts)(batch) for batch in batches] if task == MASKED or attention == "varlen" else batches
+    return (
+        [(with_documents if "varlen" in attention else with_starts)(batch) for batch in batches]
+        if task == MASKED or attention == "varlen"
+        else batches
+    )
 
 
 def spread(model: Any) -> None:
-    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off that constant.
+    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off that
+    constant.
 
     At zeros and ones a wrong layout can go unseen, and top-k meets ties.
     """
     import torch
 
     generator = torch.Generator().manual_seed(2)
-    kept = [buffer for name, buffer in model.named_buffers() if name in model.state_dict() and buffer.is_floating_point()]
+    kept = [
+        buffer
+        for name, buffer in model.named_buffers()
+        if name in model.state_dict() and buffer.is_floating_point()
+    ]
     with torch.no_grad():
         for tensor in [*model.parameters(), *kept]:
             if tensor.numel() > 1 and tensor.min() == tensor.max():
@@ -160,13 +233,18 @@ def spread(model: Any) -> None:
 def smooth(model: Any) -> None:
     """Puts SiLU in the place of ReLU, in a model with BatchNorm.
 
-    At zero the gradient of ReLU jumps. Rounding decides on which side of it a value lies, and of the 16 values of a channel one is
-    enough: with another library's convolutions the gradient of a tiny RegNet differs by 2e-2, with SiLU by 4e-6.
+    At zero the gradient of ReLU jumps. Rounding decides on which side of it a value lies, and of
+    the 16 values of a channel one is enough: with another library's convolutions the gradient of a
+    tiny RegNet differs by 2e-2, with SiLU by 4e-6.
     """
     from torch import nn
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    for module in [*model.modules()] if any(isinstance(module, _BatchNorm) for module in model.modules()) else []:
+    for module in (
+        [*model.modules()]
+        if any(isinstance(module, _BatchNorm) for module in model.modules())
+        else []
+    ):
         for name, child in module.named_children():
             if type(child) is nn.ReLU:
                 setattr(module, name, nn.SiLU())
@@ -179,14 +257,17 @@ def save(model: Any, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     parameters = dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    save_file({name: value.detach().contiguous() for name, value in {**parameters, **buffers}.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.detach().contiguous() for name, value in {**parameters, **buffers}.items()},
+        folder / "model.safetensors",
+    )
 
 
 def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     """Trains STEPS steps in plain PyTorch, from random weights that it saves in `folder`.
 
-    Returns losses, norms and weights, whether the model has experts, and of text the leak: how far a document's logits
-    depend on another document of its row.
+    Returns losses, norms and weights, whether the model has experts, and of text the leak: how far
+    a document's logits depend on another document of its row.
     """
     import torch
     from recipekit.model.both_ways import leaks
@@ -197,7 +278,10 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     of_task = task_called(task)
     recipe, config = recipe_of(task, model_type), tiny_model_config(task, model_type)
     if recipe.attention == "auto":  # transformers' own, beside which each cell is held
-        recipe = replace(recipe, attention="eager" if task == MASKED and leaks(config, "sdpa", model_type) else "sdpa")
+        recipe = replace(
+            recipe,
+            attention="eager" if task == MASKED and leaks(config, "sdpa", model_type) else "sdpa",
+        )
     of_task.check(config, recipe.attention, recipe.model)
     built = build_model(recipe, config, None, {}, torch.device("cpu"))
     model = built.model
@@ -206,7 +290,13 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     save(model, folder)
     numbers = CONFIG["optimizer"]["params"]
     groups: Any = parameter_groups(model, built.blueprint.trained)
-    optimizer = torch.optim.AdamW(groups, lr=numbers["lr"], betas=tuple(numbers["betas"]), eps=numbers["eps"], weight_decay=numbers["weight_decay"])
+    optimizer = torch.optim.AdamW(
+        groups,
+        lr=numbers["lr"],
+        betas=tuple(numbers["betas"]),
+        eps=numbers["eps"],
+        weight_decay=numbers["weight_decay"],
+    )
     batches = told_of_documents(batches_of(task, config, recipe.micro_batch), task, built.attention)
     counted = sum(int(of_task.count(batch).sum()) for batch in batches)
     leak = leak_of(model, batches[0]) if task == TEXT else None
@@ -219,7 +309,9 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
             loss.backward()
             total += loss.item()
         losses.append(total)
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG["gradient_clipping"]).item())
+        norms.append(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CONFIG["gradient_clipping"]).item()
+        )
         optimizer.step()
     idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     return {
@@ -233,14 +325,21 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
 
 
 def leak_of(model: Any, batch: dict[str, Any]) -> float:
-    """Returns the largest change of a logit in a row's second document when only tokens of the first document change."""
+    """Returns the largest change of a logit in a row's second document when only tokens of the
+    first document change.
+    """
     import torch
 
     edge = int((batch["position_ids"][0, 1:] == 0).nonzero()[0]) + 1
     other = batch["input_ids"].clone()
     other[:, :edge] = other[:, :edge].flip(1)
     with torch.no_grad():
-        logits = [model(input_ids=ids, position_ids=batch["position_ids"], use_cache=False).logits[:, edge:] for ids in (batch["input_ids"], other)]
+        logits = [
+            model(input_ids=ids, position_ids=batch["position_ids"], use_cache=False).logits[
+                :, edge:
+            ]
+            for ids in (batch["input_ids"], other)
+        ]
     return (logits[0] - logits[1]).abs().max().item()
 
 
@@ -248,8 +347,12 @@ class Differs(Exception):
     """Says that a cell ran, but did not train like plain PyTorch."""
 
 
-def hold_cell(task: str, model_type: str, layout: str, folder: str, reference: dict[str, Any]) -> dict[str, Any]:
-    """Trains one cell (a collective); one that differs under varlen once more under sdpa, the attention that it is held beside, which tells roundings from a wrong layout."""
+def hold_cell(
+    task: str, model_type: str, layout: str, folder: str, reference: dict[str, Any]
+) -> dict[str, Any]:
+    """Trains one cell (a collective); one that differs under varlen once more under sdpa, the
+    attention that it is held beside, which tells roundings from a wrong layout.
+    """
     import torch.distributed as dist
 
     found, worst = "", dict[str, Any]()
@@ -261,14 +364,25 @@ def hold_cell(task: str, model_type: str, layout: str, folder: str, reference: d
     dist.all_gather_object(told, found)
     varlen = task == TEXT and recipe_of(task, model_type).attention == "auto"
     if any(told) and varlen:
-        return train_cell(task, model_type, layout, folder, reference, "sdpa") | {"varlen": next(text for text in told if text)}
+        return train_cell(task, model_type, layout, folder, reference, "sdpa") | {
+            "varlen": next(text for text in told if text)
+        }
     if found:
         raise Differs(found)
     return worst
 
 
-def train_cell(task: str, model_type: str, layout: str, folder: str, reference: dict[str, Any], attention: str = "") -> dict[str, Any]:
-    """Reads the weights in `folder` and trains one cell on this group of ranks (a collective); returns this rank's largest deviations."""
+def train_cell(
+    task: str,
+    model_type: str,
+    layout: str,
+    folder: str,
+    reference: dict[str, Any],
+    attention: str = "",
+) -> dict[str, Any]:
+    """Reads the weights in `folder` and trains one cell on this group of ranks (a collective);
+    returns this rank's largest deviations.
+    """
     import deepspeed
     import torch
     from recipekit.engine.deepspeed_engine import repaired
@@ -289,7 +403,11 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
     mesh = make_mesh(world, **degrees)
     groups = Groups(mesh, "cpu")
     accumulation = BATCHES // mesh.dp
-    batch = {"train_batch_size": recipe.global_batch, "train_micro_batch_size_per_gpu": recipe.micro_batch, "gradient_accumulation_steps": accumulation}
+    batch = {
+        "train_batch_size": recipe.global_batch,
+        "train_micro_batch_size_per_gpu": recipe.micro_batch,
+        "gradient_accumulation_steps": accumulation,
+    }
     config = CONFIG | batch | {"zero_optimization": {"stage": stage}}
     if mesh.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
@@ -302,35 +420,68 @@ def train_cell(task: str, model_type: str, layout: str, folder: str, reference: 
         of_task = of_task.of_losses(of_task)
     if mesh.pp > 1:
         assert built.split is not None
-        model = pipeline.assemble(built.models, groups, partial(pipeline_loss, of_task, Sums()), "1f1b", built.split.num_stages)
+        model = pipeline.assemble(
+            built.models,
+            groups,
+            partial(pipeline_loss, of_task, Sums()),
+            "1f1b",
+            built.split.num_stages,
+        )
         pipeline.share(model, groups)
     trained: Any = parameter_groups(model, built.blueprint.trained)
-    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config, mpu=groups.mpu, dist_init_required=False)[0]
+    engine: Any = deepspeed.initialize(
+        model=model,
+        model_parameters=trained,
+        config=config,
+        mpu=groups.mpu,
+        dist_init_required=False,
+    )[0]
     repaired(engine)
     dp_rank = groups.coords["dp"]
     batches = batches_of(task, model_config, recipe.micro_batch)
-    mine = told_of_documents(batches[dp_rank * accumulation : (dp_rank + 1) * accumulation], task, built.attention)
+    mine = told_of_documents(
+        batches[dp_rank * accumulation : (dp_rank + 1) * accumulation], task, built.attention
+    )
     results = [train_step(engine, of_task, mine, None, None, mesh) for _ in range(STEPS)]
     worst_weight, where = 0.0, ""
     for name, value in whole_parameters(model, built, groups, torch.float32):
-        difference = (value - reference["weights"][name]).abs().max().item() if value.numel() else 0.0
+        difference = (
+            (value - reference["weights"][name]).abs().max().item() if value.numel() else 0.0
+        )
         if difference > worst_weight:
             worst_weight, where = difference, name
     worst = {
-        "loss": max(abs(result["loss"] / expected - 1) for result, expected in zip(results, reference["losses"], strict=True)),
-        "grad_norm": max(abs(result["grad_norm"] / expected - 1) for result, expected in zip(results, reference["norms"], strict=True)),
+        "loss": max(
+            abs(result["loss"] / expected - 1)
+            for result, expected in zip(results, reference["losses"], strict=True)
+        ),
+        "grad_norm": max(
+            abs(result["grad_norm"] / expected - 1)
+            for result, expected in zip(results, reference["norms"], strict=True)
+        ),
         "weight": worst_weight,
     }
     engine.destroy()
     if not (worst["loss"] <= LOSS and worst["grad_norm"] <= LOSS and worst["weight"] <= WEIGHT):
-        idle = ", which no gradient reaches: DeepSpeed decays it, torch does not" if where in reference["idle"] else ""
-        exact = "" if idle or mesh.pp > 1 else f"; {gradients_in_fp64(model_config, recipe, groups)}"
-        raise Differs(f"differs: loss {worst['loss']:.1e}, grad_norm {worst['grad_norm']:.1e}, weight {worst['weight']:.1e} ({where}{idle}){exact}")
+        idle = (
+            ", which no gradient reaches: DeepSpeed decays it, torch does not"
+            if where in reference["idle"]
+            else ""
+        )
+        exact = (
+            "" if idle or mesh.pp > 1 else f"; {gradients_in_fp64(model_config, recipe, groups)}"
+        )
+        raise Differs(
+            f"differs: loss {worst['loss']:.1e}, grad_norm {worst['grad_norm']:.1e}, weight"
+            f" {worst['weight']:.1e} ({where}{idle}){exact}"
+        )
     return worst
 
 
 def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
-    """What the gradients of one step say in fp64 (a collective): equal, so that fp32's rounding is the difference, or which parameter's are wrong."""
+    """What the gradients of one step say in fp64 (a collective): equal, so that fp32's rounding is
+    the difference, or which parameter's are wrong.
+    """
     import torch
     import torch.distributed as dist
     from recipekit.model.build import build_model
@@ -340,17 +491,26 @@ def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
 
     of_task, cpu = task_called(recipe.task), torch.device("cpu")
     recipe = replace(recipe, attention="sdpa") if recipe.task == MASKED else recipe
-    own = replace(recipe, tp=1, attention="sdpa" if recipe.attention == "auto" else recipe.attention)  # transformers' own
+    # transformers' own
+    own = replace(
+        recipe, tp=1, attention="sdpa" if recipe.attention == "auto" else recipe.attention
+    )
     plain = build_model(own, config, None, {}, cpu).model.double()
     built = build_model(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}}, cpu)
     for model, attention in ((plain, "sdpa"), (built.model.double(), built.attention)):
-        for batch in told_of_documents(batches_of(recipe.task, config, recipe.micro_batch), recipe.task, attention):
+        for batch in told_of_documents(
+            batches_of(recipe.task, config, recipe.micro_batch), recipe.task, attention
+        ):
             batch = to_device(batch, cpu)
             of_task.loss(of_task.forward(model, batch), batch, False).backward()
     worst, where = 0.0, ""
     whole = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in built.model.named_parameters():
-        if (expected := whole[name]) is None or parameter.grad is None or not (size := expected.norm().item()):
+        if (
+            (expected := whole[name]) is None
+            or parameter.grad is None
+            or not (size := expected.norm().item())
+        ):
             continue
         if name in built.cuts:
             assert groups.tp_mesh is not None
@@ -359,14 +519,21 @@ def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (worst, where))
     worst, where = max(everyone)
-    return f"in fp64 all gradients of a step agree to {worst:.0e}" if worst < ROUNDED else f"in fp64 the gradient of {where} differs by {worst:.0e}"
+    return (
+        f"in fp64 all gradients of a step agree to {worst:.0e}"
+        if worst < ROUNDED
+        else f"in fp64 the gradient of {where} differs by {worst:.0e}"
+    )
 
 
-# Groups of processes -----------------------------------------------------------------------------------------------
+# Groups of processes
+# -----------------------------------------------------------------------------------------------
 
 
 def serve(folder: Path) -> None:
-    """Serves as one rank of a group: trains the cells that arrive on stdin, each a line of JSON, and writes its answers to files."""
+    """Serves as one rank of a group: trains the cells that arrive on stdin, each a line of JSON,
+    and writes its answers to files.
+    """
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -381,9 +548,19 @@ def serve(folder: Path) -> None:
     for line in sys.stdin:
         cell = json.loads(line)
         try:
-            answer = {"ok": True} | hold_cell(cell["task"], cell["type"], cell["layout"], cell["weights"], torch.load(cell["reference"], weights_only=True))
+            answer = {"ok": True} | hold_cell(
+                cell["task"],
+                cell["type"],
+                cell["layout"],
+                cell["weights"],
+                torch.load(cell["reference"], weights_only=True),
+            )
         except BaseException as error:
-            answer = {"ok": False, "reason": reason_of(error), "refused": isinstance(error, Refusal)}
+            answer = {
+                "ok": False,
+                "reason": reason_of(error),
+                "refused": isinstance(error, Refusal),
+            }
         _forget(linear)
         written = folder / f"{cell['number']}_{dist.get_rank()}.json"
         written.with_suffix(".tmp").write_text(json.dumps(answer))
@@ -391,7 +568,9 @@ def serve(folder: Path) -> None:
 
 
 def _forget(linear: Any) -> None:
-    """Puts back what DeepSpeed keeps in module globals, so that one cell does not change the next."""
+    """Puts back what DeepSpeed keeps in module globals, so that one cell does not change the
+    next.
+    """
     import gc
 
     import torch
@@ -401,19 +580,31 @@ def _forget(linear: Any) -> None:
     groups._release_process_group_references()
     torch.nn.functional.linear = linear  # zero.Init replaces it for good (DeepSpeed 0.19.8)
     partition_parameters.Init.apply_param_persistence = False
-    partition_parameters.Init.num_persisted_parameters = partition_parameters.Init.num_persisted_elements = 0
+    partition_parameters.Init.num_persisted_parameters = (
+        partition_parameters.Init.num_persisted_elements
+    ) = 0
     gc.collect()
 
 
 def reason_of(error: BaseException) -> str:
-    """Writes one line: the error, and the module of the model (or, without one, of the recipes) that raised it."""
+    """Writes one line: the error, and the module of the model (or, without one, of the recipes)
+    that raised it.
+    """
     import traceback
 
     from recipekit.spec.refusal import Refusal
 
     frames = traceback.extract_tb(error.__traceback__)
-    places = [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "/models/" in frame.filename]
-    places = places or [f"{Path(frame.filename).stem}.{frame.name}" for frame in frames if "recipekit" in frame.filename]
+    places = [
+        f"{Path(frame.filename).stem}.{frame.name}"
+        for frame in frames
+        if "/models/" in frame.filename
+    ]
+    places = places or [
+        f"{Path(frame.filename).stem}.{frame.name}"
+        for frame in frames
+        if "recipekit" in frame.filename
+    ]
     said = str(error).strip().splitlines()
     if isinstance(error, Refusal):
         return f"refused: {error.problems[0].where}: {error.problems[0].rule}"
@@ -431,18 +622,50 @@ class Group:
 
         self.world, self.folder, self.cells = world, folder, 0
         port = str(free_port())
-        own = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        own = {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.ranks = []
         for rank in range(world):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             log = (folder / f"group{world}_{rank}.log").open("a")
             command = [sys.executable, __file__, "--serve", str(folder)]
-            self.ranks.append(subprocess.Popen(command, env=os.environ | own | place, stdin=subprocess.PIPE, stdout=log, stderr=log, text=True))
+            self.ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | own | place,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    text=True,
+                )
+            )
 
-    def run(self, number: int, task: str, model_type: str, layout: str, reference: Path) -> dict[str, Any]:
-        """The joined answer of all ranks: the first failure, or the largest deviations. Ends the group if it failed otherwise than by a refusal of all."""
+    def run(
+        self, number: int, task: str, model_type: str, layout: str, reference: Path
+    ) -> dict[str, Any]:
+        """The joined answer of all ranks: the first failure, or the largest deviations.
+
+        Ends the group if it failed otherwise than by a refusal of all.
+        """
         self.cells += 1
-        cell = {"number": number, "task": task, "type": model_type, "layout": layout, "reference": str(reference)}
+        cell = {
+            "number": number,
+            "task": task,
+            "type": model_type,
+            "layout": layout,
+            "reference": str(reference),
+        }
         line = json.dumps(cell | {"weights": str(reference.parent / "weights")}) + "\n"
         for rank in self.ranks:
             assert rank.stdin is not None
@@ -450,22 +673,37 @@ class Group:
                 rank.stdin.write(line)
                 rank.stdin.flush()
         files = [self.folder / f"{number}_{rank}.json" for rank in range(self.world)]
-        deadline = time.monotonic() + CELL_S + (60 if self.cells == 1 else 0)  # the first cell waits for the imports
+        # the first cell waits for the imports
+        deadline = time.monotonic() + CELL_S + (60 if self.cells == 1 else 0)
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             if any(file.exists() and not json.loads(file.read_text())["ok"] for file in files):
-                deadline = min(deadline, time.monotonic() + 2)  # the peers of a failed rank fail soon, or wait for ever
+                # the peers of a failed rank fail soon, or wait for ever
+                deadline = min(deadline, time.monotonic() + 2)
             if any(rank.poll() is not None for rank in self.ranks):
                 break
             time.sleep(0.02)
         answers = [json.loads(file.read_text()) for file in files if file.exists()]
         failed = [answer for answer in answers if not answer["ok"]]
         if failed or len(answers) < self.world:
-            reason = failed[0]["reason"] if failed else f"no answer within {CELL_S:.0f} s" if self.alive else "a process died"
-            if sum(answer["refused"] for answer in failed) < self.world:  # every rank refuses before its first collective
+            reason = (
+                failed[0]["reason"]
+                if failed
+                else f"no answer within {CELL_S:.0f} s"
+                if self.alive
+                else "a process died"
+            )
+            # every rank refuses before its first collective
+            if sum(answer["refused"] for answer in failed) < self.world:
                 self.close()
             return {"ok": False, "reason": reason}
-        worst = {key: max(answer[key] for answer in answers) for key in ("loss", "grad_norm", "weight")}
-        return {"ok": True} | worst | {key: answers[0][key] for key in ("varlen",) if key in answers[0]}
+        worst = {
+            key: max(answer[key] for answer in answers) for key in ("loss", "grad_norm", "weight")
+        }
+        return (
+            {"ok": True}
+            | worst
+            | {key: answers[0][key] for key in ("varlen",) if key in answers[0]}
+        )
 
     @property
     def alive(self) -> bool:
@@ -477,8 +715,12 @@ class Group:
             rank.wait()
 
 
-def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: Any = print, task: str = TEXT) -> dict[str, dict[str, dict[str, Any]]]:
-    """type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds already are not run again."""
+def run_matrix(
+    types: list[str], layouts: list[str], results: Path | None, say: Any = print, task: str = TEXT
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """type -> layout (or "reference") -> {"ok", deviations or "reason"}. Cells that `results` holds
+    already are not run again.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -497,21 +739,35 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
             done.setdefault(model_type, {})[layout] = result
             if results is not None:
                 with results.open("a") as file:
-                    file.write(json.dumps({"task": task, "type": model_type, "layout": layout, "result": result}) + "\n")
+                    file.write(
+                        json.dumps(
+                            {"task": task, "type": model_type, "layout": layout, "result": result}
+                        )
+                        + "\n"
+                    )
 
         try:
             for index, model_type in enumerate(types, 1):
                 wanted = [layout for layout in layouts if layout not in done.get(model_type, {})]
                 known = done.get(model_type, {}).get("reference", {})
-                if not wanted or not known.get("ok", True) or (wanted == ["ep2"] and not known.get("experts", True)):
+                if (
+                    not wanted
+                    or not known.get("ok", True)
+                    or (wanted == ["ep2"] and not known.get("experts", True))
+                ):
                     continue
                 reference = folder / "reference.pt"
                 try:
                     plain = train_plain(task, model_type, folder / "weights")
                     torch.save(plain, reference)
                     told = {} if task == IMAGES else {"varlen": why_not_varlen(model_type, task)}
-                    record(model_type, "reference", {"ok": True, "leak": plain["leak"], "experts": plain["experts"]} | told)
-                except Exception as error:  # whatever error a family raises is the reason in its row
+                    record(
+                        model_type,
+                        "reference",
+                        {"ok": True, "leak": plain["leak"], "experts": plain["experts"]} | told,
+                    )
+                    # whatever error a family raises is the reason in its row
+                except Exception as error:
                     record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
                     say(f"{index}/{len(types)} {model_type}: reference: {reason_of(error)}")
                     continue
@@ -523,9 +779,17 @@ def run_matrix(types: list[str], layouts: list[str], results: Path | None, say: 
                         groups.pop(world).close()
                     if world not in groups:
                         groups[world] = Group(world, folder)
-                    record(model_type, layout, groups[world].run(number, task, model_type, layout, reference))
-                marks = ", ".join(f"{layout} {done[model_type][layout].get('reason', 'ok')}" for layout in wanted)
-                say(f"{index}/{len(types)} {model_type}: {marks} [{time.monotonic() - began:.0f} s]")
+                    record(
+                        model_type,
+                        layout,
+                        groups[world].run(number, task, model_type, layout, reference),
+                    )
+                marks = ", ".join(
+                    f"{layout} {done[model_type][layout].get('reason', 'ok')}" for layout in wanted
+                )
+                say(
+                    f"{index}/{len(types)} {model_type}: {marks} [{time.monotonic() - began:.0f} s]"
+                )
         finally:
             for group in groups.values():
                 group.close()
@@ -545,14 +809,18 @@ def why_not_varlen(model_type: str, task: str = TEXT) -> str:
         return reason_of(error)
 
 
-# The page ----------------------------------------------------------------------------------------------------------
+# The page
+# --------------------------------------------------------------------------------------------------
 
 
 def publishes_pipeline_plan(model_type: str) -> bool:
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[model_type]
-    return any(getattr(kind, "base_model_pp_plan", None) for kind in (config, *getattr(config, "sub_configs", {}).values()))
+    return any(
+        getattr(kind, "base_model_pp_plan", None)
+        for kind in (config, *getattr(config, "sub_configs", {}).values())
+    )
 
 
 def decoders_alone(types: list[str]) -> list[str]:
@@ -566,16 +834,21 @@ def versions() -> str:
     """Names what the cells were run with, and when."""
     from importlib.metadata import version
 
-    return f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers {version('transformers')}, {time.strftime('%Y-%m-%d')}."
+    return (
+        f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers"
+        f" {version('transformers')}, {time.strftime('%Y-%m-%d')}."
+    )
 
 
 def made(task: str, model: str, rows: str) -> str:
     """Return how the cells of a page are run, and when a cell gets a mark."""
     of_task = "" if task == TEXT else f" --task {task}"
     return (
-        f"Written by `python tools/make/support_matrix.py{of_task}`, which runs every cell. Do not edit this page. A tiny model of each type ({model}) "
-        f"trains {STEPS} steps on {rows} in real processes (CPU, fp32). ✓ means that the run agrees with plain PyTorch in one process: every loss and grad_norm "
-        f"within {LOSS:.0e} relative, every updated weight within {WEIGHT:.0e}. The number is the largest deviation. ✗ means that the cell fails."
+        f"Written by `python tools/make/support_matrix.py{of_task}`, which runs every cell. Do not"
+        f" edit this page. A tiny model of each type ({model}) trains {STEPS} steps on {rows} in"
+        " real processes (CPU, fp32). ✓ means that the run agrees with plain PyTorch in one"
+        f" process: every loss and grad_norm within {LOSS:.0e} relative, every updated weight"
+        f" within {WEIGHT:.0e}. The number is the largest deviation. ✗ means that the cell fails."
     )
 
 
@@ -591,24 +864,42 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
         "",
         versions(),
         "",
-        "No family has its own code: the stages and shards come from the plans that the model publishes.",
-        "",
-        *paragraph(
-            "- packed rows: `isolated` means that a document's logits do not depend on other documents in its row. `leak` means that they do, in transformers "
-            "itself. Then put one document in each row, or accept the leak."
+        (
+            "No family has its own code: the stages and shards come from the plans that the model"
+            " publishes."
         ),
-        *paragraph("- varlen: ✓ means that `--attention auto` computes packed rows without a mask. For ✗ the reason is below, and a mask is used."),
+        "",
         *paragraph(
-            "- sdpa: with varlen the rounding differences of the cell exceed the tolerance. With sdpa, the attention of plain PyTorch here, they do not. "
-            "The differences are listed below."
+            "- packed rows: `isolated` means that a document's logits do not depend on other"
+            " documents in its row. `leak` means that they do, in transformers itself. Then put one"
+            " document in each row, or accept the leak."
         ),
-        *paragraph("- no plan: the family publishes no plan for that degree. A recipe can set its own plan for pp (`gpt2_xl_zero1_pp4.py`)."),
-        "- no preset: DeepSpeed's AutoEP has no preset for its experts. no experts: there are no experts to shard.",
-        "",
-        *paragraph(f"Refused, because they read the tokens that they should predict: {', '.join(sorted(ahead))}."),
+        *paragraph(
+            "- varlen: ✓ means that `--attention auto` computes packed rows without a mask. For ✗"
+            " the reason is below, and a mask is used."
+        ),
+        *paragraph(
+            "- sdpa: with varlen the rounding differences of the cell exceed the tolerance. With"
+            " sdpa, the attention of plain PyTorch here, they do not. The differences are listed"
+            " below."
+        ),
+        *paragraph(
+            "- no plan: the family publishes no plan for that degree. A recipe can set its own plan"
+            " for pp (`gpt2_xl_zero1_pp4.py`)."
+        ),
+        (
+            "- no preset: DeepSpeed's AutoEP has no preset for its experts. no experts: there are"
+            " no experts to shard."
+        ),
         "",
         *paragraph(
-            "Encoder-decoders are also refused. For the following types the rows below describe only the decoder, whose config.json says "
+            "Refused, because they read the tokens that they should predict:"
+            f" {', '.join(sorted(ahead))}."
+        ),
+        "",
+        *paragraph(
+            "Encoder-decoders are also refused. For the following types the rows below describe"
+            " only the decoder, whose config.json says "
             f'`"is_encoder_decoder": false`: {", ".join(sorted(decoders_alone(ran)))}.'
         ),
         "",
@@ -616,74 +907,164 @@ def page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     for layout in LAYOUTS:
         passed = [name for name in planned if done[name].get(layout, {}).get("ok")]
         lines.append(
-            f"- {layout}: {len(passed)} of the {len(planned)} types that publish a pipeline plan, {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}"
+            f"- {layout}: {len(passed)} of the {len(planned)} types that publish a pipeline plan,"
+            f" {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}"
         )
-    for title, names in (("Types that publish a pipeline plan", planned), ("Other types", [name for name in ran if name not in planned])):
+    for title, names in (
+        ("Types that publish a pipeline plan", planned),
+        ("Other types", [name for name in ran if name not in planned]),
+    ):
         if not names:
             continue
-        lines += ["", f"## {title}", "", "| type | " + " | ".join(LAYOUTS) + " | packed rows | varlen |", "|---|" + "---|" * (len(LAYOUTS) + 2)]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            "| type | " + " | ".join(LAYOUTS) + " | packed rows | varlen |",
+            "|---|" + "---|" * (len(LAYOUTS) + 2),
+        ]
         for name in sorted(names):
             leak = done[name]["reference"].get("leak")
-            isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"  # below 1e-6 is rounding
-            lines.append(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in LAYOUTS) + f" | {isolated} | {_varlen(done[name])} |")
-    others = [line for name in sorted(ran) if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {quoted(why)}")]
-    return "\n".join([*lines, "", "## Why attention needs a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)]) + "\n"
+            # below 1e-6 is rounding
+            isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"
+            lines.append(
+                f"| {name} | "
+                + " | ".join(_mark(done[name], layout) for layout in LAYOUTS)
+                + f" | {isolated} | {_varlen(done[name])} |"
+            )
+    others = [
+        line
+        for name in sorted(ran)
+        if (why := done[name]["reference"].get("varlen"))
+        for line in paragraph(f"- {name}: {quoted(why)}")
+    ]
+    return (
+        "\n".join(
+            [
+                *lines,
+                "",
+                "## Why attention needs a mask",
+                "",
+                *others,
+                "",
+                "## Why a cell fails",
+                "",
+                *reasons(done),
+            ]
+        )
+        + "\n"
+    )
 
 
 def masked_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the text of recipes/SUPPORT_MLM.md, of masked language models."""
-    layouts, ran = layouts_of(MASKED), sorted(name for name in done if done[name]["reference"]["ok"])
-    others = [line for name in ran if (why := done[name]["reference"].get("varlen")) for line in paragraph(f"- {name}: {quoted(why)}")]
+    layouts, ran = (
+        layouts_of(MASKED),
+        sorted(name for name in done if done[name]["reference"]["ok"]),
+    )
+    others = [
+        line
+        for name in ran
+        if (why := done[name]["reference"].get("varlen"))
+        for line in paragraph(f"- {name}: {quoted(why)}")
+    ]
     lines = [
         "# Which masked language models train in which layout",
         "",
-        *paragraph(made(MASKED, "its config class, without dropout", "packed documents with 30 % masked tokens")),
+        *paragraph(
+            made(
+                MASKED,
+                "its config class, without dropout",
+                "packed documents with 30 % masked tokens",
+            )
+        ),
         "",
         versions(),
         "",
         *paragraph(
-            "The table lists each type whose attention keeps packed documents apart. In transformers, the logits of packed documents from a tiny copy then equal "
-            "the logits of each document alone."
+            "The table lists each type whose attention keeps packed documents apart. In"
+            " transformers, the logits of packed documents from a tiny copy then equal the logits"
+            " of each document alone."
         ),
         "",
-        *paragraph("- varlen: ✓ means that the default config runs without a mask. For ✗ the reason is below, and a mask is used."),
         *paragraph(
-            "- no plan: the type publishes no plan, and the task's plan (recipekit/spec/task_specs.py) names other modules. A recipe can set its own plan "
-            "(`pp_plan`, `tp_plan`)."
+            "- varlen: ✓ means that the default config runs without a mask. For ✗ the reason is"
+            " below, and a mask is used."
+        ),
+        *paragraph(
+            "- no plan: the type publishes no plan, and the task's plan"
+            " (recipekit/spec/task_specs.py) names other modules. A recipe can set its own plan"
+            " (`pp_plan`, `tp_plan`)."
         ),
         "",
-        *(f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}" for layout in layouts),
+        *(
+            f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all"
+            f" {len(done)}"
+            for layout in layouts
+        ),
         "",
         "| type | " + " | ".join(layouts) + " | varlen |",
         "|---|" + "---|" * (len(layouts) + 1),
-        *(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + f" | {_varlen(done[name])} |" for name in ran),
-        *["", "## Why attention needs a mask", "", *others, "", "## Why a cell fails", "", *reasons(done)],
+        *(
+            f"| {name} | "
+            + " | ".join(_mark(done[name], layout) for layout in layouts)
+            + f" | {_varlen(done[name])} |"
+            for name in ran
+        ),
+        *[
+            "",
+            "## Why attention needs a mask",
+            "",
+            *others,
+            "",
+            "## Why a cell fails",
+            "",
+            *reasons(done),
+        ],
     ]
     return "\n".join(lines) + "\n"
 
 
 def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the text of recipes/SUPPORT_IMAGES.md, of image classifiers."""
-    layouts, ran = layouts_of(IMAGES), sorted(name for name in done if done[name]["reference"]["ok"])
+    layouts, ran = (
+        layouts_of(IMAGES),
+        sorted(name for name in done if done[name]["reference"]["ok"]),
+    )
     lines = [
         "# Which image classifiers train in which layout",
         "",
-        *paragraph(made(IMAGES, "its config class", f"micro-batches of {MICRO_BATCH[IMAGES]} random images")),
+        *paragraph(
+            made(
+                IMAGES, "its config class", f"micro-batches of {MICRO_BATCH[IMAGES]} random images"
+            )
+        ),
         "",
-        f"Types with BatchNorm train on micro-batches of {NORMED} images, with SiLU instead of ReLU.",
+        (
+            f"Types with BatchNorm train on micro-batches of {NORMED} images, with SiLU instead of"
+            " ReLU."
+        ),
         "",
         versions(),
         "",
         *paragraph(
-            "If a type publishes no plan, the task's plan (recipekit/spec/task_specs.py) is used. no plan: the modules of the type have other names. A recipe can set "
-            "its own plan (`pp_plan`, `tp_plan`)."
+            "If a type publishes no plan, the task's plan (recipekit/spec/task_specs.py) is used."
+            " no plan: the modules of the type have other names. A recipe can set its own plan"
+            " (`pp_plan`, `tp_plan`)."
         ),
         "",
-        *(f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}" for layout in layouts),
+        *(
+            f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all"
+            f" {len(done)}"
+            for layout in layouts
+        ),
         "",
         "| type | " + " | ".join(layouts) + " |",
         "|---|" + "---|" * len(layouts),
-        *(f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + " |" for name in ran),
+        *(
+            f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + " |"
+            for name in ran
+        ),
         "",
         "## Why a cell fails",
         "",
@@ -693,15 +1074,26 @@ def image_page(done: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def reasons(done: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Return an entry for each failed cell and its recorded message, except cells without a plan or preset."""
+    """Return an entry for each failed cell and its recorded message, except cells without a plan or
+    preset.
+    """
     lines = []
     for name in sorted(done):
         for layout, result in done[name].items():
             if result["ok"] and layout in LAYOUTS and result.get("varlen"):
-                lines += paragraph(f"- {name}, {layout}: equal with sdpa; with varlen: {quoted(result['varlen'])}")
+                lines += paragraph(
+                    f"- {name}, {layout}: equal with sdpa; with varlen: {quoted(result['varlen'])}"
+                )
             if not result["ok"] and not _absent(result):
                 cause = next(
-                    (f"; {why}" for (start, part), why in WHY.items() if name.startswith(start) and part in layout and "differs" in result["reason"]), ""
+                    (
+                        f"; {why}"
+                        for (start, part), why in WHY.items()
+                        if name.startswith(start)
+                        and part in layout
+                        and "differs" in result["reason"]
+                    ),
+                    "",
                 )
                 lines += paragraph(f"- {name}, {layout}: {quoted(result['reason'])}{cause}")
     return lines
@@ -713,7 +1105,13 @@ def quoted(message: str) -> str:
 
 
 def paragraph(text: str) -> list[str]:
-    return wrap(text, 120, subsequent_indent="  " if text.startswith("- ") else "", break_long_words=False, break_on_hyphens=False)
+    return wrap(
+        text,
+        120,
+        subsequent_indent="  " if text.startswith("- ") else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _varlen(row: dict[str, dict[str, Any]]) -> str:
@@ -724,9 +1122,15 @@ def _varlen(row: dict[str, dict[str, Any]]) -> str:
 def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
     result = row.get(layout)
     if result is None:
-        return "no experts" if layout == "ep2" and not row["reference"].get("experts", True) else "not run"
+        return (
+            "no experts"
+            if layout == "ep2" and not row["reference"].get("experts", True)
+            else "not run"
+        )
     if result["ok"]:
-        return f"✓ {max(result['loss'], result['grad_norm'], result['weight']):.0e}" + (", sdpa" if result.get("varlen") else "")
+        return f"✓ {max(result['loss'], result['grad_norm'], result['weight']):.0e}" + (
+            ", sdpa" if result.get("varlen") else ""
+        )
     return _absent(result) or "✗"
 
 
@@ -738,12 +1142,39 @@ def _absent(result: dict[str, Any]) -> str:
 def main() -> None:
     from recipekit.spec.paths import path_of
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=(TEXT, MASKED, IMAGES), help=f"Task whose models to run. (default: all tasks, or {TEXT} with --types)")
-    parser.add_argument("--types", nargs="+", help="Model types to run, for example llama. No page is written. (default: all types)")
-    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS), help="Layouts to run. (default: all)")
-    parser.add_argument("--results", type=path_of, help="File of finished cells. These are not run again, and new cells are added. (default: none)")
-    parser.add_argument("--varlen", action="store_true", help="Only print for each type whether it uses varlen attention. This takes a minute.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--task",
+        choices=(TEXT, MASKED, IMAGES),
+        help=f"Task whose models to run. (default: all tasks, or {TEXT} with --types)",
+    )
+    parser.add_argument(
+        "--types",
+        nargs="+",
+        help="Model types to run, for example llama. No page is written. (default: all types)",
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=list(LAYOUTS),
+        default=list(LAYOUTS),
+        help="Layouts to run. (default: all)",
+    )
+    parser.add_argument(
+        "--results",
+        type=path_of,
+        help=(
+            "File of finished cells. These are not run again, and new cells are added. (default:"
+            " none)"
+        ),
+    )
+    parser.add_argument(
+        "--varlen",
+        action="store_true",
+        help="Only print for each type whether it uses varlen attention. This takes a minute.",
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -760,15 +1191,27 @@ def main() -> None:
         return
     done: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for task in [chosen] if chosen else [TEXT, MASKED, IMAGES]:
-        types = sorted(arguments.types or model_types(task), key=lambda name: (not publishes_pipeline_plan(name), name))
+        types = sorted(
+            arguments.types or model_types(task),
+            key=lambda name: (not publishes_pipeline_plan(name), name),
+        )
         layouts = [layout for layout in arguments.layouts if layout in layouts_of(task)]
         done[task] = run_matrix(types, layouts, arguments.results, task=task)
     if not arguments.types:
-        for task, (name, write) in {TEXT: ("SUPPORT.md", page), MASKED: ("SUPPORT_MLM.md", masked_page), IMAGES: ("SUPPORT_IMAGES.md", image_page)}.items():
+        for task, (name, write) in {
+            TEXT: ("SUPPORT.md", page),
+            MASKED: ("SUPPORT_MLM.md", masked_page),
+            IMAGES: ("SUPPORT_IMAGES.md", image_page),
+        }.items():
             if task in done:
                 (ROOT / "recipes" / name).write_text(write(done[task]))
                 print(f"wrote recipes/{name}")
-    elif any(not result["ok"] for rows in done.values() for row in rows.values() for result in row.values()):
+    elif any(
+        not result["ok"]
+        for rows in done.values()
+        for row in rows.values()
+        for result in row.values()
+    ):
         raise SystemExit(1)
 
 

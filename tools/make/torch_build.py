@@ -2,9 +2,10 @@
 
     python3 tools/make/torch_build.py cu126
 
-Without TORCH pip takes its own choice: on Linux with an x86-64 processor the build of CUDA 13.0, which wants driver 580 or newer.
-The project names no address to install from. pip looks where it is set up to look, and at TORCH_INDEX, which holds the address of
-PyTorch's wheels for that build, or of a mirror: https://pytorch.org/get-started/locally/ shows it.
+Without TORCH pip takes its own choice: on Linux with an x86-64 processor the build of CUDA 13.0,
+which wants driver 580 or newer. The project names no address to install from. pip looks where it is
+set up to look, and at TORCH_INDEX, which holds the address of PyTorch's wheels for that build, or
+of a mirror: https://pytorch.org/get-started/locally/ shows it.
 
 Exit code 0: it is installed; 1: it cannot be, and nothing was made if the name is wrong.
 """
@@ -27,21 +28,49 @@ def main(argv: list[str]) -> int:
     name, *more = argv or [""]
     drivers = [f"{build.name} (driver {build.driver} or newer)" for build in BUILDS]
     if more or name not in {build.name for build in BUILDS} | {"cpu"}:
-        return refuse(f"TORCH={' '.join(argv)}", GONE.get(name, "there is no such build of this torch"), f"Use TORCH={', '.join(drivers)} or cpu")
+        return refuse(
+            f"TORCH={' '.join(argv)}",
+            GONE.get(name, "there is no such build of this torch"),
+            f"Use TORCH={', '.join(drivers)} or cpu",
+        )
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
     assert pinned
     version = f"{pinned[1]}+{name}"
-    if subprocess.run([sys.executable, ROOT / "tools" / "make" / "make_venv.py"], check=False).returncode:
+    if subprocess.run(
+        [sys.executable, ROOT / "tools" / "make" / "make_venv.py"], check=False
+    ).returncode:
         return 1
-    told = subprocess.run([PYTHON, "-c", "import importlib.metadata as m; print(m.version('torch'))"], capture_output=True, text=True, check=False)
+    told = subprocess.run(
+        [PYTHON, "-c", "import importlib.metadata as m; print(m.version('torch'))"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if told.stdout.strip() == version:
         return 0
     print(f"installing torch {version}", flush=True)
-    places = " ".join(filter(None, (os.environ.get("PIP_EXTRA_INDEX_URL"), os.environ.get("TORCH_INDEX"))))
-    command = [PYTHON, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"torch=={version}"]
-    if subprocess.run(command, env=os.environ | ({"PIP_EXTRA_INDEX_URL": places} if places else {}), check=False).returncode:
-        where = "Set TORCH_INDEX to the address of PyTorch's wheels for it (https://pytorch.org/get-started/locally/ shows it), or to your mirror's"
-        return refuse(f"TORCH={name}", f"pip cannot install torch {version} from where it looks", where)
+    places = " ".join(
+        filter(None, (os.environ.get("PIP_EXTRA_INDEX_URL"), os.environ.get("TORCH_INDEX")))
+    )
+    command = [
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        f"torch=={version}",
+    ]
+    if subprocess.run(
+        command, env=os.environ | ({"PIP_EXTRA_INDEX_URL": places} if places else {}), check=False
+    ).returncode:
+        where = (
+            "Set TORCH_INDEX to the address of PyTorch's wheels for it"
+            " (https://pytorch.org/get-started/locally/ shows it), or to your mirror's"
+        )
+        return refuse(
+            f"TORCH={name}", f"pip cannot install torch {version} from where it looks", where
+        )
     return 0
 
 

@@ -1,1 +1,3 @@
-"""What a published model folder says of itself: config.json, its shape numbers, and the headers of its safetensors files."""
+"""What a published model folder says of itself: config.json, its shape numbers, and the headers of
+its safetensors files.
+"""

@@ -1,4 +1,6 @@
-"""The Hugging Face files in a folder that a user names: of a run, of another program, or an adapter with its base model."""
+"""The Hugging Face files in a folder that a user names: of a run, of another program, or an adapter
+with its base model.
+"""
 
 import contextlib
 import fcntl
@@ -19,7 +21,9 @@ from .small_files import ADAPTER, CONFIG, read_json
 
 @dataclass(frozen=True)
 class Export:
-    """A folder of Hugging Face files, and the task of the run that wrote it; "" if that is not known."""
+    """A folder of Hugging Face files, and the task of the run that wrote it; "" if that is not
+    known.
+    """
 
     folder: Path
     task: str = ""
@@ -31,7 +35,10 @@ class Export:
 
 
 def find_export(path: Path) -> Export:
-    """Return the Hugging Face files in a run folder, or in the folder itself. Raise `Refusal` if there are none."""
+    """Return the Hugging Face files in a run folder, or in the folder itself.
+
+    Raise `Refusal` if there are none.
+    """
     if not path.is_dir():
         rule = "is a file, not a folder" if path.exists() else "the folder does not exist"
         fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
@@ -50,12 +57,16 @@ def find_export(path: Path) -> Export:
     _check_task(_task_of_run(path), str(path))
     if any((path / EXPORT / name).is_file() for name in (CONFIG, ADAPTER)):
         merged = without_base(path / EXPORT) and (path / MERGED / CONFIG).is_file()
-        return Export(path / MERGED if merged else path / EXPORT, _task_of_run(path), tuple(_notes(path)))
+        return Export(
+            path / MERGED if merged else path / EXPORT, _task_of_run(path), tuple(_notes(path))
+        )
     state = "the run is still training" if is_running(path) else "the run has not written one"
     if (newest := newest_complete(path / CHECKPOINTS)) is None:
         fix = "wait for its first checkpoint (--save_every N), or run its command again"
         raise refuse(str(path), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
-    raise refuse(str(path), f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}", _way(path))
+    raise refuse(
+        str(path), f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}", _way(path)
+    )
 
 
 def is_running(run: Path) -> bool:
@@ -70,14 +81,24 @@ def is_running(run: Path) -> bool:
 
 def _way(source: Path) -> str:
     out = f"{os.path.normpath(source)}_hf"
-    return f"write the files with recipekit convert to-hf {source} {out}, then recipekit sample {out}"
+    return (
+        f"write the files with recipekit convert to-hf {source} {out}, then recipekit sample {out}"
+    )
 
 
 def _inside(path: Path) -> str:
     """Return the fix for a folder without a model: the first folder inside that is one."""
     folders = sorted(inside for inside in path.iterdir() if inside.is_dir())
-    near = [inside for inside in folders if any((inside / name).is_file() for name in (FACTS, CONFIG, ADAPTER))]
-    return f"give one of its folders, such as {near[0]}" if near else "give a run folder, such as runs/NAME"
+    near = [
+        inside
+        for inside in folders
+        if any((inside / name).is_file() for name in (FACTS, CONFIG, ADAPTER))
+    ]
+    return (
+        f"give one of its folders, such as {near[0]}"
+        if near
+        else "give a run folder, such as runs/NAME"
+    )
 
 
 def _task_of_run(run: Path) -> str:
@@ -92,44 +113,77 @@ def _notes(run: Path) -> Iterator[str]:
     written = (run / EXPORT).stat().st_mtime
     if (newest / MANIFEST).stat().st_mtime > written:
         state = "the run is training, and " if is_running(run) else ""
-        yield f"{run / EXPORT}: {state}checkpoint {newest.name} is newer. Write it with recipekit convert to-hf {run} NEW"
+        yield (
+            f"{run / EXPORT}: {state}checkpoint {newest.name} is newer. Write it with recipekit"
+            f" convert to-hf {run} NEW"
+        )
 
 
 def _check_task(task: str, where: str) -> None:
     """Raise `Refusal` for a task whose models generate no text."""
     if task in TASKS and TASKS[task].auto_class != CAUSAL:
         tasks = " or ".join(name for name, facts in TASKS.items() if facts.auto_class == CAUSAL)
-        raise refuse(where, f"a model of the task {task} cannot generate text", f"give a run of the task {tasks}")
+        raise refuse(
+            where,
+            f"a model of the task {task} cannot generate text",
+            f"give a run of the task {tasks}",
+        )
 
 
-# The model of a folder ----------------------------------------------------------------------------------------------
+# The model of a folder
+# ----------------------------------------------------------------------------------------------
 
 
 def base_of(folder: Path) -> tuple[str, str]:
-    """Return (folder or hub id, revision) of an adapter's base model. Raise `Refusal` if it cannot be found."""
+    """Return (folder or hub id, revision) of an adapter's base model.
+
+    Raise `Refusal` if it cannot be found.
+    """
     config = read_json(folder / ADAPTER)
     base, revision = config.get("base_model_name_or_path"), config.get("revision") or ""
-    where, fix = str(folder / ADAPTER), "write its folder or hub id there as base_model_name_or_path"
+    where, fix = (
+        str(folder / ADAPTER),
+        "write its folder or hub id there as base_model_name_or_path",
+    )
     if without_base(folder):
         run = folder.parent if folder.name == EXPORT else "RUN"
-        way = f"write the merged model with {MERGE} {run} NEW_FOLDER, then run recipekit sample NEW_FOLDER. If you have the base model, {fix}"
-        raise refuse(where, "names no base model, because its run started from randomly initialised weights", way)
+        way = (
+            f"write the merged model with {MERGE} {run} NEW_FOLDER, then run recipekit sample"
+            f" NEW_FOLDER. If you have the base model, {fix}"
+        )
+        raise refuse(
+            where,
+            "names no base model, because its run started from randomly initialised weights",
+            way,
+        )
     if not isinstance(base, str) or not base.strip():
         raise refuse(where, "names no base model", fix)
     if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):
-        raise refuse(where, f"the base model {base} does not exist on this machine", f"copy it there, or {fix}")
+        raise refuse(
+            where,
+            f"the base model {base} does not exist on this machine",
+            f"copy it there, or {fix}",
+        )
     if not Path(base).is_dir() and hub_is_away() and commit_of(base, revision) is None:
         at = f" --revision {revision}" if revision else ""
         rule = f"the base model {base} is not in the cache, and the hub cannot be reached"
-        raise refuse(where, rule, f"run hf download {base}{at} on a machine with network access, or {fix}")
+        raise refuse(
+            where, rule, f"run hf download {base}{at} on a machine with network access, or {fix}"
+        )
     return base, revision
 
 
 def check_files(folder: Path) -> None:
-    """Raise `Refusal` if a folder's config.json is of no model that generates text, or if its weights are not whole."""
+    """Raise `Refusal` if a folder's config.json is of no model that generates text, or if its
+    weights are not whole.
+    """
     config = read_json(folder / CONFIG)
     if not isinstance(config.get("model_type"), str):
-        raise refuse(str(folder / CONFIG), "has no model_type", "use a folder with the files of a Hugging Face model")
+        raise refuse(
+            str(folder / CONFIG),
+            "has no model_type",
+            "use a folder with the files of a Hugging Face model",
+        )
     _check_task(fitting_task(config), str(folder))
     if problem := unfit(config, "pretrain"):
         rule, fix = problem

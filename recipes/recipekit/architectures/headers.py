@@ -1,7 +1,8 @@
-"""The headers of a model's files against its config.json, for families whose tensors have well-known names.
+"""The headers of a model's files against its config.json, for families whose tensors have
+well-known names.
 
-A plan compares them without torch, in a fraction of a second. Other families, and all other tensors, are compared when the
-model is built without weights (model/weights.py).
+A plan compares them without torch, in a fraction of a second. Other families, and all other
+tensors, are compared when the model is built without weights (model/weights.py).
 """
 
 import re
@@ -12,17 +13,21 @@ from typing import Any
 from ..spec.refusal import Refusal, refuse
 from .safetensors_files import Entry
 
-NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hidden_)?layers")  # keys of config.json
+# keys of config.json
+NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hidden_)?layers")
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of tensors in a family's files, with the keys of config.json whose values are their dimensions."""
+    """Names of tensors in a family's files, with the keys of config.json whose values are their
+    dimensions.
+    """
 
     base: str  # prefix of all names, which some files leave out
     layers: str  # list of layers
     num_layers: str  # key of config.json
-    shapes: Mapping[str, tuple[str, ...]]  # name, a layer's without its number -> products of keys, as in "heads*head_dim"
+    # name, a layer's without its number -> products of keys, as in "heads*head_dim"
+    shapes: Mapping[str, tuple[str, ...]]
 
 
 LIKE_LLAMA = Family(
@@ -64,15 +69,20 @@ BERT = Family(
     },
 )
 FAMILIES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "granite", "helium"), LIKE_LLAMA),
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "granite", "helium"),
+        LIKE_LLAMA,
+    ),
     "gpt2": GPT2,
     "bert": BERT,
 }
-HEAD_DIM_OF_HIDDEN = ("granite", "llama", "mistral", "qwen2", "smollm3")  # families without head_dim in config.json: hidden_size / heads
+# families without head_dim in config.json: hidden_size / heads
+HEAD_DIM_OF_HIDDEN = ("granite", "llama", "mistral", "qwen2", "smollm3")
 
 
 def check_headers(model_config: dict[str, Any], entries: Mapping[str, Entry], name: str) -> None:
-    """Raise `Refusal` if the files of the model `name` have another number of layers, or other shapes, than config.json.
+    """Raise `Refusal` if the files of the model `name` have another number of layers, or other
+    shapes, than config.json.
 
     A dimension is compared if config.json states all its keys.
     """
@@ -94,13 +104,18 @@ def check_headers(model_config: dict[str, Any], entries: Mapping[str, Entry], na
 
 
 def _dimensions(model_config: dict[str, Any]) -> dict[str, int]:
-    """Return the positive whole numbers of a config.json, with the numbers that a family derives from others.
+    """Return the positive whole numbers of a config.json, with the numbers that a family derives
+    from others.
 
     The constructor of the model refuses other values by their key.
     """
     stated = {key: value for key, value in model_config.items() if type(value) is int and value > 0}
     kind = model_config.get("model_type")
-    if kind in HEAD_DIM_OF_HIDDEN and model_config.get("head_dim") is None and stated.get("num_attention_heads"):
+    if (
+        kind in HEAD_DIM_OF_HIDDEN
+        and model_config.get("head_dim") is None
+        and stated.get("num_attention_heads")
+    ):
         stated["head_dim"] = stated.get("hidden_size", 0) // stated["num_attention_heads"]
     if kind == "gpt2" and "n_embd" in stated:
         stated.setdefault("n_inner", 4 * stated["n_embd"])
@@ -125,18 +140,33 @@ def _check_layers(model_config: dict[str, Any], family: Family, held: int, name:
     if held > count:
         raise more_layers(name, place, held, count, family.num_layers)
     rule = f"its files contain {held} layers in {place}, but its config.json specifies {count}"
-    raise refuse(f"model = {name}", rule, f'write "{family.num_layers}": {held} in its config.json, or give the files of all {count} layers')
+    raise refuse(
+        f"model = {name}",
+        rule,
+        f'write "{family.num_layers}": {held} in its config.json, or give the files of all {count}'
+        " layers",
+    )
 
 
 def more_layers(name: str, place: str, held: int, count: int, key: str) -> Refusal:
-    """Return the refusal of files with more layers in `place` than config.json states under `key`, "" if it is not known."""
-    known = f'write "{key}": {held} in its config.json' if key else "use the config.json of these files"
+    """Return the refusal of files with more layers in `place` than config.json states under `key`,
+    "" if it is not known.
+    """
+    known = (
+        f'write "{key}": {held} in its config.json' if key else "use the config.json of these files"
+    )
     numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
     rule = f"its files contain {held} layers in {place}, but its config.json specifies {count}"
-    return refuse(f"model = {name}", rule, f"{known}. To train the shorter model, delete {place}.{numbers} from the files")
+    return refuse(
+        f"model = {name}",
+        rule,
+        f"{known}. To train the shorter model, delete {place}.{numbers} from the files",
+    )
 
 
 def other_shape(name: str, key: str, held: list[int], due: list[int], more: str = "") -> Refusal:
-    """Return the refusal of a tensor that has another shape than config.json gives it; `more` ends the fix."""
+    """Return the refusal of a tensor that has another shape than config.json gives it; `more` ends
+    the fix.
+    """
     rule = f"{key} is {held} in its files but {due} in its config.json"
     return refuse(f"model = {name}", rule, f"use files and a config.json of the same model{more}")

@@ -1,4 +1,6 @@
-"""Where a model's config.json and tokenizer lie, and whether a task can train the model; nothing is downloaded."""
+"""Where a model's config.json and tokenizer lie, and whether a task can train the model; nothing is
+downloaded.
+"""
 
 import ast
 import functools
@@ -18,15 +20,21 @@ SHIPPED = Path(__file__).parent
 
 
 def model_config(model: str, task: str = "pretrain", revision: str = "") -> dict[str, Any] | None:
-    """Read the config.json of a model, a hub id or a folder: from the folder, the hub's cache, or the shipped architectures.
+    """Read the config.json of a model, a hub id or a folder: from the folder, the hub's cache, or
+    the shipped architectures.
 
-    None if none of these has it. The shipped ones are no stated `revision`. Raises `Refusal` for a folder without a readable config.json, and for a model that the task cannot train.
+    None if none of these has it. The shipped ones are no stated `revision`. Raises `Refusal` for a
+    folder without a readable config.json, and for a model that the task cannot train.
     """
     folder = Path(model)
     if folder.is_dir():
         return read_config(folder / "config.json", model, task)
     if not is_hub_id(model) or folder.is_file():
-        raise refuse(f"model = {model}", "is not a folder on this machine", "set --model to a folder with a config.json, or to a hub id ORG/NAME")
+        raise refuse(
+            f"model = {model}",
+            "is not a folder on this machine",
+            "set --model to a folder with a config.json, or to a hub id ORG/NAME",
+        )
     if cached := folder_of(model, revision=revision):
         return read_config(cached / "config.json", model, task)
     shipped = SHIPPED / (model.replace("/", "--") + ".json")
@@ -44,12 +52,32 @@ def folder_of(model: str, file: str = "config.json", revision: str = "") -> Path
     return cached if cached and (cached / file).exists() else None
 
 
-# Families among the causal language models of transformers that attend both ways, and the key of config.json with which they look back only.
+# Families among the causal language models of transformers that attend both ways, and the key of
+# config.json with which they look back only.
 READS_AHEAD = {
     **dict.fromkeys(
         (
-            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "reformer", "rembert"),
-            *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+            *(
+                "bert",
+                "bert-generation",
+                "big_bird",
+                "camembert",
+                "data2vec-text",
+                "electra",
+                "ernie",
+                "megatron-bert",
+                "reformer",
+                "rembert",
+            ),
+            *(
+                "roberta",
+                "roberta-prelayernorm",
+                "roc_bert",
+                "roformer",
+                "xlm-roberta",
+                "xlm-roberta-xl",
+                "xmod",
+            ),
         ),
         "is_decoder",
     ),
@@ -59,12 +87,17 @@ READS_AHEAD = {
 }
 CAUSAL = TASKS["pretrain"].auto_class
 OURS = "recipekit/"  # a model that no other program knows
-NO_CONFIG = "the folder contains no config.json", "set --model to the folder that save_pretrained wrote"
+NO_CONFIG = (
+    "the folder contains no config.json",
+    "set --model to the folder that save_pretrained wrote",
+)
 OTHERS = "use a causal language model of recipes/SUPPORT.md"
 
 
 def read_config(path: Path, model: str, task: str = "pretrain") -> dict[str, Any]:
-    """Reads a config.json; `model` is the user's name of it in messages. An empty `task` stands for the one that fits the model.
+    """Reads a config.json; `model` is the user's name of it in messages.
+
+    An empty `task` stands for the one that fits the model.
 
     Raises `Refusal` if the file cannot be read, or if the task cannot train the model.
     """
@@ -73,19 +106,27 @@ def read_config(path: Path, model: str, task: str = "pretrain") -> dict[str, Any
     except FileNotFoundError:
         raise _no_config(path.parent, model) from None
     except OSError as error:
-        raise refuse(str(path), f"cannot be read: {error.strerror}", "give this user permission to read it") from None
+        raise refuse(
+            str(path), f"cannot be read: {error.strerror}", "give this user permission to read it"
+        ) from None
     return parse_config(content, str(path), model, task)
 
 
 def config_on_hub(model: str, task: str, revision: str) -> dict[str, Any]:
-    """Download a config.json that is not on this machine. Raises `Refusal` as `read_config` does, or if the hub does not have it."""
+    """Download a config.json that is not on this machine.
+
+    Raises `Refusal` as `read_config` does, or if the hub does not have it.
+    """
     if (content := published_config(model, revision)) is None:
         raise refuse(f"model = {model}", *NO_CONFIG)
     return parse_config(content, f"{model}/config.json", model, task)
 
 
 def parse_config(content: bytes, path: str, model: str, task: str) -> dict[str, Any]:
-    """Return the content of a config.json; `path` is its name in messages. Raises `Refusal` as `read_config` does."""
+    """Return the content of a config.json; `path` is its name in messages.
+
+    Raises `Refusal` as `read_config` does.
+    """
     try:
         config = json.loads(content)
     except ValueError as error:  # of JSON, or of UTF-8
@@ -93,34 +134,59 @@ def parse_config(content: bytes, path: str, model: str, task: str) -> dict[str, 
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise refuse(path, "has no model_type", "use the config.json of a transformers model")
     if not isinstance(config.get("architectures") or [], list):
-        raise refuse(path, "its architectures must be a list of class names", 'write it as in "architectures": ["LlamaForCausalLM"], or delete the line')
+        raise refuse(
+            path,
+            "its architectures must be a list of class names",
+            'write it as in "architectures": ["LlamaForCausalLM"], or delete the line',
+        )
     if problems := _untrainable(config, task or fitting_task(config), f"model = {model}"):
         raise Refusal(problems)
     return config
 
 
-def with_labels(config: dict[str, Any], num_labels: int, names: list[str] | None = None) -> dict[str, Any]:
-    """Gives a config.json another number of labels, with `names` if there are so many; 0 leaves those that it has."""
+def with_labels(
+    config: dict[str, Any], num_labels: int, names: list[str] | None = None
+) -> dict[str, Any]:
+    """Gives a config.json another number of labels, with `names` if there are so many; 0 leaves
+    those that it has.
+    """
     if not num_labels:
         return config
     found = {"num_labels": num_labels}
     if names and len(names) == num_labels:
-        found = {"id2label": {str(number): name for number, name in enumerate(names)}, "label2id": {name: number for number, name in enumerate(names)}}
-    return {key: value for key, value in config.items() if key not in ("num_labels", "id2label", "label2id")} | found
+        found = {
+            "id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)},
+        }
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in ("num_labels", "id2label", "label2id")
+    } | found
 
 
 def fitting_task(config: dict[str, Any]) -> str:
-    """Names the task that trains the model of a config.json: that of its architectures, or else the first one that takes its type; "pretrain" if none does."""
+    """Names the task that trains the model of a config.json: that of its architectures, or else the
+    first one that takes its type; "pretrain" if none does.
+    """
     named = task_of(config.get("architectures"))
     return next((task for task in (named, *TASKS) if unfit(config, task) is None), named)
 
 
 def _no_config(folder: Path, model: str) -> Refusal:
     if not folder.is_dir():
-        return refuse(f"model = {model}", "is not a folder on this machine", "set --model to a folder with a config.json")
+        return refuse(
+            f"model = {model}",
+            "is not a folder on this machine",
+            "set --model to a folder with a config.json",
+        )
     if gguf := sorted(folder.glob("*.gguf")):
         rule = f"the folder contains {gguf[0].name}, a format for inference, but no config.json"
-        return refuse(f"model = {model}", rule, "use the safetensors files of the model that it was converted from")
+        return refuse(
+            f"model = {model}",
+            rule,
+            "use the safetensors files of the model that it was converted from",
+        )
     if (folder / "adapter_config.json").exists():
         return refuse(
             f"model = {model}",
@@ -136,68 +202,140 @@ def _untrainable(config: dict[str, Any], task: str, where: str) -> list[Problem]
     if problem := unfit(config, task):
         rule, fix = problem
         fitting = [name for name in TASKS if unfit(config, name) is None]
-        problems.append(Problem(where, rule, f"use --task {' or '.join(fitting)}" if fitting else fix))
+        problems.append(
+            Problem(where, rule, f"use --task {' or '.join(fitting)}" if fitting else fix)
+        )
     text = config.get("text_config")
     for block in (config, text if isinstance(text, dict) else {}):
         if quantised := block.get("quantization_config") or block.get("compression_config"):
-            method = (quantised.get("quant_method") or "bitsandbytes") if isinstance(quantised, dict) else quantised  # that one left its name out at first
-            fix = "use the unquantised model. If its files contain unquantised weights, delete the block"
-            problems.append(Problem(where, f"is quantised: its config.json has a quantization_config of {method}", fix))
+            # that one left its name out at first
+            method = (
+                (quantised.get("quant_method") or "bitsandbytes")
+                if isinstance(quantised, dict)
+                else quantised
+            )
+            fix = (
+                "use the unquantised model. If its files contain unquantised weights, delete the"
+                " block"
+            )
+            problems.append(
+                Problem(
+                    where,
+                    f"is quantised: its config.json has a quantization_config of {method}",
+                    fix,
+                )
+            )
     return problems
 
 
 def unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
-    """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None if it is of one."""
+    """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None
+    if it is of one.
+    """
     kind, auto_class = config["model_type"], TASKS[task].auto_class
     types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
-    if TASKS[task].pairs and not causal and kind in types and (kind not in types_of(CAUSAL) or unfit(config, "pretrain")):
-        return f"a {kind} is not a decoder, so its output for a row would change with the padding after it", OTHERS
-    others = OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
+    if (
+        TASKS[task].pairs
+        and not causal
+        and kind in types
+        and (kind not in types_of(CAUSAL) or unfit(config, "pretrain"))
+    ):
+        return (
+            (
+                f"a {kind} is not a decoder, so its output for a row would change with the padding"
+                " after it"
+            ),
+            OTHERS,
+        )
+    others = (
+        OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
+    )
     auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
-    own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))  # the class that replaces one of transformers
-    same = auto_map.get(auto_class) is None or own.rpartition(".")[2].lower() in [name.lower() for name in types.get(kind, ())]
+    # the class that replaces one of transformers
+    own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))
+    same = auto_map.get(auto_class) is None or own.rpartition(".")[2].lower() in [
+        name.lower() for name in types.get(kind, ())
+    ]
     if own and (kind not in types or not same):
-        return f"its auto_map requires the model's own code ({own}), which recipes never run", f"{others}, whose class is in transformers itself"
+        return (
+            f"its auto_map requires the model's own code ({own}), which recipes never run",
+            f"{others}, whose class is in transformers itself",
+        )
     if causal:
-        masked = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
+        masked = any(
+            str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ()
+        )
         switch = READS_AHEAD.get(kind)
         if config.get("is_encoder_decoder"):
             return f"a {kind} is an encoder-decoder, but recipes train only decoders", others
         if (kind not in types and masked) or (switch is not None and not config.get(switch)):
-            fix = f'{others}. The config.json of a causal {kind} has "{switch}": true' if switch else others
+            fix = (
+                f'{others}. The config.json of a causal {kind} has "{switch}": true'
+                if switch
+                else others
+            )
             return f"a {kind} reads the tokens that it should predict", fix
     if TASKS[task].masked and config.get("is_encoder_decoder"):
         return f"a {kind} is an encoder-decoder, but this task trains only encoders", others
-    if TASKS[task].masked and kind in types and READS_AHEAD.get(kind) and config.get(READS_AHEAD[kind]):
-        return f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true is causal', f"{others}, or delete that line"
+    if (
+        TASKS[task].masked
+        and kind in types
+        and READS_AHEAD.get(kind)
+        and config.get(READS_AHEAD[kind])
+    ):
+        return (
+            f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true is causal',
+            f"{others}, or delete that line",
+        )
     if kind not in types:
-        return f"transformers {version('transformers')} does not support a {kind} as {'an' if noun[0] in 'aeiou' else 'a'} {noun}", others
+        return (
+            (
+                f"transformers {version('transformers')} does not support a {kind} as"
+                f" {'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+            ),
+            others,
+        )
     return None
 
 
 def _noun(auto_class: str) -> str:
-    """Names what an Auto class makes: AutoModelForImageClassification -> image classification model."""
+    """Names what an Auto class makes: AutoModelForImageClassification -> image classification
+    model.
+    """
     if auto_class == CAUSAL:
         return "causal language model"
-    words = [word.lower() for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))]
+    words = [
+        word.lower()
+        for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))
+    ]
     return " ".join("language" if word == "lm" else word for word in words) + " model"
 
 
 @functools.cache
 def types_of(auto_class: str) -> dict[str, tuple[str, ...]]:
-    """Lists the models that an Auto class of the installed transformers makes, model_type -> classes, from its source: importing it takes seconds."""
+    """Lists the models that an Auto class of the installed transformers makes, model_type ->
+    classes, from its source: importing it takes seconds.
+    """
     spec = find_spec("transformers")
     assert spec is not None and spec.origin is not None, "make setup installs transformers"
     source = (Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py").read_text()
-    mapping = re.search(rf"^class {auto_class}\(.*?_model_mapping = (\w+)", source, re.DOTALL | re.MULTILINE)
+    mapping = re.search(
+        rf"^class {auto_class}\(.*?_model_mapping = (\w+)", source, re.DOTALL | re.MULTILINE
+    )
     assert mapping is not None, f"transformers 5.22.2 has {auto_class}"
-    table = re.search(rf"^{mapping[1]}_NAMES = OrderedDict\((.*?)^\)", source, re.DOTALL | re.MULTILINE)
+    table = re.search(
+        rf"^{mapping[1]}_NAMES = OrderedDict\((.*?)^\)", source, re.DOTALL | re.MULTILINE
+    )
     assert table is not None, f"transformers 5.22.2 has {mapping[1]}_NAMES"
-    return {kind: (names,) if isinstance(names, str) else tuple(names) for kind, names in ast.literal_eval(table[1].strip())}
+    return {
+        kind: (names,) if isinstance(names, str) else tuple(names)
+        for kind, names in ast.literal_eval(table[1].strip())
+    }
 
 
 def check_own_names(model: str, init: str, tokenizer: str | None) -> list[Problem]:
-    """Refuse to read weights or a tokenizer of a model that exists only as a config.json of this repository.
+    """Refuse to read weights or a tokenizer of a model that exists only as a config.json of this
+    repository.
 
     `tokenizer` is "" for the model's own, None for a task without one.
     """
@@ -207,12 +345,22 @@ def check_own_names(model: str, init: str, tokenizer: str | None) -> list[Proble
     if not ways:
         return []
     name = f"model = {model}" if "weights" in ways or not tokenizer else f"tokenizer = {tokenizer}"
-    return [Problem(name, f"has only a config.json in this repository, without {' and '.join(ways)}", f"use {' '.join(ways.values())}")]
+    return [
+        Problem(
+            name,
+            f"has only a config.json in this repository, without {' and '.join(ways)}",
+            f"use {' '.join(ways.values())}",
+        )
+    ]
 
 
 def is_ours(name: str) -> bool:
     """Return True for a model that exists only as a config.json of this repository."""
-    return name.startswith(OURS) and (SHIPPED / (name.replace("/", "--") + ".json")).exists() and not is_local(name)
+    return (
+        name.startswith(OURS)
+        and (SHIPPED / (name.replace("/", "--") + ".json")).exists()
+        and not is_local(name)
+    )
 
 
 def is_local(model: str, revision: str = "") -> bool:
@@ -221,7 +369,8 @@ def is_local(model: str, revision: str = "") -> bool:
 
 
 def local_tokenizer(model: str, tokenizer: str = "") -> Path | None:
-    """Finds the folder, or the .gguf file, of the `tokenizer`, or of the model's own if that is empty; None where it is made in code or comes from the hub.
+    """Finds the folder, or the .gguf file, of the `tokenizer`, or of the model's own if that is
+    empty; None where it is made in code or comes from the hub.
 
     Raises `Refusal` for a folder that does not exist or holds none.
     """
@@ -230,12 +379,22 @@ def local_tokenizer(model: str, tokenizer: str = "") -> Path | None:
     if name == "bytes":
         return None
     if not folder.exists() and not is_hub_id(name):
-        raise refuse(f"{flag} {name}", "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path")
+        raise refuse(
+            f"{flag} {name}",
+            "the folder does not exist, and the name is not a hub id (ORG/NAME)",
+            "check the path",
+        )
     if not folder.is_dir():
         return None
-    if any(file for pattern in ("tokenizer*", "*.model", "vocab.*") for file in folder.glob(pattern)):
+    if any(
+        file for pattern in ("tokenizer*", "*.model", "vocab.*") for file in folder.glob(pattern)
+    ):
         check_tokenizer_files(folder)
         return folder
     if gguf := sorted(folder.glob("*.gguf")):
         return gguf[0]
-    raise refuse(f"{flag} {folder}", "the folder contains no tokenizer (tokenizer.json, ...)", "set --tokenizer to a hub id, a folder or bytes")
+    raise refuse(
+        f"{flag} {folder}",
+        "the folder contains no tokenizer (tokenizer.json, ...)",
+        "set --tokenizer to a hub id, a folder or bytes",
+    )

@@ -5,30 +5,44 @@ from typing import Any
 
 
 def beyond_positions(model_config: dict[str, Any], seq_len: int) -> list[str]:
-    """Return one line if rows of `seq_len` tokens exceed the positions that the model's config.json states, else nothing.
+    """Return one line if rows of `seq_len` tokens exceed the positions that the model's config.json
+    states, else nothing.
 
-    Rotary positions and ALiBi are computed for any length. The line names a scaling with the length that it reaches.
+    Rotary positions and ALiBi are computed for any length. The line names a scaling with the length
+    that it reaches.
     """
     text = model_config.get("text_config")
     config = model_config | text if isinstance(text, dict) else model_config
     most = config.get("max_position_embeddings")
     if type(most) is not int or seq_len <= most:
         return []
-    line = f"seq_len: rows of {seq_len} tokens exceed max_position_embeddings = {most} in the model's config.json"
+    line = (
+        f"seq_len: rows of {seq_len} tokens exceed max_position_embeddings = {most} in the model's"
+        " config.json"
+    )
     if not (scalings := list(_scalings(config, most))):
         return [f"{line}: the model was not trained on later positions"]
     return [f"{line}; {', '.join(scalings)}"]
 
 
 def _scalings(config: dict[str, Any], most: int) -> Iterator[str]:
-    """Yield a text for each scaling of rotary positions. Some models have a scaling for each type of layer."""
+    """Yield a text for each scaling of rotary positions.
+
+    Some models have a scaling for each type of layer.
+    """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(rope, dict):
         return
-    for name, own in {"": rope, **{name: own for name, own in rope.items() if isinstance(own, dict)}}.items():
+    for name, own in {
+        "": rope,
+        **{name: own for name, own in rope.items() if isinstance(own, dict)},
+    }.items():
         kind, factor = own.get("rope_type") or own.get("type"), own.get("factor")
         if isinstance(kind, str) and kind != "default" and isinstance(factor, int | float):
             key = "original_max_position_embeddings"
             original = own.get(key) or config.get(key) or most
             of_layers = f" of {name}" if name else ""
-            yield f"{kind} scaling{of_layers} by {factor} reaches {int(factor * original)} from {original}"
+            yield (
+                f"{kind} scaling{of_layers} by {factor} reaches {int(factor * original)} from"
+                f" {original}"
+            )

@@ -6,20 +6,42 @@ from typing import Any
 
 from ..spec.refusal import refuse
 
-BYTE_VOCAB = 264  # of the byte-level tokenizer (data/processors.py): 256 bytes and 8 special tokens; 2, 3, 4, 6 and 8 divide it, so tp can cut it
+# of the byte-level tokenizer (data/processors.py): 256 bytes and 8 special tokens; 2, 3, 4, 6 and 8
+# divide it, so tp can cut it
+BYTE_VOCAB = 264
 # What the families call the same number, the commonest name first.
-LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
-HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "num_decoder_attention_heads", "attention_heads")
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
+HEADS = (
+    "num_attention_heads",
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "decoder_attention_heads",
+    "num_decoder_attention_heads",
+    "attention_heads",
+)
 KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim", "dim")
 HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
-STAGES, WIDTHS = "depths", ("hidden_sizes", "embed_dim")  # of a model of images whose stages get wider: layers of each, width of each or of the first
-# How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that `_proportions` knows. First match wins.
+# of a model of images whose stages get wider: layers of each, width of each or of the first
+STAGES, WIDTHS = "depths", ("hidden_sizes", "embed_dim")
+# How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that
+# `_proportions` knows. First match wins.
 EXPERTS = r"(moe_)?num(_local)?_experts|n_routed_experts"
 RULES = {
     # Experts: four, of which two serve a token, in two groups.
     EXPERTS: 4,
-    r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|n_group|num_expert_group|zero_expert_num": 2,
+    r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|n_group|num_expert_group|zero_expert_num": (
+        2
+    ),
     r"topk_group": 1,
     r"moe_.*intermediate_size|shared_(expert_)?intermediate_size|expert_ffn_hidden_size": 64,
     # What a token sees: less than a tiny row, so that it matters.
@@ -30,13 +52,17 @@ RULES = {
     r"index_topk_blocks|num_random_blocks": 1,
     # Low ranks, the indexer, state spaces.
     r"q_lora_rank|index_head_dim|router_hidden_size": 32,
-    r".*_(low)?rank|laurel_rank|hidden_size_per_layer_input|(.*_)?state(_size)?|linear_head_dim": 16,
+    r".*_(low)?rank|laurel_rank|hidden_size_per_layer_input|(.*_)?state(_size)?|linear_head_dim": (
+        16
+    ),
     r"index_n_heads|linear_num_heads": 4,
     r"o_groups|n_groups|mamba_n_?groups": 2,
     r"rel_extent": 64,
     # Positions and vocabularies.
     r"original_max_position_embeddings": 512,
-    r".*max.*_positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|model_max_length|context_length": 2048,
+    r".*max.*_positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|model_max_length|context_length": (
+        2048
+    ),
     r".*vocab_size.*": "vocabulary",
     # Every how many layers a kind returns, and the layers of other stacks than the decoder.
     r".*_(interval|pattern|period|every_n_layers|step)": 4,
@@ -51,13 +77,34 @@ RULES = {
     r"(.*_)?(num_.*key_value|kv|kv_n)_heads.*": "key-value heads",
     r"(.*_)?(n|num|attention)_heads.*|num_query_groups|n_head": "heads",
     r"(.*_)?head_dim|rotary_dim|dim_head|d_head|kv_channels|attention_head_size": "head_dim",
-    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size|hidden_dim": "intermediate",
+    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size|hidden_dim": (
+        "intermediate"
+    ),
     r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model|dim": "hidden",
 }
-# Families to which a token id cannot be None: they count positions from it, or their config class is strict about it.
-ROBERTAS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+# Families to which a token id cannot be None: they count positions from it, or their config class
+# is strict about it.
+ROBERTAS = (
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 NEEDS_ID = {
-    "pad_token_id": (*ROBERTAS, "emu3_text_model", "esm", "ibert", "modernbert-decoder", "nomic_bert", "prophetnet", "reformer", "xlm"),
+    "pad_token_id": (
+        *ROBERTAS,
+        "emu3_text_model",
+        "esm",
+        "ibert",
+        "modernbert-decoder",
+        "nomic_bert",
+        "prophetnet",
+        "reformer",
+        "xlm",
+    ),
     "bos_token_id": ("cwm", "emu3_text_model", "mllama_text_model", "modernbert-decoder"),
     "eos_token_id": ("emu3_text_model", "modernbert-decoder"),
     "cls_token_id": ("modernbert-decoder",),
@@ -65,55 +112,100 @@ NEEDS_ID = {
 }
 
 
-def shrink(config: dict[str, Any], vocab_size: int = 0, most: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Makes a model of a few hundred thousand parameters of the same class, which tp 2 and 4 can cut: numbers fall, structural traits stay.
+def shrink(
+    config: dict[str, Any], vocab_size: int = 0, most: Mapping[str, int] | None = None
+) -> dict[str, Any]:
+    """Makes a model of a few hundred thousand parameters of the same class, which tp 2 and 4 can
+    cut: numbers fall, structural traits stay.
 
-    Kept: tied embeddings, the ratio of query to key-value heads (up to 8), a head_dim that is not hidden_size / heads,
-    windows, every kind of layer, experts, low ranks, soft caps, rotary type. `vocab_size` 0: the model reads no tokens.
-    `most`: what a task leaves of further numbers (tasks.facts.Facts.tiny); num_labels is as it says. Raises `Refusal`
-    for a config that names its layers or its width in a way not known here.
+    Kept: tied embeddings, the ratio of query to key-value heads (up to 8), a head_dim that is not
+    hidden_size / heads, windows, every kind of layer, experts, low ranks, soft caps, rotary type.
+    `vocab_size` 0: the model reads no tokens. `most`: what a task leaves of further numbers
+    (tasks.facts.Facts.tiny); num_labels is as it says. Raises `Refusal` for a config that names its
+    layers or its width in a way not known here.
     """
     if most:
         return _shrink_images(config, most)
     count = _count_layers(config)
-    if unknown := [names[0] for value, names in ((count, LAYERS), (_name(config, HIDDEN), HIDDEN)) if not value]:
-        rule = f"cannot shrink a {config['model_type']}: its config.json has no {', '.join(unknown)}"
-        raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
+    if unknown := [
+        names[0] for value, names in ((count, LAYERS), (_name(config, HIDDEN), HIDDEN)) if not value
+    ]:
+        rule = (
+            f"cannot shrink a {config['model_type']}: its config.json has no {', '.join(unknown)}"
+        )
+        raise refuse(
+            "--tiny",
+            rule,
+            "make a small model of that class, save it with save_pretrained, and give the folder"
+            " with --model, without --tiny",
+        )
     kept = _kept_layers(config)
     proportions = _proportions(config, vocab_size)
-    tiny = {key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()}
+    tiny = {
+        key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()
+    }
     tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
     if vocab_size:
         tiny["vocab_size"] = vocab_size
         for key, types in NEEDS_ID.items():
             if tiny.get(key) or key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                tiny[key] = 1 if config["model_type"] in types else None  # those of the real vocabulary
+                # those of the real vocabulary
+                tiny[key] = 1 if config["model_type"] in types else None
     return tiny
 
 
 TOWER = "vision_config"  # the one that reads images, in the config of a model of two
-# What the classes of such towers take for a number that config.json leaves out, as those of CLIP and SigLIP do.
-TOWER_DEFAULTS = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 16}
-OF_LAYERS = ("stage_names", "out_features", "out_indices")  # name layers that are gone; only a backbone of another model reads them
+# What the classes of such towers take for a number that config.json leaves out, as those of CLIP
+# and SigLIP do.
+TOWER_DEFAULTS = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": 224,
+    "patch_size": 16,
+}
+# name layers that are gone; only a backbone of another model reads them
+OF_LAYERS = ("stage_names", "out_features", "out_indices")
 LABELS = ("num_labels", "id2label", "label2id")
 
 
 def _shrink_images(config: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
-    """Makes the small copy of a model of images: that of its tower if it has two, stage by stage if it has stages."""
-    if "d_latents" in config:  # Perceiver's layers are as wide as its latents, its queries and what it reads are not
-        rule = f"cannot shrink a {config['model_type']}: the widths of its latents are not known here"
-        raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
+    """Makes the small copy of a model of images: that of its tower if it has two, stage by stage if
+    it has stages.
+    """
+    # Perceiver's layers are as wide as its latents, its queries and what it reads are not
+    if "d_latents" in config:
+        rule = (
+            f"cannot shrink a {config['model_type']}: the widths of its latents are not known here"
+        )
+        raise refuse(
+            "--tiny",
+            rule,
+            "make a small model of that class, save it with save_pretrained, and give the folder"
+            " with --model, without --tiny",
+        )
     config = {key: value for key, value in config.items() if key not in OF_LAYERS}
     sizes = {key: number for key, number in most.items() if key not in LABELS}
     if isinstance(config.get(TOWER), dict):
         tiny = config | {TOWER: _shrink_images(TOWER_DEFAULTS | config[TOWER], sizes)}
     else:
         tiny = _shrink_stages(config) if config.get(STAGES) else shrink(config)
-        tiny |= {key: _at_most(config.get(key, number), number) for key, number in sizes.items() if key in config or key == "image_size"}
-        if config.get(STAGES) and config.get("window_size"):  # a window that is larger than what the last stage sees does not run (Swin): 2 x 2 of it
-            tiny |= {"window_size": 2, "patch_size": max(1, sizes["image_size"] // (2 << (len(tiny[STAGES]) - 1)))}
+        tiny |= {
+            key: _at_most(config.get(key, number), number)
+            for key, number in sizes.items()
+            if key in config or key == "image_size"
+        }
+        # a window that is larger than what the last stage sees does not run (Swin): 2 x 2 of it
+        if config.get(STAGES) and config.get("window_size"):
+            tiny |= {
+                "window_size": 2,
+                "patch_size": max(1, sizes["image_size"] // (2 << (len(tiny[STAGES]) - 1))),
+            }
     if labels := most.get("num_labels"):
-        tiny = {key: value for key, value in tiny.items() if key not in LABELS} | {"num_labels": labels}
+        tiny = {key: value for key, value in tiny.items() if key not in LABELS} | {
+            "num_labels": labels
+        }
     return tiny
 
 
@@ -124,18 +216,36 @@ def _at_most(value: Any, number: int) -> Any:
 
 def _shrink_stages(config: dict[str, Any]) -> dict[str, Any]:
     """Leaves two layers of each stage, and the ratio of the stages' widths and heads."""
-    heads, width = config.get("num_heads"), next((config[name] for name in WIDTHS if config.get(name)), None)
+    heads, width = (
+        config.get("num_heads"),
+        next((config[name] for name in WIDTHS if config.get(name)), None),
+    )
     if width is None:
-        rule = f"cannot shrink a {config['model_type']}: its config.json has no {' or '.join(WIDTHS)}"
-        raise refuse("--tiny", rule, "make a small model of that class, save it with save_pretrained, and give the folder with --model, without --tiny")
+        rule = (
+            f"cannot shrink a {config['model_type']}: its config.json has no {' or '.join(WIDTHS)}"
+        )
+        raise refuse(
+            "--tiny",
+            rule,
+            "make a small model of that class, save it with save_pretrained, and give the folder"
+            " with --model, without --tiny",
+        )
     first = width[0] if isinstance(width, list) else width
     fewer = (2, heads[0]) if isinstance(heads, list) and heads[0] > 2 else (1, 1)
 
     def scaled(value: Any, by: tuple[int, int]) -> Any:
-        return [scaled(each, by) for each in value] if isinstance(value, list) else max(1, value * by[0] // by[1])
+        return (
+            [scaled(each, by) for each in value]
+            if isinstance(value, list)
+            else max(1, value * by[0] // by[1])
+        )
 
     tiny = config | {STAGES: [min(depth, 2) for depth in config[STAGES]]}
-    tiny |= {key: scaled(config[key], (16, first)) for key in ("hidden_sizes", "embed_dim", "embedding_size", "hidden_size") if config.get(key)}
+    tiny |= {
+        key: scaled(config[key], (16, first))
+        for key in ("hidden_sizes", "embed_dim", "embedding_size", "hidden_size")
+        if config.get(key)
+    }
     return tiny | ({"num_heads": scaled(heads, fewer)} if heads else {})
 
 
@@ -143,10 +253,19 @@ def _derived(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
     """Computes the values that repeat others of a tiny config in another form."""
     derived: dict[str, Any] = {}
     if config.get("qk_nope_head_dim"):  # latent attention: a head is made of two parts
-        derived |= {"qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"], "head_dim": tiny["qk_rope_head_dim"]}
-    if config.get("num_layers_per_stack"):  # hrm_text runs its stacks several times, and counts every run of a layer
-        derived["num_hidden_layers"] = config["num_hidden_layers"] // config["num_layers_per_stack"] * tiny["num_layers_per_stack"]
-    if config.get("attention_types"):  # gpt_neo: its attention_layers as a list of [kinds, how often]
+        derived |= {
+            "qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"],
+            "head_dim": tiny["qk_rope_head_dim"],
+        }
+    # hrm_text runs its stacks several times, and counts every run of a layer
+    if config.get("num_layers_per_stack"):
+        derived["num_hidden_layers"] = (
+            config["num_hidden_layers"]
+            // config["num_layers_per_stack"]
+            * tiny["num_layers_per_stack"]
+        )
+    # gpt_neo: its attention_layers as a list of [kinds, how often]
+    if config.get("attention_types"):
         derived["attention_types"] = [[[kind], 1] for kind in tiny["attention_layers"]]
     return derived
 
@@ -162,8 +281,12 @@ def _name(config: dict[str, Any], names: tuple[str, ...]) -> str:
 
 
 def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[[int], int]]:
-    """Computes how far a number of each sort falls. 1 stays 1: a single head or group is a trait too."""
-    heads, key_values, hidden, head_dim = (_name(config, names) for names in (HEADS, KEY_VALUES, HIDDEN, HEAD_DIM))
+    """Computes how far a number of each sort falls. 1 stays 1: a single head or group is a trait
+    too.
+    """
+    heads, key_values, hidden, head_dim = (
+        _name(config, names) for names in (HEADS, KEY_VALUES, HIDDEN, HEAD_DIM)
+    )
     queries = config[heads] if heads else 4
     keys = config[key_values] if key_values else queries
     tiny_queries = 4 * min(queries // keys, 8) if keys > 1 else 4
@@ -172,13 +295,35 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
     latent = config.get("qk_nope_head_dim")
     wide = latent or dim * queries == config[hidden]
     tiny_hidden = tiny_dim * tiny_queries // (1 if wide else 2)
-    linear_heads = min((config[f"linear_num_{part}_heads"] for part in ("key", "value") if config.get(f"linear_num_{part}_heads")), default=1)
-    linear_dim = min((config[f"linear_{part}_head_dim"] for part in ("key", "value") if config.get(f"linear_{part}_head_dim")), default=1)
-    state_heads = next((value for key, value in config.items() if re.fullmatch(r"mamba_n_heads|mamba_num_heads|n_mamba_heads", key)), 1)
+    linear_heads = min(
+        (
+            config[f"linear_num_{part}_heads"]
+            for part in ("key", "value")
+            if config.get(f"linear_num_{part}_heads")
+        ),
+        default=1,
+    )
+    linear_dim = min(
+        (
+            config[f"linear_{part}_head_dim"]
+            for part in ("key", "value")
+            if config.get(f"linear_{part}_head_dim")
+        ),
+        default=1,
+    )
+    state_heads = next(
+        (
+            value
+            for key, value in config.items()
+            if re.fullmatch(r"mamba_n_heads|mamba_num_heads|n_mamba_heads", key)
+        ),
+        1,
+    )
 
     mlp = config | (config.get("ffn_config") or {})
     mixture = any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in mlp.items())
-    expert_sized = mixture and not config.get("moe_intermediate_size")  # every expert is so wide as intermediate_size says
+    # every expert is so wide as intermediate_size says
+    expert_sized = mixture and not config.get("moe_intermediate_size")
 
     def scale(tiny: int, real: int) -> Callable[[int], int]:
         return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
@@ -195,46 +340,71 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
         "linear head_dim": scale(16, linear_dim),
         "state heads": cap(4),
         "state head_dim": scale(tiny_hidden * state_heads, config[hidden] * min(state_heads, 4)),
-        "hidden": lambda value: value if value <= 32 else scale(tiny_hidden, config[hidden])(value),  # a kernel or a patch stays
+        # a kernel or a patch stays
+        "hidden": lambda value: value if value <= 32 else scale(tiny_hidden, config[hidden])(value),
         "intermediate": cap(tiny_hidden if expert_sized else 2 * tiny_hidden),
     }
 
 
-def _fall(key: str, value: Any, proportions: dict[str, Callable[[int], int]], outer: str = "") -> Any:
-    """Makes the numbers in a value as small as RULES say for its key, or for the key around it if no rule names its key."""
+def _fall(
+    key: str, value: Any, proportions: dict[str, Callable[[int], int]], outer: str = ""
+) -> Any:
+    """Makes the numbers in a value as small as RULES say for its key, or for the key around it if
+    no rule names its key.
+    """
     if isinstance(value, dict):
         if _count_layers(value) and _name(value, HIDDEN):  # of a tower beside the language model
             return shrink(value, proportions["vocabulary"](1 << 20))
         return {inner: _fall(str(inner), its, proportions, key) for inner, its in value.items()}
-    if key in ("long_factor", "short_factor"):  # of longrope: one for each pair of a head's rotated dimensions
+    # of longrope: one for each pair of a head's rotated dimensions
+    if key in ("long_factor", "short_factor"):
         return value[: proportions["head_dim"](2 * len(value)) // 2]
     if isinstance(value, list):
         return [_fall(key, its, proportions, outer) for its in value]
     if type(value) is not int or value <= 0:
         return value
-    rule = next((rule for name in (key, outer) for pattern, rule in RULES.items() if re.fullmatch(pattern, name)), None)
+    rule = next(
+        (
+            rule
+            for name in (key, outer)
+            for pattern, rule in RULES.items()
+            if re.fullmatch(pattern, name)
+        ),
+        None,
+    )
     if rule is None:
         return value
     return min(value, rule) if isinstance(rule, int) else proportions[rule](value)
 
 
-# Counts of the layers at the beginning or at the end that are of another kind, and lists that name layers by their number.
+# Counts of the layers at the beginning or at the end that are of another kind, and lists that name
+# layers by their number.
 FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 LAST = ("num_kv_shared_layers",)
 NUMBERED = r".*(_layers|_idxs|_indices|_ids)"
 
 
 def _kept_layers(config: dict[str, Any]) -> list[int]:
-    """Chooses the numbers of four layers, up to eight if there are more kinds: one of each kind, and the rest as frequent as before."""
+    """Chooses the numbers of four layers, up to eight if there are more kinds: one of each kind,
+    and the rest as frequent as before.
+    """
     count = _count_layers(config)
-    kinds = [repr([_of_layer(key, value, layer, count) for key, value in config.items()]) for layer in range(count)]
+    kinds = [
+        repr([_of_layer(key, value, layer, count) for key, value in config.items()])
+        for layer in range(count)
+    ]
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:8]
-    if "hybrid" in (config.get("layers_block_type") or ()):  # zamba: all layers of this kind share one block, so two of them
-        kept += [layer for layer, kind in enumerate(config["layers_block_type"]) if kind == "hybrid"][1:2]
+    # zamba: all layers of this kind share one block, so two of them
+    if "hybrid" in (config.get("layers_block_type") or ()):
+        kept += [
+            layer for layer, kind in enumerate(config["layers_block_type"]) if kind == "hybrid"
+        ][1:2]
     while len(kept) < min(4, count):
         taken = [kinds[layer] for layer in kept]
         left = [layer for layer in range(count) if layer not in kept]
-        kept.append(max(left, key=lambda layer: kinds.count(kinds[layer]) / (taken.count(kinds[layer]) + 1)))
+        kept.append(
+            max(left, key=lambda layer: kinds.count(kinds[layer]) / (taken.count(kinds[layer]) + 1))
+        )
     return sorted(kept)
 
 
@@ -269,9 +439,17 @@ def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
         return sum(says) - (key == "moe_layer_end_index")
     if isinstance(value, str):
         return "".join(says)
-    return [layer for layer, named in enumerate(says) if named] if _names_layers(key, value, count) else says
+    return (
+        [layer for layer, named in enumerate(says) if named]
+        if _names_layers(key, value, count)
+        else says
+    )
 
 
 def _names_layers(key: str, value: Any, count: int) -> bool:
-    numbers = isinstance(value, list) and bool(re.fullmatch(NUMBERED, key)) and all(type(number) is int for number in value)
+    numbers = (
+        isinstance(value, list)
+        and bool(re.fullmatch(NUMBERED, key))
+        and all(type(number) is int for number in value)
+    )
     return numbers and value == sorted({*value} & {*range(count)})

@@ -1,4 +1,6 @@
-"""The small files of a model's folder: config, generation config, tokenizer, chat templates and processors."""
+"""The small files of a model's folder: config, generation config, tokenizer, chat templates and
+processors.
+"""
 
 import codecs
 import contextlib
@@ -36,27 +38,36 @@ PARSED = 1 << 22  # bytes of a tokenizer's file that a plan parses
 
 
 def small_files(folder: Path) -> list[str]:
-    """List the names of a folder's small files: config and tokenizer files, but no weights and no records of training.
+    """List the names of a folder's small files: config and tokenizer files, but no weights and no
+    records of training.
 
     Code is among them only if a config has an `auto_map`. It is copied, never run.
     """
     names = [path.name for path in folder.iterdir() if path.is_file() and is_small(path)]
     names += [f"{TEMPLATES}/{path.name}" for path in (folder / TEMPLATES).glob("*.jinja")]
-    if any(b'"auto_map"' in (folder / name).read_bytes() for name in names if name.endswith("config.json")):
+    if any(
+        b'"auto_map"' in (folder / name).read_bytes()
+        for name in names
+        if name.endswith("config.json")
+    ):
         names += [path.name for path in folder.glob("*.py")]
     return sorted(names)
 
 
 def is_small(path: Path) -> bool:
-    """Return True for a model's config and tokenizer files, False for weights, code and records of training."""
+    """Return True for a model's config and tokenizer files, False for weights, code and records of
+    training.
+    """
     return path.suffix in SUFFIXES and not OTHERS.fullmatch(path.name)
 
 
 @contextlib.contextmanager
 def without_marks(folder: Path) -> Iterator[Path]:
-    """Yield `folder`, or a copy of its small files if one begins with the byte order mark that Windows' editors write.
+    """Yield `folder`, or a copy of its small files if one begins with the byte order mark that
+    Windows' editors write.
 
-    transformers 5.22.2 refuses a JSON file that has one, and would put the mark of a chat template before every chat.
+    transformers 5.22.2 refuses a JSON file that has one, and would put the mark of a chat template
+    before every chat.
     """
     contents = {name: (folder / name).read_bytes() for name in small_files(folder)}
     if not any(content.startswith(codecs.BOM_UTF8) for content in contents.values()):
@@ -75,7 +86,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return parse_json(path.read_bytes(), str(path))
     except OSError as error:
-        raise refuse(str(path), f"cannot be read: {error.strerror}", "give this user permission to read it") from None
+        raise refuse(
+            str(path), f"cannot be read: {error.strerror}", "give this user permission to read it"
+        ) from None
 
 
 def check_generation_file(folder: Path) -> None:
@@ -85,22 +98,33 @@ def check_generation_file(folder: Path) -> None:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """Return the JSON object in a file's content. Raises `Refusal`, with `where` as the file's name."""
+    """Return the JSON object in a file's content.
+
+    Raises `Refusal`, with `where` as the file's name.
+    """
     if not content.strip():
-        raise refuse(where, f"is empty ({len(content)} bytes)", "download the model again, or delete the file")
+        raise refuse(
+            where,
+            f"is empty ({len(content)} bytes)",
+            "download the model again, or delete the file",
+        )
     try:
         found = json.loads(content)
     except ValueError as error:
-        raise refuse(where, f"is not JSON: {error}", "download the model again, or delete the file") from None
+        raise refuse(
+            where, f"is not JSON: {error}", "download the model again, or delete the file"
+        ) from None
     if not isinstance(found, dict):
         raise refuse(where, "is not a JSON object", "download the model again, or delete the file")
     return found
 
 
 def check_tokenizer_files(folder: Path) -> None:
-    """Raise `Refusal`, with the name of the file, if a tokenizer's file is empty, cut, or no JSON object though it is named so.
+    """Raise `Refusal`, with the name of the file, if a tokenizer's file is empty, cut, or no JSON
+    object though it is named so.
 
-    A file beyond `PARSED` bytes is judged by its ends: parsing it would take longer than all else that a plan does.
+    A file beyond `PARSED` bytes is judged by its ends: parsing it would take longer than all else
+    that a plan does.
     """
     fix = "download the tokenizer again"
     for path in sorted(folder.iterdir()):
@@ -116,7 +140,10 @@ def check_tokenizer_files(folder: Path) -> None:
             found = read_json(path)
             if path.name == "tokenizer.json" and not isinstance(found.get("model"), dict):
                 raise refuse(str(path), "contains no tokenizer: its key model is missing", fix)
-        elif not (path.open("rb").read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{") and _end_of(path).endswith(b"}")):
+        elif not (
+            path.open("rb").read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{")
+            and _end_of(path).endswith(b"}")
+        ):
             raise refuse(str(path), "is truncated, or is not a JSON object", fix)
 
 
@@ -127,13 +154,23 @@ def _end_of(path: Path) -> bytes:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Return True for a small file that an adapter's export contains: its config and card, and files of tokenizer and processor."""
-    return name in (ADAPTER, COMMITS, CARD) or bool(OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name))
+    """Return True for a small file that an adapter's export contains: its config and card, and
+    files of tokenizer and processor.
+    """
+    return name in (ADAPTER, COMMITS, CARD) or bool(
+        OF_TOKENIZER.fullmatch(name) or OF_PROCESSOR.fullmatch(name)
+    )
 
 
 def with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config.json with `dtype` as its dtype, also in nested configs. A null counts as a missing key."""
+    """Return a config.json with `dtype` as its dtype, also in nested configs.
+
+    A null counts as a missing key.
+    """
     keys = ("dtype", "torch_dtype")
-    found = {key: with_dtype(value, dtype) if isinstance(value, dict) else value for key, value in config.items()}
+    found = {
+        key: with_dtype(value, dtype) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
     found = {key: value for key, value in found.items() if key not in keys or value is not None}
     return found | {key: dtype for key in keys if isinstance(config.get(key), str)}

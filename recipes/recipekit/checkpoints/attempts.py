@@ -11,8 +11,9 @@ FIX = "the checkpoints before it are intact. Free space or choose another --out,
 class Attempts:
     """The outcomes of a run's saves, the same on every rank.
 
-    A failed save is tried again after 1, 2, 4, ... further steps, so that a disk that stays full slows training little.
-    The run ends when a regular save and the next regular save have both failed.
+    A failed save is tried again after 1, 2, 4, ... further steps, so that a disk that stays full
+    slows training little. The run ends when a regular save and the next regular save have both
+    failed.
     """
 
     saved: int = 0  # the newest step whose save is complete
@@ -33,12 +34,25 @@ class Attempts:
 
     def succeed(self) -> str:
         """Note that the save is complete; return a line for the user if saves had failed before."""
-        line = f"the checkpoint of step {self._step} is complete: saving works again" if self.error else ""
-        self.saved, self.error, self._running, self._failed_before, self._pause = self._step, "", False, 0, 1
+        line = (
+            f"the checkpoint of step {self._step} is complete: saving works again"
+            if self.error
+            else ""
+        )
+        self.saved, self.error, self._running, self._failed_before, self._pause = (
+            self._step,
+            "",
+            False,
+            0,
+            1,
+        )
         return line
 
     def fail(self, error: str) -> str:
-        """Note that the save has failed; return a line for the user. Raises `Refusal` if the run should end."""
+        """Note that the save has failed; return a line for the user.
+
+        Raises `Refusal` if the run should end.
+        """
         again, self.error, self._running = bool(self.error), error, False
         if self._regular and self._failed_before:
             raise self.ending()

@@ -28,9 +28,11 @@ from .step_folder import UNDESCRIBED
 
 
 def newest(path: Path, say: Say) -> Path | None:
-    """Finds the newest complete and verified step folder of a run (`path` itself if it is a step folder); None if there is none.
+    """Finds the newest complete and verified step folder of a run (`path` itself if it is a step
+    folder); None if there is none.
 
-    The ranks share the work (a collective). Calls `say` with one line for each folder that is passed over.
+    The ranks share the work (a collective). Calls `say` with one line for each folder that is
+    passed over.
     """
     is_run = (path / CHECKPOINTS).is_dir() or not is_step_folder(path)
     steps: list[Any] = [step_folders(path / CHECKPOINTS)[::-1] if is_run else [path]]
@@ -40,45 +42,81 @@ def newest(path: Path, say: Say) -> Path | None:
         names, extra = list[str](), list[str]()
         with suppress(ValueError):
             listed = manifest.read(step)
-            names, extra = sorted(listed["files"]), manifest.say_unlisted(step, manifest.unlisted(step, listed))
+            names, extra = (
+                sorted(listed["files"]),
+                manifest.say_unlisted(step, manifest.unlisted(step, listed)),
+            )
         everyone: list[Any] = [None] * world
-        dist.all_gather_object(everyone, manifest.faults(step, names[rank::world]), group=waiting_group())
+        dist.all_gather_object(
+            everyone, manifest.faults(step, names[rank::world]), group=waiting_group()
+        )
         faults = list(dict.fromkeys(fault for own in everyone for fault in own))
         if not faults:
             for line in extra:
                 say(line)
             return step
-        say(f"checkpoint {step} is damaged, passed over: {faults[0]}" + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""))
+        say(
+            f"checkpoint {step} is damaged, passed over: {faults[0]}"
+            + (f" (and {len(faults) - 1} more)" if len(faults) > 1 else "")
+        )
     return None
 
 
 def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState, bool]:
-    """Returns (state of a step folder, whether the layout is this one). Raises `Refusal` if the model is another, or the folder cannot be converted."""
+    """Returns (state of a step folder, whether the layout is this one).
+
+    Raises `Refusal` if the model is another, or the folder cannot be converted.
+    """
     state: SavedState = json.loads((step / STATE).read_text())
     saved = json.loads((step / BLUEPRINT).read_text())
     was = Layout.from_json(state["layout"])
     same = was == layout
-    if state["step"] and (was.algorithm, was.states, was.of_matrices) != (layout.algorithm, layout.states, layout.of_matrices):
+    if state["step"] and (was.algorithm, was.states, was.of_matrices) != (
+        layout.algorithm,
+        layout.states,
+        layout.of_matrices,
+    ):
         kept, keeps = (f"{each.algorithm} ({each.kept})" for each in (was, layout))
-        fix = "use the JSON that it was saved with, or start a new run from its weights: recipekit convert to-hf, then --model"
-        raise refuse(f"resume from {step}", f"contains optimizer states of {kept}, but this run's optimizer is {keeps}", fix)
+        fix = (
+            "use the JSON that it was saved with, or start a new run from its weights: recipekit"
+            " convert to-hf, then --model"
+        )
+        raise refuse(
+            f"resume from {step}",
+            f"contains optimizer states of {kept}, but this run's optimizer is {keeps}",
+            fix,
+        )
     if saved is None:
         if same:
             return state, True
-        rule = f"was written in the layout {was}, not in this run's layout {layout}, and {UNDESCRIBED}"
+        rule = (
+            f"was written in the layout {was}, not in this run's layout {layout}, and {UNDESCRIBED}"
+        )
         raise refuse(
-            f"resume from {step}", rule, "resume once with the same ranks, degrees and strategy. A checkpoint that this run saves can change the layout"
+            f"resume from {step}",
+            rule,
+            "resume once with the same ranks, degrees and strategy. A checkpoint that this run"
+            " saves can change the layout",
         )
     before = Blueprint.from_json(saved)
-    differ = _differences(before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0)
+    differ = _differences(
+        before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0
+    )
     if differ:
-        raise refuse(f"resume from {step}", f"is from another model: {differ}", "use the model that it was saved with, or start a new run with --out NEW")
+        raise refuse(
+            f"resume from {step}",
+            f"is from another model: {differ}",
+            "use the model that it was saved with, or start a new run with --out NEW",
+        )
     errors.check(step, layout, before, blueprint)
-    return state, same and [tensor.group for tensor in before.tensors] == [tensor.group for tensor in blueprint.tensors]
+    return state, same and [tensor.group for tensor in before.tensors] == [
+        tensor.group for tensor in blueprint.tensors
+    ]
 
 
 def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> str:
-    """Says the first difference in names, shapes or optimizer groups, and with `cuts` in what tensor parallelism divides.
+    """Says the first difference in names, shapes or optimizer groups, and with `cuts` in what
+    tensor parallelism divides.
 
     Learning rates of groups may change; before the first step all of a group may.
     """
@@ -86,20 +124,38 @@ def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> s
     def group(blueprint: Blueprint, tensor: Tensor) -> Any:
         if tensor.group is None or not begun:
             return None if tensor.group is None else "trained"
-        return replace(blueprint.groups[tensor.group], lr_scale=1.0).name if tensor.group < len(blueprint.groups) else tensor.group
+        return (
+            replace(blueprint.groups[tensor.group], lr_scale=1.0).name
+            if tensor.group < len(blueprint.groups)
+            else tensor.group
+        )
 
-    before, after = ({tensor.name: (tensor.shape, group(each, tensor), *([tensor.cut] if cuts else [])) for tensor in each.tensors} for each in (saved, now))
+    before, after = (
+        {
+            tensor.name: (tensor.shape, group(each, tensor), *([tensor.cut] if cuts else []))
+            for tensor in each.tensors
+        }
+        for each in (saved, now)
+    )
     for name in [*before, *after]:
         if before.get(name) != after.get(name):
-            return f"{name} is {before.get(name, 'not there')} in the checkpoint and {after.get(name, 'not there')} in the model (shape, optimizer group{', cut' if cuts else ''})"
+            return (
+                f"{name} is {before.get(name, 'not there')} in the checkpoint and"
+                f" {after.get(name, 'not there')} in the model (shape, optimizer"
+                f" group{', cut' if cuts else ''})"
+            )
     return ""
 
 
-def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scratch: Path, say: Say) -> State:
-    """Loads a verified step folder into the engine and this rank's random generators; returns its state (a collective).
+def load(
+    engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scratch: Path, say: Say
+) -> State:
+    """Loads a verified step folder into the engine and this rank's random generators; returns its
+    state (a collective).
 
-    A step folder of another layout is first converted into the folder `scratch`, which is removed afterwards. The optimizer's numbers
-    (betas, eps, weight decay, clipping, ...) stay those of this start. Another optimizer takes the weights of step 0 only.
+    A step folder of another layout is first converted into the folder `scratch`, which is removed
+    afterwards. The optimizer's numbers (betas, eps, weight decay, clipping, ...) stay those of this
+    start. Another optimizer takes the weights of step 0 only.
     """
     state, same = check(step, blueprint, layout)
     if manifest.listed_files(step, errors.FILES):
@@ -112,18 +168,31 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
             say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
             shutil.rmtree(scratch, ignore_errors=True)
             try:
-                reshape(step, source, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
-            except (OSError, Refusal) as error:  # kept for later: the other ranks wait in the next collective
+                reshape(
+                    step, source, layout, blueprint, copying.Effort(workers=min(8, usable_cores()))
+                )
+                # kept for later: the other ranks wait in the next collective
+            except (OSError, Refusal) as error:
                 failed = [f"cannot be converted in {scratch}: {error}"]
         dist.broadcast_object_list(failed, group=waiting_group())
         if failed[0]:
-            raise refuse(f"resume from {step}", failed[0], "free space there, or start with the layout it was written in")
+            raise refuse(
+                f"resume from {step}",
+                failed[0],
+                "free space there, or start with the layout it was written in",
+            )
     before = [dict(group) for group in engine.optimizer.param_groups]
     engine.load_states(source, blueprint, layout, state["step"] > 0)
     for group, own in zip(engine.optimizer.param_groups, before, strict=True):
-        # an engine may restore the saved numbers, though the user may have changed them (--resume PATH), and only those that the
-        # optimizer of the other layout had
-        group.update({key: value for key, value in own.items() if key not in ("params", "lr", "initial_lr", "step") or key not in group})
+        # an engine may restore the saved numbers, though the user may have changed them (--resume
+        # PATH), and only those that the optimizer of the other layout had
+        group.update(
+            {
+                key: value
+                for key, value in own.items()
+                if key not in ("params", "lr", "initial_lr", "step") or key not in group
+            }
+        )
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     place_counts(inner)
     own_errors = source / errors.file_of(dist.get_rank())
@@ -137,11 +206,15 @@ def load(engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scrat
 
 
 def place_counts(optimizer: Any) -> None:
-    """Puts each count of steps where the optimizer looks for it: beside the weights for a fused or capturable step, else on the host.
+    """Puts each count of steps where the optimizer looks for it: beside the weights for a fused or
+    capturable step, else on the host.
 
-    torch (2.13) puts them by what the file says of its own optimizer, and a fused step on a GPU ends with an error at a count on the host.
+    torch (2.13) puts them by what the file says of its own optimizer, and a fused step on a GPU
+    ends with an error at a count on the host.
     """
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
     for weight, state in optimizer.state.items():
         if torch.is_tensor(state.get("step")):
             state["step"] = state["step"].to(weight.device if on_device else "cpu")

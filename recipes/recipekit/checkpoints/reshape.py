@@ -1,4 +1,7 @@
-"""Rewrites a step folder in another layout. No model is built, and memory holds a few chunks, whatever the model's size."""
+"""Rewrites a step folder in another layout.
+
+No model is built, and memory holds a few chunks, whatever the model's size.
+"""
 
 import json
 import shutil
@@ -17,8 +20,15 @@ from .state import SavedState
 from .step_folder import open_step
 
 
-def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None = None, effort: Effort | None = None) -> None:
-    """Writes the step folder `out`: `source` (a step or run folder) in another layout, bit for bit, complete or not at all.
+def reshape(
+    source: Path,
+    out: Path,
+    layout: Layout,
+    blueprint: Blueprint | None = None,
+    effort: Effort | None = None,
+) -> None:
+    """Writes the step folder `out`: `source` (a step or run folder) in another layout, bit for bit,
+    complete or not at all.
 
     `blueprint`: describes the model that will load `out`, whose plans may differ from the source's.
     """
@@ -27,24 +37,39 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     errors.check(step.folder, layout, step.blueprint, blueprint or step.blueprint)
     if not any(tensor.group is not None for tensor in step.blueprint.tensors):
         rule = "was saved at ZeRO-0 by another program, so its optimizer states have no names"
-        raise refuse(str(step.folder), rule, "convert only its weights, with recipekit convert to-hf and then from-hf")
+        raise refuse(
+            str(step.folder),
+            rule,
+            "convert only its weights, with recipekit convert to-hf and then from-hf",
+        )
     journal = Journal(out, {"source": step.fingerprint, "layout": layout.to_json()})
     now = blueprint or step.blueprint
     with ExitStack() as stack:
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
         stack.callback(read.close)
         if not journal.resumed:
-            create.create(journal.folder, now, layout, create.read_carried(step.folder, step.blueprint, step.layout).regrouped(step.blueprint, now))
+            create.create(
+                journal.folder,
+                now,
+                layout,
+                create.read_carried(step.folder, step.blueprint, step.layout).regrouped(
+                    step.blueprint, now
+                ),
+            )
             journal.note("", None)
         written = open_checkpoint(journal.folder, now, layout, writable=True)
         stack.callback(written.close)
-        digests, facts = run(copies(step.blueprint, read, written), read, effort, written, journal, hashed=True)
+        digests, facts = run(
+            copies(step.blueprint, read, written), read, effort, written, journal, hashed=True
+        )
     digests.pop("", None)
     step.check(digests)
     ranks = len(manifest.listed_files(step.folder, "rng_rank_*.pt"))
     for rank in range(layout.mesh.world):
         if ranks:
-            shutil.copyfile(step.folder / f"rng_rank_{rank % ranks}.pt", journal.folder / f"rng_rank_{rank}.pt")
+            shutil.copyfile(
+                step.folder / f"rng_rank_{rank % ranks}.pt", journal.folder / f"rng_rank_{rank}.pt"
+            )
     for path in manifest.listed_files(step.folder, errors.FILES):
         shutil.copyfile(path, journal.folder / path.name)
     copy_small(step.small_files, journal.folder / "hf_files")
@@ -52,12 +77,24 @@ def reshape(source: Path, out: Path, layout: Layout, blueprint: Blueprint | None
     complete(journal, {**step.state, "layout": layout.to_json()}, kept, digests, facts)
 
 
-def complete(journal: Journal, state: SavedState, blueprint: Blueprint, tensors: dict[str, Any], facts: dict[str, manifest.Facts]) -> None:
-    """Writes a step folder's files besides tensors, the manifest last, and gives the folder its name."""
+def complete(
+    journal: Journal,
+    state: SavedState,
+    blueprint: Blueprint,
+    tensors: dict[str, Any],
+    facts: dict[str, manifest.Facts],
+) -> None:
+    """Writes a step folder's files besides tensors, the manifest last, and gives the folder its
+    name.
+    """
     (journal.folder / manifest.STATE).write_text(json.dumps(state, indent=1))
     (journal.folder / manifest.BLUEPRINT).write_text(json.dumps(blueprint.to_json()))
     for path in journal.folder.rglob("*"):
-        if path.is_file() and path.name != "journal.jsonl" and (name := str(path.relative_to(journal.folder))) not in facts:
+        if (
+            path.is_file()
+            and path.name != "journal.jsonl"
+            and (name := str(path.relative_to(journal.folder))) not in facts
+        ):
             facts[name] = manifest.facts(path)
     manifest.write(journal.folder, state["step"], facts, tensors)
     journal.finish()

@@ -13,12 +13,16 @@ from ..spec.step_names import free_name, step_folders, step_of
 from ..storage import manifest
 from ..storage.manifest import MANIFEST, STATE
 
-REMOVED = ".removed_"  # prefix of a step folder that is being removed: a kill leaves a folder that no start takes for a checkpoint
+# prefix of a step folder that is being removed: a kill leaves a folder that no start takes for a
+# checkpoint
+REMOVED = ".removed_"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The step folders to keep: the `newest` (0: all), every `every`-th step (0: none), and the one with the lowest eval_loss."""
+    """The step folders to keep: the `newest` (0: all), every `every`-th step (0: none), and the one
+    with the lowest eval_loss.
+    """
 
     newest: int
     every: int = 0
@@ -26,10 +30,11 @@ class Retention:
 
 
 def remove_old(folder: Path, retention: Retention) -> list[str]:
-    """Remove the checkpoints in `folder` that `retention` does not keep; return a line for each that could not be removed as a whole.
+    """Remove the checkpoints in `folder` that `retention` does not keep; return a line for each
+    that could not be removed as a whole.
 
-    Only real folders count whose manifest states the step in their name. A link is never followed, and files that the
-    manifest does not list stay.
+    Only real folders count whose manifest states the step in their name. A link is never followed,
+    and files that the manifest does not list stay.
     """
     if not retention.newest:
         return []
@@ -39,7 +44,9 @@ def remove_old(folder: Path, retention: Retention) -> list[str]:
 
 
 def remove(folder: Path, steps: dict[Path, dict[str, Any]]) -> list[str]:
-    """Remove step folders (and their manifests); return a line for each that could not be removed as a whole."""
+    """Remove step folders (and their manifests); return a line for each that could not be removed
+    as a whole.
+    """
     lines = [line for step, listed in steps.items() for line in _remove(step, listed)]
     for removed in sorted(folder.glob(f"{REMOVED}*")):  # those of a start that was killed as well
         if not removed.is_symlink() and step_of(removed.name.removeprefix(REMOVED)) is not None:
@@ -52,7 +59,9 @@ def own_steps(folder: Path) -> dict[Path, dict[str, Any]]:
     found = {}
     for step in step_folders(folder):
         with suppress(ValueError, OSError):
-            if not step.is_symlink() and (listed := manifest.read(step))["step"] == step_of(step.name):
+            if not step.is_symlink() and (listed := manifest.read(step))["step"] == step_of(
+                step.name
+            ):
                 found[step] = listed
     return found
 
@@ -63,12 +72,18 @@ def kept(found: dict[Path, dict[str, Any]], retention: Retention) -> set[Path]:
         kept |= {step for step, listed in found.items() if listed["step"] % retention.every == 0}
     if retention.best:
         losses = {step: _eval_loss(step) for step in found}
-        kept |= {*sorted((step for step in found if losses[step] < math.inf), key=lambda step: losses[step])[:1]}
+        kept |= {
+            *sorted(
+                (step for step in found if losses[step] < math.inf), key=lambda step: losses[step]
+            )[:1]
+        }
     return kept
 
 
 def _eval_loss(step: Path) -> float:
-    """Return the eval_loss of a step folder; infinity without an evaluation at this step, and if the loss is not finite."""
+    """Return the eval_loss of a step folder; infinity without an evaluation at this step, and if
+    the loss is not finite.
+    """
     try:
         loss = json.loads((step / STATE).read_text()).get("eval_loss")
     except (OSError, ValueError, AttributeError):
@@ -77,7 +92,9 @@ def _eval_loss(step: Path) -> float:
 
 
 def _remove(step: Path, listed: dict[str, Any]) -> list[str]:
-    """Remove a step folder, or, if it has files that its manifest does not list, only the listed files."""
+    """Remove a step folder, or, if it has files that its manifest does not list, only the listed
+    files.
+    """
     try:
         if not (extra := manifest.unlisted(step, listed)):
             os.rename(step, step.with_name(f"{REMOVED}{step.name}"))
@@ -86,7 +103,10 @@ def _remove(step: Path, listed: dict[str, Any]) -> list[str]:
         os.rename(step, aside)
         for name in (*listed["files"], MANIFEST):
             (aside / name).unlink(missing_ok=True)
-        for inner in sorted((path for path in aside.rglob("*") if path.is_dir() and not path.is_symlink()), reverse=True):
+        for inner in sorted(
+            (path for path in aside.rglob("*") if path.is_dir() and not path.is_symlink()),
+            reverse=True,
+        ):
             with suppress(OSError):  # not empty: it holds unlisted files
                 inner.rmdir()
     except OSError as error:
@@ -104,4 +124,6 @@ def _remove_folder(path: Path) -> list[str]:
 
 
 def _not_removed(path: Path, error: OSError) -> str:
-    return f"{path} cannot be removed: {error.strerror or error}. The run continues, remove it by hand"
+    return (
+        f"{path} cannot be removed: {error.strerror or error}. The run continues, remove it by hand"
+    )

@@ -35,25 +35,36 @@ class Step:
     @property
     def fingerprint(self) -> list[Any]:
         """Returns a value that changes with the content, as far as names, sizes and times show."""
-        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(self.folder.iterdir())]
+        stats = [
+            (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+            for path in sorted(self.folder.iterdir())
+        ]
         return [str(self.folder.resolve()), stats]
 
     @property
     def small_files(self) -> dict[str, Path]:
         """Map names in a model's folder to config and tokenizer files.
 
-        The files are the copies in this step folder, or the files of HF Trainer beside its checkpoint.
+        The files are the copies in this step folder, or the files of HF Trainer beside its
+        checkpoint.
         """
         own = self.folder / "hf_files"
         if own.is_dir():
-            return {path.relative_to(own).as_posix(): path for path in manifest.listed_files(self.folder, "hf_files/**/*")}
+            return {
+                path.relative_to(own).as_posix(): path
+                for path in manifest.listed_files(self.folder, "hf_files/**/*")
+            }
         return {name: self.folder.parent / name for name in small_files(self.folder.parent)}
 
     @property
     def model_config(self) -> dict[str, Any] | None:
         """Reads the model's config.json; None if the checkpoint has none that can be read."""
         with suppress(OSError, ValueError):
-            return json.loads(self.small_files["config.json"].read_bytes()) if "config.json" in self.small_files else None
+            return (
+                json.loads(self.small_files["config.json"].read_bytes())
+                if "config.json" in self.small_files
+                else None
+            )
 
     def check(self, digests: dict[str, Any]) -> None:
         """Raises `Refusal` if the `digests` of what was read are not those of what was saved."""
@@ -61,17 +72,30 @@ class Step:
             if key in self.tensors and self.tensors[key][2] != read:
                 name, role = key.split("|")
                 raise refuse(
-                    f"{self.folder}: {name} ({role})", "differs from what was saved: its digest does not match", "use another checkpoint. Nothing was written"
+                    f"{self.folder}: {name} ({role})",
+                    "differs from what was saved: its digest does not match",
+                    "use another checkpoint. Nothing was written",
                 )
 
 
 def open_step(path: Path) -> Step:
-    """Opens the step folder `path`, or the newest complete one of a run. Raises `Refusal` with the first fault; contents are checked while they are read."""
+    """Opens the step folder `path`, or the newest complete one of a run.
+
+    Raises `Refusal` with the first fault; contents are checked while they are read.
+    """
     if not path.is_dir():
-        raise refuse(str(path), "the folder does not exist", "name a run folder, such as runs/NAME, or a step folder inside one")
+        raise refuse(
+            str(path),
+            "the folder does not exist",
+            "name a run folder, such as runs/NAME, or a step folder inside one",
+        )
     steps = step_folders(path / CHECKPOINTS)[::-1] or [path]
     found: list[str] = []
-    if not (steps[0] / manifest.MANIFEST).exists() and not (steps[0] / manifest.STATE).exists() and (folder := other_programs.tag_folder(steps[0])):
+    if (
+        not (steps[0] / manifest.MANIFEST).exists()
+        and not (steps[0] / manifest.STATE).exists()
+        and (folder := other_programs.tag_folder(steps[0]))
+    ):
         blueprint, layout, state = other_programs.describe(folder)
         return Step(folder, state, blueprint, layout, {})
     for step in steps:
@@ -88,8 +112,19 @@ def open_step(path: Path) -> Step:
                 "resume in the same layout, then convert a checkpoint that the resumed run saves",
             )
         listed = manifest.read(step)
-        return Step(step, state, Blueprint.from_json(saved), layout, listed["tensors"], tuple(manifest.unlisted(step, listed)))
-    raise refuse(str(path), f"contains no complete checkpoint ({'; '.join(found)})", "name a run folder, or a step folder inside one")
+        return Step(
+            step,
+            state,
+            Blueprint.from_json(saved),
+            layout,
+            listed["tensors"],
+            tuple(manifest.unlisted(step, listed)),
+        )
+    raise refuse(
+        str(path),
+        f"contains no complete checkpoint ({'; '.join(found)})",
+        "name a run folder, or a step folder inside one",
+    )
 
 
 def target_layout(
@@ -103,30 +138,58 @@ def target_layout(
     zero: int | None,
     ep: int | None = None,
 ) -> Layout:
-    """Returns the layout asked for; a degree that is None stays. Raises `Refusal` for a layout that the model cannot have (config.json states its heads)."""
-    pairs = (dp, was.mesh.dp), (tp, was.mesh.tp), (pp, was.mesh.pp), (ep, was.mesh.ep), (zero, was.zero_stage)
+    """Returns the layout asked for; a degree that is None stays.
+
+    Raises `Refusal` for a layout that the model cannot have (config.json states its heads).
+    """
+    pairs = (
+        (dp, was.mesh.dp),
+        (tp, was.mesh.tp),
+        (pp, was.mesh.pp),
+        (ep, was.mesh.ep),
+        (zero, was.zero_stage),
+    )
     dp, tp, pp, ep, zero = (now if now is not None else before for now, before in pairs)
     degrees = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
-    problems = [Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1") for name, value in degrees.items() if value < 1]
+    problems = [
+        Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1")
+        for name, value in degrees.items()
+        if value < 1
+    ]
     if zero not in range(4):
-        problems.append(Problem(f"zero = {zero}", "must be a ZeRO stage from 0 to 3", "use --zero 1"))
+        problems.append(
+            Problem(f"zero = {zero}", "must be a ZeRO stage from 0 to 3", "use --zero 1")
+        )
     if pp > 1 and zero > 1:
         problems.append(
             Problem(
                 f"pp = {pp} with zero = {zero}",
-                "cannot be combined: a pipeline stage keeps its full gradients, and ZeRO-2 and ZeRO-3 shard them",
+                "cannot be combined: a pipeline stage keeps its full gradients, and ZeRO-2 and"
+                " ZeRO-3 shard them",
                 "use --zero 1, or --pp 1",
             )
         )
     if tp > 1 and not blueprint.can_tp:
-        problems.append(Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1"))
+        problems.append(
+            Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1")
+        )
     else:
         problems += check_tp(tp, model_config)
     if pp > max(1, blueprint.num_layers):
-        rule = f"the model has {blueprint.num_layers} layers" if blueprint.num_layers else "this model publishes no pipeline plan"
+        rule = (
+            f"the model has {blueprint.num_layers} layers"
+            if blueprint.num_layers
+            else "this model publishes no pipeline plan"
+        )
         problems.append(Problem(f"pp = {pp}", rule, f"use --pp {max(1, blueprint.num_layers)}"))
     if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, pp):
-        problems.append(Problem("fp16", "its loss scaler cannot be converted to another ZeRO stage", "use the same --zero"))
+        problems.append(
+            Problem(
+                "fp16",
+                "its loss scaler cannot be converted to another ZeRO stage",
+                "use the same --zero",
+            )
+        )
     problems += _check_ep(blueprint, degrees) if ep > 1 else []
     problems += errors.check_degrees(was, degrees, zero)
     if problems:
@@ -140,23 +203,49 @@ def target_layout(
         optimizer=was.optimizer if same else default_optimizer(zero, was.dtype),
         bounds=bounds,
         schedule="1f1b",
-        swapped=was.swapped and zero == 3 and ep == 1,  # DeepSpeed 0.19.8 does not save divided experts from swap files
+        # DeepSpeed 0.19.8 does not save divided experts from swap files
+        swapped=was.swapped and zero == 3 and ep == 1,
     )
 
 
 def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
-    """Refuses an expert-parallel degree that the model, the data ranks or the other degrees do not allow."""
+    """Refuses an expert-parallel degree that the model, the data ranks or the other degrees do not
+    allow.
+    """
     ep, dp, experts = degrees["ep"], degrees["dp"], blueprint.num_experts
     found = []
     if others := {name: degrees[name] for name in ("tp", "pp") if degrees[name] > 1}:
-        where = f"ep = {ep} with {' and '.join(f'{name} = {degree}' for name, degree in others.items())}"
+        where = (
+            f"ep = {ep} with"
+            f" {' and '.join(f'{name} = {degree}' for name, degree in others.items())}"
+        )
         fix = f"use --ep 1, or {' '.join(f'--{name} 1' for name in others)}"
-        found.append(Problem(where, "expert parallelism can be combined only with data parallelism and ZeRO", fix))
+        found.append(
+            Problem(
+                where, "expert parallelism can be combined only with data parallelism and ZeRO", fix
+            )
+        )
     if not experts:
-        found.append(Problem(f"ep = {ep}", "the checkpoint contains no experts that DeepSpeed's AutoEP shards", "use --ep 1"))
+        found.append(
+            Problem(
+                f"ep = {ep}",
+                "the checkpoint contains no experts that DeepSpeed's AutoEP shards",
+                "use --ep 1",
+            )
+        )
     elif experts % ep:
         fits = " or ".join(str(degree) for degree in divisors(experts, dp) if degree < ep)
-        found.append(Problem(f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {fits}"))
+        found.append(
+            Problem(
+                f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {fits}"
+            )
+        )
     if dp > 0 and dp % ep:
-        found.append(Problem(f"ep = {ep}", f"does not divide the {dp} data-parallel ranks", f"use --dp {-(-dp // ep) * ep}, or --ep 1"))
+        found.append(
+            Problem(
+                f"ep = {ep}",
+                f"does not divide the {dp} data-parallel ranks",
+                f"use --dp {-(-dp // ep) * ep}, or --ep 1",
+            )
+        )
     return found

@@ -11,12 +11,22 @@ from .step_folder import open_step
 
 
 def verify(folder: Path, effort: Effort | None = None) -> list[str]:
-    """Lists every fault of a step folder, in its files and in each tensor's digest; [] if the folder is what was saved."""
+    """Lists every fault of a step folder, in its files and in each tensor's digest; [] if the
+    folder is what was saved.
+    """
     effort = effort or Effort()
     names = []
     with suppress(ValueError):
         names = sorted(manifest.read(folder)["files"])
-    found = list(dict.fromkeys(fault for own in share_work(lambda name: manifest.faults(folder, [name]), names, effort.workers) for fault in own))
+    found = list(
+        dict.fromkeys(
+            fault
+            for own in share_work(
+                lambda name: manifest.faults(folder, [name]), names, effort.workers
+            )
+            for fault in own
+        )
+    )
     if found or not names:
         return found or manifest.faults(folder)
     if json.loads((folder / manifest.BLUEPRINT).read_text()) is None:

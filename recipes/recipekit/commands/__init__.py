@@ -1,1 +1,3 @@
-"""The subcommands of `recipekit`, one module each with `main(argv)`, which returns the exit code."""
+"""The subcommands of `recipekit`, one module each with `main(argv)`, which returns the exit
+code.
+"""

@@ -6,8 +6,8 @@
     recipekit convert verify STEP_DIR
     recipekit convert inspect STEP_DIR
 
-The output appears complete or not at all. To continue a conversion that was killed, repeat its command.
-`python tools/convert_checkpoint.py` is the same command.
+The output appears complete or not at all. To continue a conversion that was killed, repeat its
+command. `python tools/convert_checkpoint.py` is the same command.
 """
 
 import argparse
@@ -19,7 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from ..checkpoints.reshape import reshape
 from ..checkpoints.step_folder import Step, open_step, target_layout
@@ -38,7 +45,9 @@ from ..storage import journal, manifest
 from ..storage.copying import Effort
 from ..storage.places import expected_bytes
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {name: name for name in ("bfloat16", "float16", "float32")}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {
+    name: name for name in ("bfloat16", "float16", "float32")
+}
 DEGREES = {
     "dp": "Data-parallel degree of the output.",
     "tp": "Tensor-parallel degree of the output.",
@@ -46,7 +55,10 @@ DEGREES = {
     "ep": "Expert-parallel degree of the output. It must divide dp.",
     "zero": "ZeRO stage of the output, 0 to 3.",
 }
-SOURCES = {"to-hf": "Run folder (its newest checkpoint) or step folder.", "from-hf": "Folder of Hugging Face files."}
+SOURCES = {
+    "to-hf": "Run folder (its newest checkpoint) or step folder.",
+    "from-hf": "Folder of Hugging Face files.",
+}
 OUT = "Folder to write."
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -64,20 +76,45 @@ def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
         where = Path(error.filename or arguments.out or arguments.source)
         free = shutil.disk_usage(existing(where)).free
         kept = arguments.out and journal.journal_file(arguments.out).exists()
-        again = "Run the same command again to continue. Finished work is kept" if kept else "Run the same command again"
+        again = (
+            "Run the same command again to continue. Finished work is kept"
+            if kept
+            else "Run the same command again"
+        )
         print(f"{where}: {error.strerror}. {free:,} bytes are free. {again}", file=sys.stderr)
         return 1
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
+    made = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
+    )
     commands = made.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], int], about: str, *places: str) -> argparse.ArgumentParser:
-        one = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", formatter_class=CommandFormatter, allow_abbrev=False)
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], about: str, *places: str
+    ) -> argparse.ArgumentParser:
+        one = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}.",
+            formatter_class=CommandFormatter,
+            allow_abbrev=False,
+        )
         for place in places:
-            one.add_argument(place, type=path_of, metavar=f"{place}_dir".upper(), help=OUT if place == "out" else SOURCES.get(name, "Step folder."))
-        one.add_argument("--workers", type=int, default=usable_cores(), metavar="N", help="Number of worker threads. (default: %(default)s, the usable cores)")
+            one.add_argument(
+                place,
+                type=path_of,
+                metavar=f"{place}_dir".upper(),
+                help=OUT if place == "out" else SOURCES.get(name, "Step folder."),
+            )
+        one.add_argument(
+            "--workers",
+            type=int,
+            default=usable_cores(),
+            metavar="N",
+            help="Number of worker threads. (default: %(default)s, the usable cores)",
+        )
         one.add_argument(
             "--mem-limit",
             "--mem_limit",
@@ -91,20 +128,72 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
     def degrees(one: argparse.ArgumentParser, default: int | None) -> None:
         for name, about in DEGREES.items():
-            one.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{about} (default: {default or 'as in the checkpoint'})")
-        one.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the layout and the size of the output, and write nothing.")
+            one.add_argument(
+                f"--{name}",
+                type=int,
+                default=default,
+                metavar="N",
+                help=f"{about} (default: {default or 'as in the checkpoint'})",
+            )
+        one.add_argument(
+            "--dry-run",
+            "--dry_run",
+            action="store_true",
+            help="Print the layout and the size of the output, and write nothing.",
+        )
 
-    one = command("to-hf", to_hf_command, "write Hugging Face files from a checkpoint", "source", "out")
-    one.add_argument("--dtype", choices=sorted(DTYPES), help="Dtype of the written weights. (default: the dtype of the model's own files)")
-    one.add_argument("--verify", action="store_true", help="Read the output again and compare it with the checkpoint.")
-    one.add_argument("--merge", action="store_true", help="For a LoRA run: write the full model with the adapter merged into its weights.")
-    one.add_argument("--dry-run", "--dry_run", action="store_true", help="Print the layout and the size of the output, and write nothing.")
-    one = command("from-hf", from_hf_command, "write a checkpoint of step 0 from Hugging Face files, which --resume can start from", "source", "out")
+    one = command(
+        "to-hf", to_hf_command, "write Hugging Face files from a checkpoint", "source", "out"
+    )
+    one.add_argument(
+        "--dtype",
+        choices=sorted(DTYPES),
+        help="Dtype of the written weights. (default: the dtype of the model's own files)",
+    )
+    one.add_argument(
+        "--verify",
+        action="store_true",
+        help="Read the output again and compare it with the checkpoint.",
+    )
+    one.add_argument(
+        "--merge",
+        action="store_true",
+        help="For a LoRA run: write the full model with the adapter merged into its weights.",
+    )
+    one.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="Print the layout and the size of the output, and write nothing.",
+    )
+    one = command(
+        "from-hf",
+        from_hf_command,
+        "write a checkpoint of step 0 from Hugging Face files, which --resume can start from",
+        "source",
+        "out",
+    )
     degrees(one, 1)
-    one.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="Training dtype of the output. (default: bf16)")
-    one = command("reshape", reshape_command, "write a checkpoint in another layout, optimizer states included", "source", "out")
+    one.add_argument(
+        "--dtype",
+        choices=sorted(DTYPES),
+        default="bf16",
+        help="Training dtype of the output. (default: bf16)",
+    )
+    one = command(
+        "reshape",
+        reshape_command,
+        "write a checkpoint in another layout, optimizer states included",
+        "source",
+        "out",
+    )
     degrees(one, None)
-    command("verify", verify_command, "compare every file and every tensor with the manifest that the save wrote", "source")
+    command(
+        "verify",
+        verify_command,
+        "compare every file and every tensor with the manifest that the save wrote",
+        "source",
+    )
     command("inspect", inspect, "print the layout and the tensors of a checkpoint", "source")
     return made
 
@@ -116,7 +205,9 @@ def size_of(text: str) -> int:
     try:
         size = int(float(number.removesuffix(unit)) * UNITS[unit])
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size. Write for example 512M or 2G") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size. Write for example 512M or 2G"
+        ) from None
     if size < 2**24:
         raise argparse.ArgumentTypeError(f"{text!r} is too small. Give at least 16M")
     return size
@@ -128,7 +219,13 @@ class Bar:
     def __init__(self) -> None:
         console = Console(stderr=True)
         self.live = console.is_terminal
-        columns = [TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+        columns = [
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        ]
         self.progress = Progress(*columns, console=console, transient=True, disable=not self.live)
         self.task = self.progress.add_task("copying", total=None)
         self.done, self.tenths, self.lock = 0, 0, threading.Lock()
@@ -158,7 +255,11 @@ def check_space(out: Path, needed: int) -> None:
     """Raises `Refusal` if the disk has no room for the output, before anything is written."""
     free = shutil.disk_usage(existing(out)).free
     if needed > free:
-        raise refuse(str(out), f"requires {needed:,} bytes, but only {free:,} are free", "free space, or choose another folder")
+        raise refuse(
+            str(out),
+            f"requires {needed:,} bytes, but only {free:,} are free",
+            "free space, or choose another folder",
+        )
 
 
 def opened(path: Path) -> Step:
@@ -178,18 +279,32 @@ def to_hf_command(arguments: argparse.Namespace) -> int:
     nbytes = published.published_bytes(blueprint, contents)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     print(
-        f"{len(contents)} file{'s' if len(contents) > 1 else ''}, {nbytes / 2**30:.3f} GiB, {', '.join(sorted({own for keys in contents.values() for own in keys.values()}))}"
+        f"{len(contents)} file{'s' if len(contents) > 1 else ''}, {nbytes / 2**30:.3f} GiB,"
+        f" {', '.join(sorted({own for keys in contents.values() for own in keys.values()}))}"
     )
     if extra := published.extra_keys(step.blueprint):
         count = f"{len(extra)} tensor{'s' if len(extra) > 1 else ''}"
-        print(f"not written: {count} of the model's files that the model does not have and no checkpoint holds: {', '.join(extra)}")
+        print(
+            f"not written: {count} of the model's files that the model does not have and no"
+            f" checkpoint holds: {', '.join(extra)}"
+        )
     if arguments.dry_run:
         return 0
     check_space(arguments.out, nbytes)
     bar = Bar()
     with bar.progress:
-        to_hf(step.folder, arguments.out, dtype, effort(arguments, bar), arguments.verify, card_of_step(step, merged=False))
-    print(f"wrote {arguments.out}" + (", compared with the checkpoint: equal" if arguments.verify else ""))
+        to_hf(
+            step.folder,
+            arguments.out,
+            dtype,
+            effort(arguments, bar),
+            arguments.verify,
+            card_of_step(step, merged=False),
+        )
+    print(
+        f"wrote {arguments.out}"
+        + (", compared with the checkpoint: equal" if arguments.verify else "")
+    )
     return 0
 
 
@@ -213,15 +328,23 @@ def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
     check_space(arguments.out, nbytes)
     bar = Bar()
     with bar.progress:
-        to_merged(step, arguments.out, dtype, effort(arguments, bar), card_of_step(step, merged=True))
+        to_merged(
+            step, arguments.out, dtype, effort(arguments, bar), card_of_step(step, merged=True)
+        )
     print(f"wrote {arguments.out}")
     return 0
 
 
 def card_of_step(step: Step, merged: bool) -> str:
-    """Return the model card of a checkpoint in its run folder; "" for a step folder elsewhere, whose run is unknown."""
+    """Return the model card of a checkpoint in its run folder; "" for a step folder elsewhere,
+    whose run is unknown.
+    """
     checkpoints = step.folder.resolve().parent
-    return card_of_run(checkpoints.parent, step.state["step"], merged) if checkpoints.name == CHECKPOINTS else ""
+    return (
+        card_of_run(checkpoints.parent, step.state["step"], merged)
+        if checkpoints.name == CHECKPOINTS
+        else ""
+    )
 
 
 def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
@@ -229,7 +352,8 @@ def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
 
 
 def from_hf_command(arguments: argparse.Namespace) -> int:
-    from ..model.describe import published_model  # imports transformers, which only this command needs
+    # imports transformers, which only this command needs
+    from ..model.describe import published_model
 
     dtype = DTYPES[arguments.dtype]
     model = published_model(arguments.source)
@@ -238,7 +362,10 @@ def from_hf_command(arguments: argparse.Namespace) -> int:
         print(note)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
     layout = target_layout(blueprint, start, model.config, **degrees_of(arguments))
-    convert_to = lambda own: from_hf(arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies)  # noqa: E731
+    def convert_to(own):
+        return from_hf(
+            arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies
+        )  # noqa: E731
     return write(arguments, blueprint, layout, convert_to)
 
 
@@ -246,12 +373,25 @@ def reshape_command(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
     layout = target_layout(step.blueprint, step.layout, step.model_config, **degrees_of(arguments))
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
-    return write(arguments, step.blueprint, layout, lambda own: reshape(step.folder, arguments.out, layout, effort=own))
+    return write(
+        arguments,
+        step.blueprint,
+        layout,
+        lambda own: reshape(step.folder, arguments.out, layout, effort=own),
+    )
 
 
-def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, work: Callable[[Effort], None]) -> int:
+def write(
+    arguments: argparse.Namespace,
+    blueprint: Blueprint,
+    layout: Layout,
+    work: Callable[[Effort], None],
+) -> int:
     nbytes = expected_bytes(blueprint, layout)
-    print(f"to {layout}: {layout.mesh.world} rank{'s' if layout.mesh.world > 1 else ''}, {nbytes / 2**30:.3f} GiB")
+    print(
+        f"to {layout}: {layout.mesh.world} rank{'s' if layout.mesh.world > 1 else ''},"
+        f" {nbytes / 2**30:.3f} GiB"
+    )
     if arguments.dry_run:
         return 0
     check_space(arguments.out, nbytes)
@@ -264,14 +404,20 @@ def write(arguments: argparse.Namespace, blueprint: Blueprint, layout: Layout, w
 
 def verify_command(arguments: argparse.Namespace) -> int:
     if not arguments.source.is_dir():
-        raise refuse(str(arguments.source), "is not a folder", "name a step folder, such as runs/NAME/checkpoints/step_00000010")
+        raise refuse(
+            str(arguments.source),
+            "is not a folder",
+            "name a step folder, such as runs/NAME/checkpoints/step_00000010",
+        )
     bar = Bar()
     with bar.progress:
         faults = verify(arguments.source, effort(arguments, bar))
     for fault in faults:
         print(f"{arguments.source}: {fault}", file=sys.stderr)
     if not faults:
-        for line in manifest.say_unlisted(arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))):
+        for line in manifest.say_unlisted(
+            arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))
+        ):
             print(line, file=sys.stderr)
         print(f"{arguments.source}: every file and every tensor matches the manifest of the save")
     return 1 if faults else 0
@@ -279,16 +425,27 @@ def verify_command(arguments: argparse.Namespace) -> int:
 
 def inspect(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
-    unit = "samples" if "unusable" in step.state else "tokens"  # tasks of samples count unusable rows
+    # tasks of samples count unusable rows
+    unit = "samples" if "unusable" in step.state else "tokens"
     print(f"step     {step.state['step']}, {step.state['tokens']:,} {unit}")
     print(f"layout   {step.layout}")
-    groups = {None: "frozen or a buffer"} | {number: group.name for number, group in enumerate(step.blueprint.groups)}
+    groups = {None: "frozen or a buffer"} | {
+        number: group.name for number, group in enumerate(step.blueprint.groups)
+    }
     for tensor in step.blueprint.tensors:
-        cut = f"dimension {tensor.cut[0]} is cut" + (f" in each of {tensor.cut[1]} blocks" if tensor.cut[1] > 1 else "") if tensor.cut else "whole"
+        cut = (
+            f"dimension {tensor.cut[0]} is cut"
+            + (f" in each of {tensor.cut[1]} blocks" if tensor.cut[1] > 1 else "")
+            if tensor.cut
+            else "whole"
+        )
         cut += ", experts divided" if tensor.expert and step.layout.mesh.ep > 1 else ""
         roles = [key.split("|")[1] for key in step.tensors if key.split("|")[0] == tensor.name]
         place = f"layer {tensor.place}" if tensor.place.isdecimal() else f"{tensor.place} stage"
-        print(f"{tensor.name}  {list(tensor.shape)}  {groups[tensor.group]}  {place}  {cut}  {' '.join(roles)}")
+        print(
+            f"{tensor.name}  {list(tensor.shape)}  {groups[tensor.group]}  {place}  {cut} "
+            f" {' '.join(roles)}"
+        )
     for alias, (name, _) in step.blueprint.aliases.items():
         print(f"{alias}  is {name}")
     return 0

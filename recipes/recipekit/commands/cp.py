@@ -18,44 +18,86 @@ from ..spec.shipped import recipes, strategies
 
 
 def shipped(name: str) -> Path:
-    """Return the shipped file called `name`; its ending may be left out. Raise `Refusal` with near names if there is none."""
+    """Return the shipped file called `name`; its ending may be left out.
+
+    Raise `Refusal` with near names if there is none.
+    """
     files = {file.name: file for file in (*recipes().values(), *strategies().values())}
     for ending in ("", ".py", ".json"):
         if f"{name}{ending}" in files:
             return files[f"{name}{ending}"]
     names = [*recipes(), *strategies()]
-    near = difflib.get_close_matches(Path(name).stem if name.endswith(".py") else Path(name).name, names, 2, 0.75)
+    near = difflib.get_close_matches(
+        Path(name).stem if name.endswith(".py") else Path(name).name, names, 2, 0.75
+    )
     listed = f"a JSON is {', '.join(strategies())}, and recipekit ls lists the recipes"
-    raise refuse(f"recipekit cp {name}", "no recipe or JSON has this name", f"did you mean {' or '.join(near)}?" if near else listed)
+    raise refuse(
+        f"recipekit cp {name}",
+        "no recipe or JSON has this name",
+        f"did you mean {' or '.join(near)}?" if near else listed,
+    )
 
 
 def copy(name: str, target: Path | None) -> Path:
-    """Copy a shipped file to `target`, a file or folder; return the new file. Raise `Refusal` if it cannot be written."""
+    """Copy a shipped file to `target`, a file or folder; return the new file.
+
+    Raise `Refusal` if it cannot be written.
+    """
     source = shipped(name)
-    file = Path(source.name) if target is None else target / source.name if target.is_dir() else target
+    file = (
+        Path(source.name) if target is None else target / source.name if target.is_dir() else target
+    )
     where = f"recipekit cp {name} {file}"
     if file.suffix != source.suffix:
-        raise refuse(where, f"a copy of {source.name} must end in {source.suffix}", f"write {file.with_suffix(source.suffix)}")
+        raise refuse(
+            where,
+            f"a copy of {source.name} must end in {source.suffix}",
+            f"write {file.with_suffix(source.suffix)}",
+        )
     if file.suffix == ".py" and file.stem in HIDEABLE | {"recipekit", "launch"}:
-        raise refuse(where, f"{file.name} would hide the library {file.stem} from Python", f"write my_{file.name}")
+        raise refuse(
+            where,
+            f"{file.name} would hide the library {file.stem} from Python",
+            f"write my_{file.name}",
+        )
     try:
         with file.open("xb") as stream:
             stream.write(source.read_bytes())
     except FileExistsError:
-        raise refuse(where, f"{file} exists, and a copy never overwrites a file", "give another name, or remove that file") from None
+        raise refuse(
+            where,
+            f"{file} exists, and a copy never overwrites a file",
+            "give another name, or remove that file",
+        ) from None
     except FileNotFoundError:
-        raise refuse(where, f"the folder {file.parent} does not exist", f"run: mkdir -p {file.parent}") from None
+        raise refuse(
+            where, f"the folder {file.parent} does not exist", f"run: mkdir -p {file.parent}"
+        ) from None
     except OSError as error:
-        raise refuse(where, f"cannot be written: {error.strerror}", "choose a folder that you can write to") from None
+        raise refuse(
+            where, f"cannot be written: {error.strerror}", "choose a folder that you can write to"
+        ) from None
     return file
 
 
 def main(argv: list[str] | None = None) -> int:
     """Copy a file; return the exit code."""
-    parser = argparse.ArgumentParser("recipekit cp", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
-    parser.add_argument("name", metavar="NAME", help="Name of a shipped recipe or JSON, with or without .py or .json.")
+    parser = argparse.ArgumentParser(
+        "recipekit cp", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
+    )
     parser.add_argument(
-        "file", nargs="?", type=path_of, metavar="FILE", help="New file, or an existing folder for it. (default: the same name in the current folder)"
+        "name",
+        metavar="NAME",
+        help="Name of a shipped recipe or JSON, with or without .py or .json.",
+    )
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=path_of,
+        metavar="FILE",
+        help=(
+            "New file, or an existing folder for it. (default: the same name in the current folder)"
+        ),
     )
     arguments = parser.parse_args(argv)
     file = copy(arguments.name, arguments.file)

@@ -1,17 +1,20 @@
-"""Check the hosts of a run before it costs anything: print one table for each host, then every problem with its fix.
+"""Check the hosts of a run before it costs anything: print one table for each host, then every
+problem with its fix.
 
     recipekit doctor                                               # this machine, one rank for each GPU (2 without GPUs)
     recipekit doctor --recipe mine.py --out runs/x --tp 2          # the needs of this run; flags of the recipe may follow
     python -m launch --hostfile HOSTS --doctor --recipe mine.py    # all hosts of a run
 
 The doctor checks:
-  - each host: versions, devices, shared memory (with GPUs), network adapters, requirements for compiling ops, clocks,
-    logins
+  - each host: versions, devices, shared memory (with GPUs), network adapters, requirements for
+    compiling ops, clocks, logins
   - the run: run folder, space for checkpoints, NVMe folder, master port
-  - connections between all ranks: plain sockets first, then two seconds of all-reduce and point-to-point messages
+  - connections between all ranks: plain sockets first, then two seconds of all-reduce and
+    point-to-point messages
 
-A launcher starts the doctor once for each rank, as it starts a recipe. Without a launcher, the doctor itself starts the
-ranks of this machine. The report names each rank that is missing, silent or slow. Every wait for a rank has a time limit.
+A launcher starts the doctor once for each rank, as it starts a recipe. Without a launcher, the
+doctor itself starts the ranks of this machine. The report names each rank that is missing, silent
+or slow. Every wait for a rank has a time limit.
 
 Exit codes: 0 healthy; 1 problems, the same on every rank; 2 wrong command line.
 `python tools/doctor.py` is the same command.
@@ -59,21 +62,70 @@ SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measure
 # The command line
 
 
-def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--recipe", type=recipe_path, metavar="FILE", help="Recipe file of the run to check. Flags that are not listed here are passed to the recipe."
+def read_arguments(
+    words: list[str], prog: str
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
     )
-    parser.add_argument("--out", type=path_of, metavar="FOLDER", help="Run folder to check. (default: the recipe's own run folder; without --recipe: runs)")
     parser.add_argument(
-        "--world", type=int, metavar="N", help="Number of ranks of the run, which the layout and the memory depend on. (default: number of ranks checked)"
+        "--recipe",
+        type=recipe_path,
+        metavar="FILE",
+        help=(
+            "Recipe file of the run to check. Flags that are not listed here are passed to the"
+            " recipe."
+        ),
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="Ranks to start on this machine, without a launcher. (default: one for each GPU, or 2)")
-    parser.add_argument("--master_port", "--master-port", type=int, metavar="PORT", help="Master port of the run. (default: $MASTER_PORT, or 29500)")
-    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="Seconds to wait for missing ranks. (default: 60)")
-    parser.add_argument("--quick", action="store_true", help="Skip the checks that import torch: compiling ops, counting memory, measuring all-reduce.")
-    parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)  # number of an open socket: this process is a rank's torch part
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument(
+        "--out",
+        type=path_of,
+        metavar="FOLDER",
+        help="Run folder to check. (default: the recipe's own run folder; without --recipe: runs)",
+    )
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help=(
+            "Number of ranks of the run, which the layout and the memory depend on. (default:"
+            " number of ranks checked)"
+        ),
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help=(
+            "Ranks to start on this machine, without a launcher. (default: one for each GPU, or 2)"
+        ),
+    )
+    parser.add_argument(
+        "--master_port",
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        help="Master port of the run. (default: $MASTER_PORT, or 29500)",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="Seconds to wait for missing ranks. (default: 60)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=(
+            "Skip the checks that import torch: compiling ops, counting memory, measuring"
+            " all-reduce."
+        ),
+    )
+    # number of an open socket: this process is a rank's torch part
+    parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)
+    # the deepspeed launcher adds it
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     arguments, flags = parser.parse_known_args(words)
     arguments.words = words
     arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
@@ -82,20 +134,30 @@ def read_arguments(words: list[str], prog: str) -> tuple[argparse.ArgumentParser
     for name in ("world", "ranks", "master_port"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    if arguments.ranks and os.environ.get("WORLD_SIZE", str(arguments.ranks)) != str(arguments.ranks):
-        parser.error(f"--ranks {arguments.ranks}: the launcher has started {os.environ['WORLD_SIZE']} ranks")
+    if arguments.ranks and os.environ.get("WORLD_SIZE", str(arguments.ranks)) != str(
+        arguments.ranks
+    ):
+        parser.error(
+            f"--ranks {arguments.ranks}: the launcher has started {os.environ['WORLD_SIZE']} ranks"
+        )
     return parser, arguments
 
 
 def same_command(words: list[str]) -> list[str]:
-    """Return the argv that starts the doctor once more, as another process, whose `environment` finds this package."""
+    """Return the argv that starts the doctor once more, as another process, whose `environment`
+    finds this package.
+    """
     return [sys.executable, "-P", "-m", "recipekit", "doctor", *words]
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of this process, with the folder of this package on Python's path: in a clone it need not be installed."""
+    """Return the variables of this process, with the folder of this package on Python's path: in a
+    clone it need not be installed.
+    """
     kit = str(Path(__file__).resolve().parents[2])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [kit, os.environ.get("PYTHONPATH", "")]))}
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [kit, os.environ.get("PYTHONPATH", "")]))
+    }
 
 
 def subject_of(arguments: argparse.Namespace, slot: Slot) -> Subject:
@@ -133,7 +195,9 @@ class TorchPart:
         except (OSError, ValueError):
             self._process.wait(10)
             self._errors.seek(0)
-            last = [line for line in self._errors.read().splitlines() if line.strip()][-1:] or ["no message"]
+            last = [line for line in self._errors.read().splitlines() if line.strip()][-1:] or [
+                "no message"
+            ]
             return {"error": f"ended with exit code {self._process.returncode}: {last[0][:300]}"}
 
     def close(self) -> None:
@@ -151,15 +215,26 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
     subject = subject_of(arguments, slot)
     master_port = arguments.master_port or slot.port
     if slot.rank == 0 and slot.world > 1:
-        print(f"doctor: waiting for {slot.world - 1} more ranks, at most {arguments.patience:.0f} s", flush=True)
+        print(
+            f"doctor: waiting for {slot.world - 1} more ranks, at most {arguments.patience:.0f} s",
+            flush=True,
+        )
     meeting = meet(slot.rank, slot.world, slot.address, slot.port, arguments.patience)
     with contextlib.closing(meeting), echo() as listener:
         if isinstance(meeting, Chair):
             with left_mark(subject.out, meeting.id) as mark:
                 meeting.tell(mark)
-                report = Report(slot.local_world, meeting.gather(look(subject, slot, mark, master_port, listener, None), LOOK, "the state of its host"))
+                report = Report(
+                    slot.local_world,
+                    meeting.gather(
+                        look(subject, slot, mark, master_port, listener, None),
+                        LOOK,
+                        "the state of its host",
+                    ),
+                )
             return conduct(arguments, slot, subject, meeting, report, listener)
-        mark = meeting.hear(LOOK + 1.5 * arguments.patience)  # rank 0 may still wait for other ranks
+        # rank 0 may still wait for other ranks
+        mark = meeting.hear(LOOK + 1.5 * arguments.patience)
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
         addresses = meeting.hear(2 * LOOK)
         meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
@@ -172,8 +247,17 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
         return meeting.hear(2 * LOOK)
 
 
-def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, listener: socket.socket, member: Member | None) -> dict[str, Any]:
-    """Collects the report of a rank about itself; the first rank of a host reports about the host too."""
+def look(
+    subject: Subject,
+    slot: Slot,
+    mark: str | None,
+    master_port: int,
+    listener: socket.socket,
+    member: Member | None,
+) -> dict[str, Any]:
+    """Collects the report of a rank about itself; the first rank of a host reports about the host
+    too.
+    """
     seen: dict[str, Any] = {
         "node": slot.rank - slot.local_rank,
         "name": socket.gethostname(),
@@ -190,13 +274,24 @@ def look(subject: Subject, slot: Slot, mark: str | None, master_port: int, liste
     return seen
 
 
-def to_reach(slot: Slot, addresses: dict[str, Any], member: Member | None) -> dict[int, tuple[str, int]]:
-    """Maps each rank to the address of its echo. Ranks on rank 0's host are reached at rank 0's address."""
+def to_reach(
+    slot: Slot, addresses: dict[str, Any], member: Member | None
+) -> dict[int, tuple[str, int]]:
+    """Maps each rank to the address of its echo.
+
+    Ranks on rank 0's host are reached at rank 0's address.
+    """
     here = addresses[str(slot.rank)][0]
     places = {}
     for rank, (node, address, port) in addresses.items():
         if int(rank) != slot.rank:
-            host = "127.0.0.1" if node == here else member.chair_address if member and node == 0 else address
+            host = (
+                "127.0.0.1"
+                if node == here
+                else member.chair_address
+                if member and node == 0
+                else address
+            )
             places[int(rank)] = (host, port)
     return places
 
@@ -204,12 +299,30 @@ def to_reach(slot: Slot, addresses: dict[str, Any], member: Member | None) -> di
 # Rank 0
 
 
-def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: Report, listener: socket.socket) -> int:
-    """Leads all ranks through the joint checks, prints the report, and sends the ranks the exit code."""
+def conduct(
+    arguments: argparse.Namespace,
+    slot: Slot,
+    subject: Subject,
+    meeting: Chair,
+    report: Report,
+    listener: socket.socket,
+) -> int:
+    """Leads all ranks through the joint checks, prints the report, and sends the ranks the exit
+    code.
+    """
     report.clocks(meeting.clocks())
-    addresses = {str(rank): (seen["node"], seen["address"], seen["port"]) for rank, seen in report.seen.items()}
+    addresses = {
+        str(rank): (seen["node"], seen["address"], seen["port"])
+        for rank, seen in report.seen.items()
+    }
     meeting.tell(addresses)
-    report.reached(meeting.gather(reach(to_reach(slot, addresses, None), CONNECT), CONNECT * slot.world / 32 + 60, "whom it reaches"))
+    report.reached(
+        meeting.gather(
+            reach(to_reach(slot, addresses, None), CONNECT),
+            CONNECT * slot.world / 32 + 60,
+            "whom it reaches",
+        )
+    )
     if not arguments.quick:
         print(f"doctor: starting torch on {len(report.seen)} ranks", flush=True)
         with contextlib.closing(TorchPart(arguments.words)) as torch_part:
@@ -218,20 +331,42 @@ def conduct(arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting
 
             def together(order: dict[str, Any], about: str) -> dict[int, dict[str, Any]]:
                 meeting.tell(order)
-                return meeting.gather(torch_part.ask(order, order["seconds"]), order["seconds"] + 30, about)
+                return meeting.gather(
+                    torch_part.ask(order, order["seconds"]), order["seconds"] + 30, about
+                )
 
             def well(found: dict[int, dict[str, Any]]) -> bool:
                 return not meeting.lost and not any("error" in told for told in found.values())
 
-            if report.connected and well(ready) and not any(told["unfit"] for told in ready.values()):
-                print("doctor: connecting the ranks, then two seconds of all-reduce and messages", flush=True)
-                joined = together(
-                    {"port": _torch_port(slot), "seconds": JOIN if any(told["gpus"] for told in ready.values()) else MEASURE}, "its process group"
+            if (
+                report.connected
+                and well(ready)
+                and not any(told["unfit"] for told in ready.values())
+            ):
+                print(
+                    "doctor: connecting the ranks, then two seconds of all-reduce and messages",
+                    flush=True,
                 )
-                found = together({"seconds": MEASURE}, "its measurements") if well(joined) else joined
-                if well(found) and report.slow(found, SUSPECT):  # the better of two measurements counts: a busy machine is slow once, a slow machine twice
+                joined = together(
+                    {
+                        "port": _torch_port(slot),
+                        "seconds": (
+                            JOIN if any(told["gpus"] for told in ready.values()) else MEASURE
+                        ),
+                    },
+                    "its process group",
+                )
+                found = (
+                    together({"seconds": MEASURE}, "its measurements") if well(joined) else joined
+                )
+                # the better of two measurements counts: a busy machine is slow once, a slow machine
+                # twice
+                if well(found) and report.slow(found, SUSPECT):
                     second = together({"seconds": MEASURE}, "its measurements")
-                    found = {rank: min(told, found[rank], key=lambda told: told.get("work", -1.0)) for rank, told in second.items()}
+                    found = {
+                        rank: min(told, found[rank], key=lambda told: told.get("work", -1.0))
+                        for rank, told in second.items()
+                    }
                 report.measured(found, joined)
             else:
                 report.add(Row("all-reduce", "not measured: see the problems"), [0])
@@ -258,12 +393,18 @@ def _torch_port(slot: Slot) -> int:
 
 
 def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
-    """Reports to the rank that started this process what torch sees, compiles and counts, and then measures on its order."""
+    """Reports to the rank that started this process what torch sees, compiles and counts, and then
+    measures on its order.
+    """
     start_launcher_watch()
     line = Line(socket.socket(fileno=arguments.torch_part))
     subject = subject_of(arguments, slot)
     unfit = [*gpus.check_gpus_seen(), *gpus.check_ordinal(slot.local_rank)]
-    told: dict[str, Any] = {"findings": findings.to_json(itertools.chain(unfit, prepare(subject, slot))), "unfit": bool(unfit), "gpus": gpus_in_use()}
+    told: dict[str, Any] = {
+        "findings": findings.to_json(itertools.chain(unfit, prepare(subject, slot))),
+        "unfit": bool(unfit),
+        "gpus": gpus_in_use(),
+    }
     if slot.rank == 0 and subject.plan and subject.plan.model_config:
         from ..doctor.needs import count_needs
 
@@ -281,11 +422,17 @@ def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
 
 
 def prepare(subject: Subject, slot: Slot) -> Findings:
-    """Reports what torch sees on this rank; on the first rank of a host compiles the ops that the recipe needs."""
+    """Reports what torch sees on this rank; on the first rank of a host compiles the ops that the
+    recipe needs.
+    """
     import torch
 
     if slot.local_rank == 0:
-        cuda = f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices" if gpus_in_use() else "CPU"
+        cuda = (
+            f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"
+            if gpus_in_use()
+            else "CPU"
+        )
         yield Row("torch", f"{torch.__version__}, {cuda}{peers()}")
     if subject.plan is None:
         return
@@ -313,7 +460,10 @@ def peers() -> str:
     if count < 2:
         return ""
     pairs = list(itertools.permutations(range(count), 2))
-    return f", direct access between {sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)} of {len(pairs)} pairs"
+    return (
+        f", direct access between {sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)}"
+        f" of {len(pairs)} pairs"
+    )
 
 
 # The whole
@@ -328,15 +478,29 @@ def local_main(arguments: argparse.Namespace) -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     asked = arguments.master_port or int(os.environ.get("MASTER_PORT", "29500"))
-    place = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return start_ranks(0, count, place, [*([] if arguments.master_port else ["--master_port", str(asked)]), *arguments.words])
+    place = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return start_ranks(
+        0,
+        count,
+        place,
+        [*([] if arguments.master_port else ["--master_port", str(asked)]), *arguments.words],
+    )
 
 
 def start_ranks(first: int, count: int, place: dict[str, str], words: list[str]) -> int:
     """Starts the ranks of this host, from rank `first` on; returns their exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     ranks = [
-        subprocess.Popen(same_command(words), env=environment() | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)}) for index in range(count)
+        subprocess.Popen(
+            same_command(words),
+            env=environment() | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)},
+        )
+        for index in range(count)
     ]
     try:
         return ranks[0].wait()
@@ -355,7 +519,8 @@ def start_ranks(first: int, count: int, place: dict[str, str], words: list[str])
 def main(argv: list[str] | None = None, prog: str = "recipekit doctor") -> int:
     """Examine this rank, or start the ranks of this machine; return the exit code."""
     parser, arguments = read_arguments(sys.argv[1:] if argv is None else argv, prog)
-    if importlib.util.find_spec("torch") is None:  # problems found by another Python would be of no use
+    # problems found by another Python would be of no use
+    if importlib.util.find_spec("torch") is None:
         require_packages()
     place = os.environ
     try:
@@ -368,8 +533,14 @@ def main(argv: list[str] | None = None, prog: str = "recipekit doctor") -> int:
         print("\n".join(lines), flush=True)
     if "RANK" not in place:
         return local_main(arguments)
-    if place.get("LAUNCH_ONCE") == "1":  # `python -m launch --doctor` starts one process on each host
-        return start_ranks(int(place["RANK"]), int(place["LOCAL_WORLD_SIZE"]), {"LAUNCH_ONCE": "0"}, arguments.words)
+    # `python -m launch --doctor` starts one process on each host
+    if place.get("LAUNCH_ONCE") == "1":
+        return start_ranks(
+            int(place["RANK"]),
+            int(place["LOCAL_WORLD_SIZE"]),
+            {"LAUNCH_ONCE": "0"},
+            arguments.words,
+        )
     try:
         slot = Slot(
             rank=int(place["RANK"]),
@@ -388,7 +559,11 @@ def main(argv: list[str] | None = None, prog: str = "recipekit doctor") -> int:
         return rank_main(arguments, slot)
     except Refusal as refusal:
         if slot.local_rank == 0 or refusal.exit_code != 2:
-            print("\n".join(f"doctor, rank {slot.rank}: {problem}" for problem in refusal.problems), file=sys.stderr, flush=True)
+            print(
+                "\n".join(f"doctor, rank {slot.rank}: {problem}" for problem in refusal.problems),
+                file=sys.stderr,
+                flush=True,
+            )
         return refusal.exit_code
     except KeyboardInterrupt:
         return 130

@@ -6,9 +6,10 @@
     recipekit lint my_config.json --fix                       # write my_config.fixed.json and list the changes
     recipekit lint --table                                    # write the tables of ds_configs/README.md
 
-Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs, ignores the key,
-replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems; 2: wrong command line. The rules are in
-dslint/rules.py, and the keys are in dslint/schema.json. `python tools/lint.py` is the same command.
+Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs,
+ignores the key, replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems;
+2: wrong command line. The rules are in dslint/rules.py, and the keys are in dslint/schema.json.
+`python tools/lint.py` is the same command.
 """
 
 import argparse
@@ -38,31 +39,66 @@ from ..spec.optimizer_specs import Facts as OptimizerFacts
 from ..spec.paths import path_of
 from ..spec.phases import Ramp
 from ..spec.recipe import Recipe, check_kinds, check_recipe
-from ..spec.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem, Refusal, exit_refused, refuse
+from ..spec.refusal import (
+    APPLIES,
+    FAILS,
+    HANGS,
+    IGNORES,
+    REPLACES,
+    WRONG,
+    Problem,
+    Refusal,
+    exit_refused,
+    refuse,
+)
 from ..spec.shipped import IS_WHEEL, STRATEGIES, recipe_path
 from ..spec.task_specs import TASKS
 
 README = STRATEGIES / "README.md"
-DEGREES = {"tp": "Tensor-parallel", "pp": "Pipeline-parallel", "sp": "Sequence-parallel", "ep": "Expert-parallel"}
-BEGIN, END = "<!-- {}: written by python tools/lint.py --table -->\n", "<!-- end of what is written -->\n"
+DEGREES = {
+    "tp": "Tensor-parallel",
+    "pp": "Pipeline-parallel",
+    "sp": "Sequence-parallel",
+    "ep": "Expert-parallel",
+}
+BEGIN, END = (
+    "<!-- {}: written by python tools/lint.py --table -->\n",
+    "<!-- end of what is written -->\n",
+)
 
 
-def read(name: str | dict[str, Any], folder: Path, json_only: bool) -> tuple[dict[str, Any], Path | None, list[Problem]]:
-    """Reads the JSON; returns it, its path, and what is wrong with its text. DeepSpeed itself reads Hjson: comments, no quotes,
-    spare commas. So for a file that a script hands to DeepSpeed these faults are only advice.
+def read(
+    name: str | dict[str, Any], folder: Path, json_only: bool
+) -> tuple[dict[str, Any], Path | None, list[Problem]]:
+    """Reads the JSON; returns it, its path, and what is wrong with its text.
+
+    DeepSpeed itself reads Hjson: comments, no quotes, spare commas. So for a file that a script
+    hands to DeepSpeed these faults are only advice.
     """
     try:
         return *json_file.load(name, folder), []
     except Refusal as refusal:
-        found = [replace(problem, outcome=FAILS) for problem in refusal.problems] if json_only else refusal.problems
+        found = (
+            [replace(problem, outcome=FAILS) for problem in refusal.problems]
+            if json_only
+            else refusal.problems
+        )
         try:
             config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
-        except (OSError, ValueError, RecursionError, IndexError):  # the last is of hjson 3.1.0, in text that ends within '''
+            # the last is of hjson 3.1.0, in text that ends within '''
+        except (OSError, ValueError, RecursionError, IndexError):
             raise Refusal(found) from None
         if not isinstance(config, dict):
             raise Refusal(found) from None
         if json_only:
-            found = [replace(problem, rule=f"{problem.rule}. Trainer and accelerate cannot read it", outcome=APPLIES) for problem in found]
+            found = [
+                replace(
+                    problem,
+                    rule=f"{problem.rule}. Trainer and accelerate cannot read it",
+                    outcome=APPLIES,
+                )
+                for problem in found
+            ]
         return config, Path(str(name)), found
 
 
@@ -89,7 +125,9 @@ def lint(
             if wrong := check_kinds(vars(recipe)):
                 return wrong, []
             problems += check_recipe(recipe)
-            shape = model_config(recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task)
+            shape = model_config(
+                recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task
+            )
             if isinstance(recipe.dataset, str):
                 problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
         except Refusal as refusal:
@@ -97,12 +135,20 @@ def lint(
     try:
         if name or recipe:
             if recipe:
-                of_json = (replace(recipe, ds_config=name), frozenset({"ds_config"})) if name else (recipe, frozenset())
+                of_json = (
+                    (replace(recipe, ds_config=name), frozenset({"ds_config"}))
+                    if name
+                    else (recipe, frozenset())
+                )
                 problems += baseline.check_engine(*of_json)
             if recipe and recipe.engine != "deepspeed":
                 config, file = baseline.own_config(), Path(recipe.engine)
             else:
-                config, file, found = read(name or getattr(recipe, "ds_config", ""), path.resolve().parent if path else Path.cwd(), json_only)
+                config, file, found = read(
+                    name or getattr(recipe, "ds_config", ""),
+                    path.resolve().parent if path else Path.cwd(),
+                    json_only,
+                )
                 problems += found
     except Refusal as refusal:
         problems += refusal.problems
@@ -110,12 +156,24 @@ def lint(
         return problems, []
 
     def check_on(ranks: int | None) -> list[Problem]:
-        return check.check(config, world=ranks, recipe=recipe, model_config=shape, json_only=json_only, filled_by=filled_by, layout=layout)
+        return check.check(
+            config,
+            world=ranks,
+            recipe=recipe,
+            model_config=shape,
+            json_only=json_only,
+            filled_by=filled_by,
+            layout=layout,
+        )
 
     found = check_on(world)
     if recipe and world:
-        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
-        found = divisions.name_worlds(found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on)
+        degrees = {
+            axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")
+        } | numbers.degrees(config)
+        found = divisions.name_worlds(
+            found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on
+        )
     problems += found
     problems = list(dict.fromkeys(problems))  # a degree of the recipe and of the JSON
     advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
@@ -123,21 +181,33 @@ def lint(
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
     lines += [f"note: {told(problem)}" for problem in advice]
     if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
-        lines.append('note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add --filled-by trainer or --filled-by accelerate')
+        lines.append(
+            'note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add'
+            " --filled-by trainer or --filled-by accelerate"
+        )
     if recipe and shape is None:
-        lines.append(f"{recipe.model} is not on this machine, so its attention heads and sizes were not checked")
+        lines.append(
+            f"{recipe.model} is not on this machine, so its attention heads and sizes were not"
+            " checked"
+        )
     if recipe and world and not problems:
-        degrees = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")} | numbers.degrees(config)
+        degrees = {
+            axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")
+        } | numbers.degrees(config)
         mesh = make_mesh(world, **degrees)
         resolved, notes = resolve.resolve(config, recipe, mesh, shape)
         lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
     return problems, lines
 
 
-def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, Any]], list[Problem]]) -> tuple[Path | None, list[str]]:
-    """Write what can be fixed beside the JSON, as NAME.fixed.json; return its path, and one line for each change.
+def fix(
+    name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, Any]], list[Problem]]
+) -> tuple[Path | None, list[str]]:
+    """Write what can be fixed beside the JSON, as NAME.fixed.json; return its path, and one line
+    for each change.
 
-    The path is None if nothing can be fixed. Raises `Refusal` if the file is there already or cannot be written.
+    The path is None if nothing can be fixed. Raises `Refusal` if the file is there already or
+    cannot be written.
     """
     try:
         config, file, faults = read(name, folder, json_only)
@@ -149,45 +219,82 @@ def fix(name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, 
     fixed, changes = fixes.fix(config, check_on)
     if not changes and (json_only or not faults):
         return None, []
-    lines = [*(f"{problem.where}: rewritten ({problem.rule.partition('. ')[0]})" for problem in faults), *map(str, changes)]
+    lines = [
+        *(f"{problem.where}: rewritten ({problem.rule.partition('. ')[0]})" for problem in faults),
+        *map(str, changes),
+    ]
     target = file.with_name(f"{file.name.removesuffix('.json')}.fixed.json")
     try:
-        with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:  # half a surrogate pair as it was: \ud800
+        # half a surrogate pair as it was: \ud800
+        with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(json.dumps(fixed, indent=2, ensure_ascii=False) + "\n")
     except FileExistsError:
         raise refuse(f"--fix {target}", "already exists", "delete it or rename it") from None
     except OSError as error:
-        raise refuse(f"--fix {target}", f"cannot be written: {error.strerror}", "copy the JSON to a folder that you can write to") from None
-    return target, [f"wrote {target}: {len(lines)} change{'s' if len(lines) > 1 else ''}", *(f"  {number}. {line}" for number, line in enumerate(lines, 1))]
+        raise refuse(
+            f"--fix {target}",
+            f"cannot be written: {error.strerror}",
+            "copy the JSON to a folder that you can write to",
+        ) from None
+    return target, [
+        f"wrote {target}: {len(lines)} change{'s' if len(lines) > 1 else ''}",
+        *(f"  {number}. {line}" for number, line in enumerate(lines, 1)),
+    ]
 
 
 def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
     """Says what a step takes, and from which step on another number of rows."""
-    micro, steps = resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]
+    micro, steps = (
+        resolved["train_micro_batch_size_per_gpu"],
+        resolved["gradient_accumulation_steps"],
+    )
     each = f"rows of a step = {mesh.dp} data-parallel * {micro} micro_batch *"
-    changes = [f"from step {first} on: {rows} {each} {rows // (mesh.dp * micro)} accumulation" for first, rows in ramp.table[1:]]
+    changes = [
+        f"from step {first} on: {rows} {each} {rows // (mesh.dp * micro)} accumulation"
+        for first, rows in ramp.table[1:]
+    ]
     return [f"{mesh}: {resolved['train_batch_size']} {each} {steps} accumulation", *changes]
 
 
 def told(problem: Problem) -> str:
     """Return a problem as it is printed, with the outcome under DeepSpeed alone."""
-    return f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})" if problem.outcome else str(problem)
+    return (
+        f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
+        if problem.outcome
+        else str(problem)
+    )
 
 
 def verdict(problems: list[Problem]) -> str:
-    """Returns the outcome under DeepSpeed of a file with these problems: "fails" or trains wrongly, "ignores" a part, or "applies" all as written."""
+    """Returns the outcome under DeepSpeed of a file with these problems: "fails" or trains wrongly,
+    "ignores" a part, or "applies" all as written.
+    """
     outcomes = {problem.outcome for problem in problems}
-    return "fails" if outcomes & {FAILS, HANGS, WRONG} else "ignores" if outcomes & {IGNORES, REPLACES} else "applies"
+    return (
+        "fails"
+        if outcomes & {FAILS, HANGS, WRONG}
+        else "ignores"
+        if outcomes & {IGNORES, REPLACES}
+        else "applies"
+    )
 
 
 # The support table
 
 
 def support_table() -> str:
-    """Writes the rules of combinations, and the keys that are read in some places only, as a Markdown list: no table of them fits a screen."""
+    """Writes the rules of combinations, and the keys that are read in some places only, as a
+    Markdown list: no table of them fits a screen.
+    """
     lines = [
-        f"Each entry names a combination, the result in DeepSpeed {schema()['deepspeed']}, the rule and the fix. A source is a file below",
-        '`deepspeed/runtime`; "run" means that a run showed the result. `lint` reports every entry that a JSON or a layout',
+        (
+            f"Each entry names a combination, the result in DeepSpeed {schema()['deepspeed']}, the"
+            " rule and the fix. A source is a file below"
+        ),
+        (
+            '`deepspeed/runtime`; "run" means that a run showed the result. `lint` reports every'
+            " entry that a JSON or a layout"
+        ),
         "shows. The other entries depend on the script or the model.",
         "",
     ]
@@ -195,9 +302,13 @@ def support_table() -> str:
         if rule.together:
             lines += entry(f"**{rule.together}**", rule)
     lines += ["", "### Keys that work only in some configurations", ""]
-    alone = [rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source]
+    alone = [
+        rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source
+    ]
     same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
-    for (block, *_), group in groupby(sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same):
+    for (block, *_), group in groupby(
+        sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same
+    ):
         rules = list(group)
         keys = ", ".join(f"`{rule.key.rpartition('.')[2]}`" for rule in rules)
         lines += entry(f"`{block}`: {keys}" if block else keys, rules[0])
@@ -205,22 +316,41 @@ def support_table() -> str:
 
 
 def entry(of: str, rule: ds_rules.Rule) -> list[str]:
-    mark = {APPLIES: "works", FAILS: "fails", IGNORES: "ignored", REPLACES: "replaced", HANGS: "hangs", WRONG: "wrong numbers"}[rule.outcome]
+    mark = {
+        APPLIES: "works",
+        FAILS: "fails",
+        IGNORES: "ignored",
+        REPLACES: "replaced",
+        HANGS: "hangs",
+        WRONG: "wrong numbers",
+    }[rule.outcome]
     fix = f" Fix: {rule.fix}." if rule.fix else ""
     text = f"- {of} ({mark}): {rule.rule}.{fix} Source: {rule.source}"
     return wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
-    return next(index for index, rule in enumerate(rules) if (rule.key.rpartition(".")[0], *rule[2:6]) == like)
+    return next(
+        index
+        for index, rule in enumerate(rules)
+        if (rule.key.rpartition(".")[0], *rule[2:6]) == like
+    )
 
 
 def optimizer_table() -> str:
-    """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are refused, as a Markdown list."""
+    """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are
+    refused, as a Markdown list.
+    """
     lines = []
     for name, facts in FACTS.items():
-        text = f"- `{name}`: refused: {facts.lacks}" if facts.lacks else f"- `{name}`: {_where(facts)}. States: {_kept(facts)}"
-        lines += wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        text = (
+            f"- `{name}`: refused: {facts.lacks}"
+            if facts.lacks
+            else f"- `{name}`: {_where(facts)}. States: {_kept(facts)}"
+        )
+        lines += wrap(
+            text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -228,19 +358,31 @@ def _where(facts: OptimizerFacts) -> str:
     if facts.acts_on == GRADIENT:
         return "ZeRO-0 and torch's DDP (implemented in recipekit/optim)"
     stages = "ZeRO-0, -1, -2 and -3"
-    return f"{stages}, torch's DDP and FSDP2 (implemented in recipekit/optim)" if facts.ours else stages
+    return (
+        f"{stages}, torch's DDP and FSDP2 (implemented in recipekit/optim)"
+        if facts.ours
+        else stages
+    )
 
 
 def _kept(facts: OptimizerFacts) -> str:
     """Names the states, for a weight of which each takes 4 bytes."""
-    more = [f"with {option} also {' and '.join(map(_code, names))}" for option, names in facts.added.items()]
+    more = [
+        f"with {option} also {' and '.join(map(_code, names))}"
+        for option, names in facts.added.items()
+    ]
     if facts.host is not None and facts.host.states != facts.states:
-        more.append(f"with offload (computed by DeepSpeed) {' and '.join(map(_code, facts.host.states))}")
+        more.append(
+            f"with offload (computed by DeepSpeed) {' and '.join(map(_code, facts.host.states))}"
+        )
     if facts.matrices is not None:
         more.append(f"for a matrix {' and '.join(map(_code, facts.matrices))}")
     if facts.states == FACTORS:
         rows, columns, elements = map(_code, FACTORS)
-        return f"{elements} for a vector; {rows} and {columns}, with one number for each row and column, for other weights"
+        return (
+            f"{elements} for a vector; {rows} and {columns}, with one number for each row and"
+            " column, for other weights"
+        )
     if facts.acts_on == GRADIENT:
         more.append("and the unsent remainder of each rank")
     return ", ".join([" and ".join(map(_code, facts.states)) or "none", *more])
@@ -265,24 +407,62 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         "config",
         nargs="?",
         type=lambda text: str(path_of(text)),
-        help="DeepSpeed JSON to check: a path, or a name in ds_configs/. (default: the recipe's JSON)",
+        help=(
+            "DeepSpeed JSON to check: a path, or a name in ds_configs/. (default: the recipe's"
+            " JSON)"
+        ),
     )
-    parser.add_argument("--recipe", type=recipe_path, metavar="FILE", help="Recipe file that uses the JSON. Its batch, model and schedule are checked as well.")
-    parser.add_argument("--world", type=int, metavar="N", help="Number of ranks of the run. The layout and the batch are checked as well.")
-    parser.add_argument("--json-only", "--json_only", action="store_true", help="Check a JSON that a script other than a recipe passes to DeepSpeed.")
+    parser.add_argument(
+        "--recipe",
+        type=recipe_path,
+        metavar="FILE",
+        help="Recipe file that uses the JSON. Its batch, model and schedule are checked as well.",
+    )
+    parser.add_argument(
+        "--world",
+        type=int,
+        metavar="N",
+        help="Number of ranks of the run. The layout and the batch are checked as well.",
+    )
+    parser.add_argument(
+        "--json-only",
+        "--json_only",
+        action="store_true",
+        help="Check a JSON that a script other than a recipe passes to DeepSpeed.",
+    )
     parser.add_argument(
         "--filled-by",
         "--filled_by",
         choices=("trainer", "accelerate"),
         default="",
-        help='Program that fills "auto" values before DeepSpeed reads the JSON. Implies --json-only. (default: none)',
+        help=(
+            'Program that fills "auto" values before DeepSpeed reads the JSON. Implies --json-only.'
+            " (default: none)"
+        ),
     )
     for axis in DEGREES:
         default = "1" if axis == "pp" else "the JSON's, or 1"
-        parser.add_argument(f"--{axis}", type=int, metavar="N", help=f"{DEGREES[axis]} degree in the script of --json-only. (default: {default})")
-    parser.add_argument("--fix", action="store_true", help="Write NAME.fixed.json next to the JSON, with every unambiguous fix applied, and list the changes.")
+        parser.add_argument(
+            f"--{axis}",
+            type=int,
+            metavar="N",
+            help=f"{DEGREES[axis]} degree in the script of --json-only. (default: {default})",
+        )
     parser.add_argument(
-        "--table", action="store_true", help="Write the tables of rules and optimizers into ds_configs/README.md. Needs a clone of the repository."
+        "--fix",
+        action="store_true",
+        help=(
+            "Write NAME.fixed.json next to the JSON, with every unambiguous fix applied, and list"
+            " the changes."
+        ),
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help=(
+            "Write the tables of rules and optimizers into ds_configs/README.md. Needs a clone of"
+            " the repository."
+        ),
     )
     return parser
 
@@ -296,16 +476,28 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
         if len(given) > 1:
             parser.error("--table cannot be combined with other arguments")
         if IS_WHEEL:
-            parser.error("--table requires a clone of the repository, because an installed package has no ds_configs/README.md")
+            parser.error(
+                "--table requires a clone of the repository, because an installed package has no"
+                " ds_configs/README.md"
+            )
         README.write_text(with_table(README.read_text()))
-        print(f"wrote the tables of rules and optimizers into {README.relative_to(README.parents[1])}")
+        print(
+            f"wrote the tables of rules and optimizers into {README.relative_to(README.parents[1])}"
+        )
         return 0
     if arguments.config is None and arguments.recipe is None:
         parser.error("give a JSON, or --recipe, or both")
-    layout = {axis: degree for axis in ("tp", "pp", "sp", "ep") if (degree := getattr(arguments, axis)) is not None}
+    layout = {
+        axis: degree
+        for axis in ("tp", "pp", "sp", "ep")
+        if (degree := getattr(arguments, axis)) is not None
+    }
     json_only = bool(arguments.json_only or arguments.filled_by or layout)
     if arguments.recipe and json_only:
-        parser.error("--recipe cannot be combined with --json-only, --filled-by and degrees, which are for other scripts")
+        parser.error(
+            "--recipe cannot be combined with --json-only, --filled-by and degrees, which are for"
+            " other scripts"
+        )
     if any(degree < 1 for degree in layout.values()):
         parser.error("a degree must be at least 1")
     if arguments.world is not None and arguments.world < 1:
@@ -314,7 +506,9 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
         parser.error("--fix requires the path of a JSON")
 
     def linted(config: str | dict[str, Any] | None) -> tuple[list[Problem], list[str]]:
-        return lint(config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout)
+        return lint(
+            config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout
+        )
 
     name, (problems, lines) = arguments.config, linted(arguments.config)
     if arguments.fix and name is not None and problems:
@@ -333,5 +527,7 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
 def say(name: str | Path, problems: list[Problem], lines: list[str]) -> None:
     if problems:
         print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {name}")
-        print("\n".join(f"  {number}. {told(problem)}" for number, problem in enumerate(problems, 1)))
+        print(
+            "\n".join(f"  {number}. {told(problem)}" for number, problem in enumerate(problems, 1))
+        )
     print("\n".join(lines), end="\n" if lines else "")

@@ -1,9 +1,11 @@
-"""List the recipes, one line each: name, layout, GiB of states on each rank, hardware, last checks and goal.
+"""List the recipes, one line each: name, layout, GiB of states on each rank, hardware, last checks
+and goal.
 
     recipekit ls
 
-The checks are the date of the last run with --tiny on the CPU, and the speed on a GPU ("-": not measured).
-A terminal cuts long lines at its right edge. To copy a recipe: recipekit cp NAME mine.py.
+The checks are the date of the last run with --tiny on the CPU, and the speed on a GPU ("-": not
+measured). A terminal cuts long lines at its right edge. To copy a recipe: recipekit cp NAME
+mine.py.
 """
 
 import argparse
@@ -19,7 +21,9 @@ from ..spec.help_page import CommandFormatter
 from ..spec.mesh import make_mesh
 from ..spec.shipped import last_check, recipes
 
-RANKS = re.compile(r"^ {4}deepspeed (?:--hostfile \S+ --num_nodes (\d+) )?--num_gpus (\d+) ", re.MULTILINE)
+RANKS = re.compile(
+    r"^ {4}deepspeed (?:--hostfile \S+ --num_nodes (\d+) )?--num_gpus (\d+) ", re.MULTILINE
+)
 STATES = re.compile(r"([\d.]+) GiB of states")
 NEEDS = re.compile(r"^Needs: ([^(.]+)", re.MULTILINE)
 
@@ -41,13 +45,19 @@ class Line:
 
 
 def read_line(file: Path) -> Line:
-    """Read a recipe's file: values of its RECIPE, and the command, memory and hardware of its docstring."""
+    """Read a recipe's file: values of its RECIPE, and the command, memory and hardware of its
+    docstring.
+    """
     recipe = recipe_of(file)
     text = ast.get_docstring(ast.parse(file.read_bytes())) or ""
     ranks, states, needs = RANKS.search(text), STATES.search(text), NEEDS.search(text)
     world = int(ranks[1] or 1) * int(ranks[2]) if ranks else 1
     mesh = make_mesh(world, tp=recipe.tp, pp=recipe.pp, sp=recipe.sp, ep=recipe.ep)
-    strategy = str(recipe.ds_config).removesuffix(".json") if recipe.engine == "deepspeed" else recipe.engine
+    strategy = (
+        str(recipe.ds_config).removesuffix(".json")
+        if recipe.engine == "deepspeed"
+        else recipe.engine
+    )
     return Line(
         name=file.stem,
         layout=f"{strategy} {mesh}",
@@ -65,11 +75,20 @@ def cut(line: str, room: int) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the list; return the exit code."""
-    parser = argparse.ArgumentParser("recipekit ls", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "recipekit ls", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
+    )
     parser.parse_args(argv)
     lines = [read_line(file).columns for file in recipes().values()]
     widths = [min(28, max(map(len, column))) for column in zip(*lines, strict=True)][:-1]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for *cells, goal in lines:
-        print(cut("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), goal]), room))
+        print(
+            cut(
+                "  ".join(
+                    [*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), goal]
+                ),
+                room,
+            )
+        )
     return 0

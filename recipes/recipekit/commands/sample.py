@@ -3,8 +3,9 @@
     recipekit sample runs/mine --prompt "Once upon a time"
     recipekit sample runs/mine/hf_merged --max_new_tokens 200
 
-Give a run folder, or a folder of Hugging Face files. Decoding is greedy: the same command writes the same text.
-A model that was trained on chats gets the prompt as a chat. Other models continue the prompt.
+Give a run folder, or a folder of Hugging Face files. Decoding is greedy: the same command writes
+the same text. A model that was trained on chats gets the prompt as a chat. Other models continue
+the prompt.
 """
 
 import argparse
@@ -37,7 +38,9 @@ class Generator:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens at which the model stops, by its generation config, or else by its tokenizer."""
+        """The tokens at which the model stops, by its generation config, or else by its
+        tokenizer.
+        """
         from ..model.small_files import ids_of
 
         stated = ids_of(self.model.generation_config.eos_token_id)
@@ -45,14 +48,18 @@ class Generator:
 
     @property
     def positions(self) -> int | None:
-        """The tokens that the model's config.json has positions for; None if it states no such number."""
+        """The tokens that the model's config.json has positions for; None if it states no such
+        number.
+        """
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Generated text without special tokens and trailing blanks; `stop` is the token that ended it, "" without one."""
+    """Generated text without special tokens and trailing blanks; `stop` is the token that ended it,
+    "" without one.
+    """
 
     text: str
     num_tokens: int
@@ -64,7 +71,11 @@ class Sample:
         """A line that says whether the stop token was reached."""
         if self.stop:
             return f"stop token: {self.stop} was reached after {self.num_tokens} new tokens"
-        stops = f"not reached ({' or '.join(self.ends)})" if self.ends else "the model has no stop token"
+        stops = (
+            f"not reached ({' or '.join(self.ends)})"
+            if self.ends
+            else "the model has no stop token"
+        )
         return f"stop token: {stops}. The text was cut off after {self.num_tokens} new tokens"
 
 
@@ -82,7 +93,11 @@ def main(argv: list[str] | None = None) -> int:
         length, lowered = fitting_length(generator, len(ids), arguments.max_new_tokens)
         for note in (generator.about, *export.notes, *lowered):
             print(note)
-        how = "a chat, by the tokenizer's template" if chat else "plain text, which the model continues"
+        how = (
+            "a chat, by the tokenizer's template"
+            if chat
+            else "plain text, which the model continues"
+        )
         if chat and not export.task and arguments.chat is None:
             print("The task of this model is unknown. For a model of plain text, use --no-chat")
         print(f"prompt ({how}; {len(ids)} tokens): {prompt}\n", flush=True)
@@ -95,13 +110,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="recipekit sample", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False)
-    made.add_argument("folder", type=path_of, metavar="RUN_OR_HF", help="Run folder, or a folder of Hugging Face files.")
-    about = f'Prompt that the model answers (chat) or continues (text). (default: "{OF_CHAT}" for a chat, "{OF_TEXT}" for text)'
+    made = argparse.ArgumentParser(
+        prog="recipekit sample",
+        description=__doc__,
+        formatter_class=CommandFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "folder",
+        type=path_of,
+        metavar="RUN_OR_HF",
+        help="Run folder, or a folder of Hugging Face files.",
+    )
+    about = (
+        f'Prompt that the model answers (chat) or continues (text). (default: "{OF_CHAT}" for a'
+        f' chat, "{OF_TEXT}" for text)'
+    )
     made.add_argument("--prompt", metavar="TEXT", help=about)
-    about = f"Maximum number of tokens to generate. A stop token ends the text earlier. (default: {LENGTH})"
+    about = (
+        "Maximum number of tokens to generate. A stop token ends the text earlier. (default:"
+        f" {LENGTH})"
+    )
     made.add_argument("--max_new_tokens", "--max-new-tokens", type=int, metavar="N", help=about)
-    about = "Format the prompt with the tokenizer's chat template. (default: yes if there is one, except after --task pretrain)"
+    about = (
+        "Format the prompt with the tokenizer's chat template. (default: yes if there is one,"
+        " except after --task pretrain)"
+    )
     made.add_argument("--chat", action=argparse.BooleanOptionalAction, help=about)
     return made
 
@@ -115,18 +149,25 @@ def check(prompt: str | None, length: int | None) -> None:
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise refuse("--prompt", "must be UTF-8", "set the locale of your terminal to UTF-8") from None
+            raise refuse(
+                "--prompt", "must be UTF-8", "set the locale of your terminal to UTF-8"
+            ) from None
     if length is not None and length < 1:
-        raise refuse(f"--max_new_tokens {length}", "must be at least 1", f"use --max_new_tokens {LENGTH}")
+        raise refuse(
+            f"--max_new_tokens {length}", "must be at least 1", f"use --max_new_tokens {LENGTH}"
+        )
 
 
-# Loading ------------------------------------------------------------------------------------------------------------
+# Loading
+# --------------------------------------------------------------------------------------------------
 
 
 def load(export: Export, device: str = "") -> Generator:
-    """Load a model and its tokenizer as users of transformers do; code in a model's folder is never run.
+    """Load a model and its tokenizer as users of transformers do; code in a model's folder is never
+    run.
 
-    `device` is a GPU if there is one, otherwise the CPU. Raise `Refusal` for files that do not give a whole model.
+    `device` is a GPU if there is one, otherwise the CPU. Raise `Refusal` for files that do not give
+    a whole model.
     """
     base, revision = str(export.folder), ""
     if export.is_adapter:
@@ -143,7 +184,11 @@ def load(export: Export, device: str = "") -> Generator:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False, "output_loading_info": True}
+    options: dict[str, Any] = {
+        "dtype": "auto",
+        "trust_remote_code": False,
+        "output_loading_info": True,
+    }
     if not where.is_dir():
         options |= {"revision": revision or "main", "local_files_only": hub_is_away()}
     with _refused(base, "out of memory" if device == "cpu" else "the GPU is full"):
@@ -158,14 +203,20 @@ def load(export: Export, device: str = "") -> Generator:
     size = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     of = f", an adapter of {base}" if export.is_adapter else ""
-    return Generator(model, tokenizer, f"model {export.folder}{of}: {size / 1e6:,.1f} M parameters, {dtype}, on the {device}")
+    return Generator(
+        model,
+        tokenizer,
+        f"model {export.folder}{of}: {size / 1e6:,.1f} M parameters, {dtype}, on the {device}",
+    )
 
 
 def _tokenizer(folder: Path, base: str, revision: str) -> Any:
     """Load the tokenizer of a folder, or else of the adapter's base model."""
     from ..data.processors import load_tokenizer
 
-    own = any(folder.glob("tokenizer*")) or any(folder.glob("*.model")) or any(folder.glob("vocab.*"))
+    own = (
+        any(folder.glob("tokenizer*")) or any(folder.glob("*.model")) or any(folder.glob("vocab.*"))
+    )
     return load_tokenizer(str(folder)) if own else load_tokenizer(base, revision=revision)
 
 
@@ -188,7 +239,11 @@ def _refused(where: str, full: str) -> Iterator[None]:
     except Refusal:
         raise
     except (torch.OutOfMemoryError, MemoryError):
-        raise refuse(where, f"is too large: {full}", "set CUDA_VISIBLE_DEVICES= (empty) to load it on the CPU") from None
+        raise refuse(
+            where,
+            f"is too large: {full}",
+            "set CUDA_VISIBLE_DEVICES= (empty) to load it on the CPU",
+        ) from None
     except (OSError, ImportError) as error:
         if Path(where).is_dir():
             raise refuse(where, f"cannot be loaded: {_first_line(error)}", AGAIN) from None
@@ -201,11 +256,14 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:300]}"
 
 
-# Generation ---------------------------------------------------------------------------------------------------------
+# Generation
+# --------------------------------------------------------------------------------------------------
 
 
 def as_chat(export: Export, tokenizer: Any, wanted: bool | None) -> bool:
-    """Return True if the prompt is a message of a chat: by the flag, or else by the run's task and the tokenizer."""
+    """Return True if the prompt is a message of a chat: by the flag, or else by the run's task and
+    the tokenizer.
+    """
     has_template = bool(tokenizer.chat_template)
     if wanted and not has_template:
         rule = f"the tokenizer in {export.folder} has no chat template"
@@ -216,7 +274,10 @@ def as_chat(export: Export, tokenizer: Any, wanted: bool | None) -> bool:
 
 
 def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
-    """Return the tokens of a prompt, as training wrote them. Raise `Refusal` for a prompt that the model cannot read."""
+    """Return the tokens of a prompt, as training wrote them.
+
+    Raise `Refusal` for a prompt that the model cannot read.
+    """
     from jinja2 import TemplateError
 
     from ..data.processors import edges, encode
@@ -225,12 +286,18 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
     if chat:
         messages = [{"role": "user", "content": prompt}]
         try:
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
         except (TemplateError, TypeError) as error:
             rule = f"the chat template refuses a message of a user: {_first_line(error)}"
-            raise refuse("--prompt", rule, "use --no-chat. The model then continues the prompt") from None
+            raise refuse(
+                "--prompt", rule, "use --no-chat. The model then continues the prompt"
+            ) from None
     else:
-        begin = [tokenizer.bos_token_id] if edges(tokenizer)[0][:1] == [tokenizer.bos_token_id] else []
+        begin = (
+            [tokenizer.bos_token_id] if edges(tokenizer)[0][:1] == [tokenizer.bos_token_id] else []
+        )
         try:
             own = encode(tokenizer, [prompt])["input_ids"][0]
         except Refusal:
@@ -247,19 +314,30 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
     return list(ids)
 
 
-def fitting_length(generator: Generator, num_prompt: int, wanted: int | None) -> tuple[int, list[str]]:
-    """Return the number of tokens to generate, and a line if the model's positions lower the default."""
+def fitting_length(
+    generator: Generator, num_prompt: int, wanted: int | None
+) -> tuple[int, list[str]]:
+    """Return the number of tokens to generate, and a line if the model's positions lower the
+    default.
+    """
     if (most := generator.positions) is None:
         return wanted or LENGTH, []
     room = most - num_prompt
     if room < 1:
-        rule = f"has {num_prompt} tokens, but the model has {most} positions for the prompt and the answer"
+        rule = (
+            f"has {num_prompt} tokens, but the model has {most} positions for the prompt and the"
+            " answer"
+        )
         raise refuse("--prompt", rule, "use a shorter prompt")
     if (wanted or LENGTH) <= room:
         return wanted or LENGTH, []
-    rule = f"after a prompt of {num_prompt} tokens the model has {room} of its {most} positions left"
+    rule = (
+        f"after a prompt of {num_prompt} tokens the model has {room} of its {most} positions left"
+    )
     if wanted is not None:
-        raise refuse(f"--max_new_tokens {wanted}", rule, f"use --max_new_tokens {room}, or a shorter prompt")
+        raise refuse(
+            f"--max_new_tokens {wanted}", rule, f"use --max_new_tokens {room}, or a shorter prompt"
+        )
     return room, [f"max_new_tokens: {LENGTH} lowered to {room}: {rule}"]
 
 

@@ -1,4 +1,6 @@
-"""The merged model of a checkpoint with an adapter, made from the checkpoint's files without an engine."""
+"""The merged model of a checkpoint with an adapter, made from the checkpoint's files without an
+engine.
+"""
 
 import contextlib
 import re
@@ -22,13 +24,16 @@ from ..storage.copying import Effort, copies, run
 from ..storage.journal import Journal
 from ..storage.tensor_files import TensorFiles, open_checkpoint
 
-NAMES = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.(\w+)")  # an adapter's name in its tensors
+# an adapter's name in its tensors
+NAMES = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+)\.(\w+)")
 
 
 def to_merged(step: Step, out: Path, dtype: str, effort: Effort, card: str = "") -> None:
-    """Write the Hugging Face files of a checkpoint's model with its adapter merged, complete or not at all.
+    """Write the Hugging Face files of a checkpoint's model with its adapter merged, complete or not
+    at all.
 
-    `card` is the text of the model card. peft merges one module at a time, in fp32. Raise `Refusal` for a checkpoint without an adapter or with damaged tensors.
+    `card` is the text of the model card. peft merges one module at a time, in fp32. Raise `Refusal`
+    for a checkpoint without an adapter or with damaged tensors.
     """
     model = adapted_model(step)
     journal = Journal(out, {"source": step.fingerprint, "merged": dtype})
@@ -38,7 +43,9 @@ def to_merged(step: Step, out: Path, dtype: str, effort: Effort, card: str = "")
         step.check(digests)
         give_buffers(model, step, read)
         files, total = [], 0
-        for shard in shards(merged(model, gather_from(model, step, read), getattr(torch, dtype), writes=True)):
+        for shard in shards(
+            merged(model, gather_from(model, step, read), getattr(torch, dtype), writes=True)
+        ):
             files.append((f"part-{len(files)}", list(shard)))
             write_file(shard, journal.folder / files[-1][0])
             total += sum(tensor.nbytes for tensor in shard.values())
@@ -56,16 +63,26 @@ def to_merged(step: Step, out: Path, dtype: str, effort: Effort, card: str = "")
 
 
 def adapted_model(step: Step) -> Any:
-    """Return the model of a checkpoint in peft's wrapper, with its parameters on the meta device."""
+    """Return the model of a checkpoint in peft's wrapper, with its parameters on the meta
+    device.
+    """
     from peft import PeftConfig, get_peft_model
 
     where, file, config = str(step.folder), step.small_files.get(ADAPTER), step.model_config
     if file is None or config is None:
-        lacks = f"no {ADAPTER}, so it is not a checkpoint of an adapter" if file is None else "no readable config.json"
+        lacks = (
+            f"no {ADAPTER}, so it is not a checkpoint of an adapter"
+            if file is None
+            else "no readable config.json"
+        )
         raise refuse(where, f"contains {lacks}", "leave out --merge")
     lora: Any = PeftConfig.from_pretrained(str(file.parent))
-    lora.inference_mode, lora.init_lora_weights = False, True  # the weights come from the checkpoint
-    name = next((found[1] for tensor in step.blueprint.tensors if (found := NAMES.search(tensor.name))), "default")
+    # the weights come from the checkpoint
+    lora.inference_mode, lora.init_lora_weights = False, True
+    name = next(
+        (found[1] for tensor in step.blueprint.tensors if (found := NAMES.search(tensor.name))),
+        "default",
+    )
     request = AdapterRequest(lambda base: get_peft_model(base, lora, name), merge=True)
     with warnings.catch_warnings(action="ignore"):
         model = adapted(empty_model(config, "eager", where), request, {})
@@ -82,7 +99,9 @@ def gather_from(model: Any, step: Step, read: TensorFiles) -> Any:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors = {tensor.name: tensor for tensor in step.blueprint.tensors}
 
-    def gather(named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    def gather(
+        named: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in named:
             yield name, whole(read, tensors[names[id(parameter)]]).to(dtype)
 
@@ -92,7 +111,8 @@ def gather_from(model: Any, step: Step, read: TensorFiles) -> Any:
 def give_buffers(model: Any, step: Step, read: TensorFiles) -> None:
     """Give the model the buffers that the checkpoint holds.
 
-    Of trained tokens peft keeps the original rows in a buffer that no checkpoint has, and that no merge reads.
+    Of trained tokens peft keeps the original rows in a buffer that no checkpoint has, and that no
+    merge reads.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

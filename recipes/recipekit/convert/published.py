@@ -13,49 +13,82 @@ NAMES = {value: key for key, value in TORCH.items()}
 
 
 def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, dict[str, str]]]:
-    """Returns (the blueprint with the keys to write, file -> {key: dtype}) for a checkpoint's Hugging Face files."""
+    """Returns (the blueprint with the keys to write, file -> {key: dtype}) for a checkpoint's
+    Hugging Face files.
+    """
     blueprint = step.blueprint
     wanted = NAMES.get(dtype or step.state["export_dtype"], "")
     if not wanted:
-        raise refuse(f"dtype = {dtype}", "is not a supported dtype", "use --dtype bfloat16, float16 or float32")
+        raise refuse(
+            f"dtype = {dtype}",
+            "is not a supported dtype",
+            "use --dtype bfloat16, float16 or float32",
+        )
     if blueprint.files:
         known = shapes_of(blueprint)
         contents = {
-            file: {key: wanted if dtype and own in ("F64", "F32", "BF16", "F16") else own for key, own in keys.items() if key in known}
+            file: {
+                key: wanted if dtype and own in ("F64", "F32", "BF16", "F16") else own
+                for key, own in keys.items()
+                if key in known
+            }
             for file, keys in blueprint.files.items()
         }
         return blueprint, {file: keys for file, keys in contents.items() if keys}
     adapter = blueprint.adapter or _keys_of_lora(blueprint)
-    chosen = [tensor for tensor in blueprint.tensors if not adapter or tensor.name in adapter.values()]
-    keys = {name: key for key, name in reversed(adapter.items())} if adapter else {tensor.name: tensor.name for tensor in chosen}
-    further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}  # tied modules
+    chosen = [
+        tensor for tensor in blueprint.tensors if not adapter or tensor.name in adapter.values()
+    ]
+    keys = (
+        {name: key for key, name in reversed(adapter.items())}
+        if adapter
+        else {tensor.name: tensor.name for tensor in chosen}
+    )
+    # tied modules
+    further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}
     named = {tensor.name: NAMES[tensor.buffer] if tensor.buffer else wanted for tensor in chosen}
     files: list[dict[str, str]] = [{}]
     size = 0
     for tensor in chosen:
         nbytes = tensor.numel * safetensors_files.SIZES[named[tensor.name]]
-        if size and size + nbytes > safetensors_files.SHARD_BYTES and not adapter:  # peft reads one file
+        # peft reads one file
+        if size and size + nbytes > safetensors_files.SHARD_BYTES and not adapter:
             files.append({})
             size = 0
         files[-1][keys[tensor.name]] = named[tensor.name]
-        files[-1] |= {key: named[tensor.name] for key, (name, _) in further.items() if name == tensor.name}
+        files[-1] |= {
+            key: named[tensor.name] for key, (name, _) in further.items() if name == tensor.name
+        }
         size += nbytes
     single = "adapter_model.safetensors" if adapter else "model.safetensors"
-    names = [single] if len(files) == 1 else [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    names = (
+        [single]
+        if len(files) == 1
+        else [
+            f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            for number in range(1, len(files) + 1)
+        ]
+    )
     published = {name: Stored(((key,),)) for name, key in keys.items()}
-    aliases = further if adapter else blueprint.aliases  # a tied weight of the base model is frozen, and not in the adapter's files
+    # a tied weight of the base model is frozen, and not in the adapter's files
+    aliases = further if adapter else blueprint.aliases
     blueprint = replace(blueprint, tensors=tuple(chosen), published=published, aliases=aliases)
     return blueprint, dict(zip(names, files, strict=True))
 
 
 def _keys_of_lora(blueprint: Blueprint) -> dict[str, str]:
-    """Return the keys of a LoRA run whose step folder is older than `Blueprint.adapter`; {} for other runs.
+    """Return the keys of a LoRA run whose step folder is older than `Blueprint.adapter`; {} for
+    other runs.
 
     They name every trained tensor as in peft 0.21.2. The adapter was always called default.
     """
     if not any("lora_" in tensor.name for tensor in blueprint.tensors):
         return {}
-    names = [tensor.name for tensor in blueprint.tensors if tensor.group is not None or "lora_" in tensor.name]
+    names = [
+        tensor.name
+        for tensor in blueprint.tensors
+        if tensor.group is not None or "lora_" in tensor.name
+    ]
     return {_key_of_lora(name): name for name in names}
 
 
@@ -77,7 +110,11 @@ def extra_keys(blueprint: Blueprint) -> list[str]:
 
 def published_bytes(blueprint: Blueprint, contents: dict[str, dict[str, str]]) -> int:
     shapes = shapes_of(blueprint)
-    return sum(prod(shapes[key]) * safetensors_files.SIZES[own] for keys in contents.values() for key, own in keys.items())
+    return sum(
+        prod(shapes[key]) * safetensors_files.SIZES[own]
+        for keys in contents.values()
+        for key, own in keys.items()
+    )
 
 
 def shapes_of(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
@@ -91,8 +128,13 @@ def shapes_of(blueprint: Blueprint) -> dict[str, tuple[int, ...]]:
             for key in keys:
                 shape = tensor.shape[1:] if stored.stacked else tensor.shape
                 if stored.stacked and len(stored.parts) > 1:
-                    shape = tuple(size // len(stored.parts) if dim == stored.dim - 1 else size for dim, size in enumerate(shape))
+                    shape = tuple(
+                        size // len(stored.parts) if dim == stored.dim - 1 else size
+                        for dim, size in enumerate(shape)
+                    )
                 shapes[key] = shape
     for alias, (name, _) in blueprint.aliases.items():
-        shapes.setdefault(alias, next(tensor.shape for tensor in blueprint.tensors if tensor.name == name))
+        shapes.setdefault(
+            alias, next(tensor.shape for tensor in blueprint.tensors if tensor.name == name)
+        )
     return shapes

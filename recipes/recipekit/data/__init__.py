@@ -1,4 +1,6 @@
-"""Rows in one global order: from files and the hub to micro-batches. The words for "some of the data", in the order of the way:
+"""Rows in one global order: from files and the hub to micro-batches.
+
+The words for "some of the data", in the order of the way:
 
     corpus  part 0 (a file)           part 1 (a file)      source.py: read from any row of any group on
             group 0      group 1      group 0
@@ -29,6 +31,6 @@
     domain    one corpus of a mixture, with its share of the tokens (`Domain`)
     sample    a row that is no text, of a task whose rows are not packed: it goes the same way, but for tokens and packing (samples.py)
 
-Begin with stream.py. A micro-batch does not depend on the number of ranks: each rank follows the dealing of all rows, and
-builds the rows of its own lanes.
+Begin with stream.py. A micro-batch does not depend on the number of ranks: each rank follows the
+dealing of all rows, and builds the rows of its own lanes.
 """

@@ -17,7 +17,8 @@ from .source import Source
 class Place:
     """Says where reading of an endless corpus goes on.
 
-    Part and group are positions in the orders drawn for the epoch; then come the row, and the document of the chunk that begins there.
+    Part and group are positions in the orders drawn for the epoch; then come the row, and the
+    document of the chunk that begins there.
     """
 
     epoch: int = 0
@@ -36,20 +37,26 @@ class Place:
 
     @property
     def epoch_before(self) -> int:
-        """The epoch of the documents that end here: a block within an epoch ends behind a document of a chunk."""
+        """The epoch of the documents that end here: a block within an epoch ends behind a document
+        of a chunk.
+        """
         return self.epoch if any(self.key[1:5]) else self.epoch - 1
 
 
 Held = list[tuple[Any, int, int]]  # chunks, and from which to before which of their documents
 
 
-def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: Place) -> Iterator[tuple[Place, Any]]:
-    """Yields blocks of `limit` tokens from `place` on, without end: (the place after the block, what `join` makes of its documents and a key).
+def blocks(
+    reader: Any, seed: int, limit: int, join: Callable[..., Any], place: Place
+) -> Iterator[tuple[Place, Any]]:
+    """Yields blocks of `limit` tokens from `place` on, without end: (the place after the block,
+    what `join` makes of its documents and a key).
 
     Raises `Refusal` if there is no document.
     """
     barren, counts, rows, empty, bad = 0, Counts(), 0, 0, 0
-    is_reported = any(place.key)  # a resume behind the first rows, which an earlier start has reported
+    # a resume behind the first rows, which an earlier start has reported
+    is_reported = any(place.key)
     while True:
         held: Held = []
         tokens, begin, epoch, any_document = 0, place, place.epoch, any(place.key[1:5])
@@ -62,7 +69,9 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
                 raise _no_target(barren, reader)
             while first < len(chunk.lengths):
                 sums = np.cumsum(chunk.lengths[first:])
-                count = max(int(np.searchsorted(sums, limit - tokens, side="right")), 0 if held else 1)
+                count = max(
+                    int(np.searchsorted(sums, limit - tokens, side="right")), 0 if held else 1
+                )
                 if count:
                     held.append((chunk, first, first + count))
                     tokens += int(sums[count - 1])
@@ -72,10 +81,21 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
                     if not is_reported:
                         reader.report(counts, rows, empty, is_all=False)
                         is_reported = True
-                    place = Place(at.epoch, at.part, at.group, at.row, first, at.bad, at.lost, at.empty)
+                    place = Place(
+                        at.epoch, at.part, at.group, at.row, first, at.bad, at.lost, at.empty
+                    )
                     yield place, join(held, seed, *begin.key)
                     held, tokens, begin = [], 0, place
-            place = Place(at.epoch, at.part, at.group, chunk.row, 0, at.bad + chunk.bad, added(at.lost, chunk.counts.numbers), at.empty + chunk.empty)
+            place = Place(
+                at.epoch,
+                at.part,
+                at.group,
+                chunk.row,
+                0,
+                at.bad + chunk.bad,
+                added(at.lost, chunk.counts.numbers),
+                at.empty + chunk.empty,
+            )
         if not is_reported:
             reader.report(counts, rows, empty, is_all=True)
             is_reported = True
@@ -83,7 +103,11 @@ def blocks(reader: Any, seed: int, limit: int, join: Callable[..., Any], place: 
             place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost, empty=place.empty)
             yield place, join(held, seed, *begin.key)
         elif not any_document:
-            raise _no_target(barren, reader) if barren else no_document(reader.source, rows, empty, bad)
+            raise (
+                _no_target(barren, reader)
+                if barren
+                else no_document(reader.source, rows, empty, bad)
+            )
         place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost, empty=place.empty)
 
 
@@ -93,14 +117,27 @@ def added(one: Sequence[int], more: Sequence[int]) -> Sequence[int]:
 
 
 def no_document(source: Source, rows: int, empty: int, bad: int) -> Refusal:
-    """Return the refusal of data without a document to train on, with the columns that were read."""
-    met = f". Its columns are {', '.join(map(repr, columns))}" if (columns := source.columns()) else ""
+    """Return the refusal of data without a document to train on, with the columns that were
+    read.
+    """
+    met = (
+        f". Its columns are {', '.join(map(repr, columns))}"
+        if (columns := source.columns())
+        else ""
+    )
     if not rows and not bad:
         return refuse("--dataset", f"contains no rows{met}", "set --dataset to other data")
     left = rows - empty - bad
     held = f" and {left:,} held out for evaluation" if left > 0 else ""
-    rule = f"contains no document to train on: of {max(rows, empty + bad):,} rows {empty:,} are empty, {bad:,} cannot be read{held}{met}"
-    return refuse("--dataset", rule, "add more data, or name another column (--text_field, --messages_field, ...)")
+    rule = (
+        f"contains no document to train on: of {max(rows, empty + bad):,} rows {empty:,} are empty,"
+        f" {bad:,} cannot be read{held}{met}"
+    )
+    return refuse(
+        "--dataset",
+        rule,
+        "add more data, or name another column (--text_field, --messages_field, ...)",
+    )
 
 
 def _no_target(documents: int, reader: Any) -> Refusal:
@@ -108,7 +145,9 @@ def _no_target(documents: int, reader: Any) -> Refusal:
     if reader.encoder.chats:
         needed = "a message of the role assistant that is not excluded by weight or train"
         fix = f"each chat needs {needed} and begins within --seq_len tokens"
-    return refuse("--dataset", f"{documents} consecutive documents contain no token to train on", fix)
+    return refuse(
+        "--dataset", f"{documents} consecutive documents contain no token to train on", fix
+    )
 
 
 def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
@@ -128,11 +167,19 @@ def _epoch(reader: Any, seed: int, place: Place) -> Iterator[tuple[Place, Any]]:
             row, document = (place.row, place.document) if resumed else (0, 0)
             for chunk in reader.chunks(number, int(groups[group]), row):
                 yield Place(place.epoch, part, group, row, document, bad, lost, empty), chunk
-                row, document, bad, lost, empty = chunk.row, 0, bad + chunk.bad, added(lost, chunk.counts.numbers), empty + chunk.empty
+                row, document, bad, lost, empty = (
+                    chunk.row,
+                    0,
+                    bad + chunk.bad,
+                    added(lost, chunk.counts.numbers),
+                    empty + chunk.empty,
+                )
 
 
 def packed(seq_len: int, pad: int, held: Held, *key: object, masks: Masks | None = None) -> Block:
-    """Packs documents of several chunks into rows of `seq_len` tokens; `masks` hides some of these."""
+    """Packs documents of several chunks into rows of `seq_len` tokens; `masks` hides some of
+    these.
+    """
     ids, labels, starts, lengths, base = [], [], [], [], 0
     for chunk, first, last in held:
         low, high = int(chunk.starts[first]), int(chunk.starts[last - 1] + chunk.lengths[last - 1])
@@ -144,4 +191,6 @@ def packed(seq_len: int, pad: int, held: Held, *key: object, masks: Masks | None
         base += high - low
     if masks:
         ids, labels = ([tokens] for tokens in masks(np.concatenate(ids), *key))
-    return make_block(ids, labels, np.concatenate(starts), np.concatenate(lengths), seq_len, pad, *key)
+    return make_block(
+        ids, labels, np.concatenate(starts), np.concatenate(lengths), seq_len, pad, *key
+    )

@@ -20,16 +20,20 @@ SPEAKERS = {  # of ShareGPT, whose other speakers are roles
 }  # fmt: skip
 TOOLS = "tools"  # the column of the tools that a chat may call
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # equivalent keys of a message
-UNDERSTOOD = {"role", "content", "train", "tool_calls", "tool_call_id", "name", *THOUGHTS}  # keys of a message
+# keys of a message
+UNDERSTOOD = {"role", "content", "train", "tool_calls", "tool_call_id", "name", *THOUGHTS}
 SKIP = "leave the row out (--bad_rows skip)"
 
 
-# Forms of rows ----------------------------------------------------------------------------------------------------
+# Forms of rows
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows: its required and optional columns, and the function that makes messages of a row."""
+    """A form of rows: its required and optional columns, and the function that makes messages of a
+    row.
+    """
 
     name: str
     columns: tuple[str, ...]
@@ -50,7 +54,10 @@ class Form:
             return None
         tools = tools_of(row.get(TOOLS), place) if TOOLS in self.optional else None
         if padded:
-            tools, messages = without_nulls(tools), [_without_nulls_in_calls(message) for message in messages]
+            tools, messages = (
+                without_nulls(tools),
+                [_without_nulls_in_calls(message) for message in messages],
+            )
         if self.name == OPENAI and not tools:
             return messages
         return {"messages": messages, "form": self.name} | ({TOOLS: tools} if tools else {})
@@ -74,18 +81,38 @@ def forms(messages_field: str) -> tuple[Form, ...]:
     optional = ("input", "system", "history")
     return (
         openai,
-        Form("ShareGPT (conversations)", ("conversations",), ("system", TOOLS), _with_system(_sharegpt)),
-        Form("Alpaca (instruction, input, output)", ("instruction", "output"), optional, _with_system(_alpaca)),
-        Form("prompts and completions", ("prompt", "completion"), ("system", TOOLS), _with_system(_completion)),
+        Form(
+            "ShareGPT (conversations)",
+            ("conversations",),
+            ("system", TOOLS),
+            _with_system(_sharegpt),
+        ),
+        Form(
+            "Alpaca (instruction, input, output)",
+            ("instruction", "output"),
+            optional,
+            _with_system(_alpaca),
+        ),
+        Form(
+            "prompts and completions",
+            ("prompt", "completion"),
+            ("system", TOOLS),
+            _with_system(_completion),
+        ),
     )
 
 
 def form_of(names: Collection[str], messages_field: str = "messages") -> Form | None:
     """Return the form of rows with these columns; None if they match no form."""
-    return next((form for form in forms(messages_field) if all(name in names for name in form.columns)), None)
+    return next(
+        (form for form in forms(messages_field) if all(name in names for name in form.columns)),
+        None,
+    )
 
 
-def _with_system(messages: Callable[[Row, str], list[Message]]) -> Callable[[Row, str], list[Message]]:
+def _with_system(
+    messages: Callable[[Row, str], list[Message]],
+) -> Callable[[Row, str], list[Message]]:
     def made(row: Row, place: str) -> list[Message]:
         found, system = messages(row, place), row.get("system")
         if system is not None and not isinstance(system, str):
@@ -101,11 +128,17 @@ def _is_system(message: Any, text: str) -> bool:
     """Return True if a message is a system message with this text."""
     if not isinstance(message, dict):
         return False
-    return message.get("role", message.get("from")) == "system" and message.get("content", message.get("value")) == text
+    return (
+        message.get("role", message.get("from")) == "system"
+        and message.get("content", message.get("value")) == text
+    )
 
 
 def is_json_chat(value: Any) -> bool:
-    """Return True for a text that is the JSON of a chat. Such a text would be learned with its brackets and keys."""
+    """Return True for a text that is the JSON of a chat.
+
+    Such a text would be learned with its brackets and keys.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
         return False
     try:
@@ -114,21 +147,33 @@ def is_json_chat(value: Any) -> bool:
         return False
     messages = found if isinstance(found, list) else [found]
     return bool(messages) and all(
-        isinstance(message, dict) and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys()) for message in messages
+        isinstance(message, dict)
+        and ({"role", "content"} <= message.keys() or {"from", "value"} <= message.keys())
+        for message in messages
     )
 
 
-JSON_CHAT = "a chat written as JSON text", "make it a list of messages (json.loads of the text)"  # what it is, and the fix
+# what it is, and the fix
+JSON_CHAT = "a chat written as JSON text", "make it a list of messages (json.loads of the text)"
 
 
 def _list(value: Any, place: str) -> list[Message]:
     if is_json_chat(value):
-        raise refuse(place, f"contains {JSON_CHAT[0]}, but --messages_field requires a list of messages", f"{JSON_CHAT[1]}, or {SKIP}")
+        raise refuse(
+            place,
+            f"contains {JSON_CHAT[0]}, but --messages_field requires a list of messages",
+            f"{JSON_CHAT[1]}, or {SKIP}",
+        )
     if is_empty(value):
         return []
     if not isinstance(value, list):
-        rule = f"must be a list of messages (--messages_field), not {type(value).__name__} {str(value)[:40]!r}"
-        raise refuse(place, rule, f"name another column with --messages_field, correct the row, or {SKIP}")
+        rule = (
+            f"must be a list of messages (--messages_field), not {type(value).__name__}"
+            f" {str(value)[:40]!r}"
+        )
+        raise refuse(
+            place, rule, f"name another column with --messages_field, correct the row, or {SKIP}"
+        )
     return value
 
 
@@ -140,18 +185,36 @@ def _alpaca(row: Row, place: str) -> list[Message]:
     for name in ("instruction", "input", "output"):
         if row.get(name) is not None and not isinstance(row[name], str):
             raise _wrong(place, name, row[name], "text")
-    question, history = "\n".join(filter(None, (row["instruction"], row.get("input")))), row.get("history") or []
+    question, history = (
+        "\n".join(filter(None, (row["instruction"], row.get("input")))),
+        row.get("history") or [],
+    )
     if is_empty(row["output"]) and not history:
         return []
     if not _are_turns(history):
-        raise _wrong(place, "history", history, "a list of pairs of texts: a question and its answer")
+        raise _wrong(
+            place, "history", history, "a list of pairs of texts: a question and its answer"
+        )
     turns = [*history, (question, row["output"] or "")]
-    return [message for asked, answer in turns for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answer})]
+    return [
+        message
+        for asked, answer in turns
+        for message in (
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answer},
+        )
+    ]
 
 
 def _are_turns(history: Any) -> bool:
-    """Return True for a list of pairs of texts, the earlier turns of an Alpaca row. Their answers are learned."""
-    is_turn = lambda turn: isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)  # noqa: E731
+    """Return True for a list of pairs of texts, the earlier turns of an Alpaca row.
+
+    Their answers are learned.
+    """
+    def is_turn(turn):
+        return (
+            isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+        )  # noqa: E731
     return isinstance(history, list) and all(map(is_turn, history))
 
 
@@ -172,7 +235,9 @@ def _completion(row: Row, place: str) -> list[Message]:
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-            raise _wrong(place, name, value, "a list of messages (or prompt and completion both text)")
+            raise _wrong(
+                place, name, value, "a list of messages (or prompt and completion both text)"
+            )
     return [*map(_unlearned, prompt), *completion]
 
 
@@ -182,16 +247,25 @@ def _unlearned(message: Any) -> Message:
 
 def _wrong(place: str, name: str, value: Any, expected: str) -> Refusal:
     rule = f"its {name} must be {expected}, not {type(value).__name__} {str(value)[:40]!r}"
-    return refuse(place, rule, f"name the column of the chats with --messages_field, correct the row, or {SKIP}")
+    return refuse(
+        place,
+        rule,
+        f"name the column of the chats with --messages_field, correct the row, or {SKIP}",
+    )
 
 
 def tools_of(value: Any, place: str) -> list[Any]:
-    """Parse the tools of a row: a list of descriptions, or a list as JSON text. A description may also be JSON text."""
+    """Parse the tools of a row: a list of descriptions, or a list as JSON text.
+
+    A description may also be JSON text.
+    """
     try:
         tools = json.loads(value.strip() or "[]") if isinstance(value, str) else value
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools or ()]
     except (ValueError, TypeError) as error:
-        raise refuse(place, f"its tools cannot be read: {error}", f"write a JSON list of tools, or {SKIP}") from error
+        raise refuse(
+            place, f"its tools cannot be read: {error}", f"write a JSON list of tools, or {SKIP}"
+        ) from error
     if not all(isinstance(tool, dict) for tool in tools):
         rule = f"its tools must be a list of tool descriptions, not {str(tools)[:40]!r}"
         raise refuse(place, rule, f"write a JSON list of objects, or {SKIP}")
@@ -199,7 +273,10 @@ def tools_of(value: Any, place: str) -> list[Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop null entries of objects. Parquet and Arrow add them, because all rows of a column have the same keys."""
+    """Drop null entries of objects.
+
+    Parquet and Arrow add them, because all rows of a column have the same keys.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -211,13 +288,16 @@ def _without_nulls_in_calls(message: Any) -> Any:
     return {**message, "tool_calls": without_nulls(message["tool_calls"])}
 
 
-# Messages ---------------------------------------------------------------------------------------------------------
+# Messages
+# --------------------------------------------------------------------------------------------------
 
 
 def messages_of(chat: Any, place: str, more_roles: Collection[str] = ()) -> list[Message]:
-    """Return the messages of a chat in one form: role, content (text), tool_calls, train, and the keys that only a template reads.
+    """Return the messages of a chat in one form: role, content (text), tool_calls, train, and the
+    keys that only a template reads.
 
-    Raises `Refusal` for an unreadable message, and for a role that is neither in `ROLES` nor in `more_roles`.
+    Raises `Refusal` for an unreadable message, and for a role that is neither in `ROLES` nor in
+    `more_roles`.
     """
     if not isinstance(chat, list) or not chat:
         rule = f"a chat must be a list of messages, not {type(chat).__name__} {str(chat)[:40]!r}"
@@ -236,7 +316,10 @@ class UnknownRole(Refusal):
     """The refusal of an unknown role; `met` are the roles in the chat."""
 
     def __init__(self, place: str, role: str, met: Iterable[str]):
-        roles = f"these rows use the roles {', '.join(sorted(met))}, and the known roles are {', '.join(ROLES)}"
+        roles = (
+            f"these rows use the roles {', '.join(sorted(met))}, and the known roles are"
+            f" {', '.join(ROLES)}"
+        )
         fix = f"rename the roles in the rows (an answer has the role assistant), or {SKIP}"
         super().__init__(refuse(place, f"a message has the role {role!r}: {roles}", fix).problems)
         self.place, self.role, self.met = place, role, set(met)
@@ -255,11 +338,21 @@ def _message(message: Any) -> Message:
         message = _of_sharegpt(message)
     fix = "convert the rows to that form"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _Unreadable(f"a message requires the strings 'role' and 'content', but this one is {str(message)[:60]}", fix)
-    made = {key: value for key, value in message.items() if value is not None and key not in ("weight", "train", "training")}
+        raise _Unreadable(
+            "a message requires the strings 'role' and 'content', but this one is"
+            f" {str(message)[:60]}",
+            fix,
+        )
+    made = {
+        key: value
+        for key, value in message.items()
+        if value is not None and key not in ("weight", "train", "training")
+    }
     if not made.get("tool_calls"):
         made.pop("tool_calls", None)
-    elif not isinstance(made["tool_calls"], list) or not all(_is_call(call) for call in made["tool_calls"]):
+    elif not isinstance(made["tool_calls"], list) or not all(
+        _is_call(call) for call in made["tool_calls"]
+    ):
         given = str(made["tool_calls"])[:60]
         rule = f"the tool_calls of a message must be a list of named functions, not {given}"
         raise _Unreadable(rule, fix)
@@ -267,7 +360,10 @@ def _message(message: Any) -> Message:
     if content is None:
         speaks = "tool_calls" in made or any(isinstance(made.get(key), str) for key in THOUGHTS)
         if made.get("content") is not None or not speaks:
-            rule = f"a message requires the strings 'role' and 'content', but this one is {str(message)[:60]}"
+            rule = (
+                "a message requires the strings 'role' and 'content', but this one is"
+                f" {str(message)[:60]}"
+            )
             raise _Unreadable(rule, f"{fix} (a list of text parts or tool_calls is also accepted)")
         content = ""
     made["content"] = content
@@ -282,14 +378,20 @@ def _is_call(call: Any) -> bool:
 
 
 def _text(content: Any) -> str | None:
-    """Return the text of a message's content, which may be a list of text parts; None if it is neither."""
+    """Return the text of a message's content, which may be a list of text parts; None if it is
+    neither.
+    """
     if isinstance(content, list) and all(_is_text_part(part) for part in content):
         return "".join(part["text"] for part in content)
     return content if isinstance(content, str) else None
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
+    return (
+        isinstance(part, dict)
+        and isinstance(part.get("text"), str)
+        and part.get("type", "text") == "text"
+    )
 
 
 def _of_sharegpt(message: Message) -> Message:
@@ -300,22 +402,36 @@ def _of_sharegpt(message: Message) -> Message:
         try:
             calls = json.loads(value)
         except ValueError as error:
-            raise _Unreadable(f"a function_call is not JSON: {error}", "write a name and its arguments as JSON") from error
+            raise _Unreadable(
+                f"a function_call is not JSON: {error}", "write a name and its arguments as JSON"
+            ) from error
         calls = calls if isinstance(calls, list) else [calls]
-        made |= {"content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+        made |= {
+            "content": None,
+            "tool_calls": [{"type": "function", "function": call} for call in calls],
+        }
     return made
 
 
 def _trained(message: Message) -> bool | None:
-    """Return True or False for `weight`, `train` or `training` of a message; None if the message has no such key."""
-    found = {key: message[key] for key in ("weight", "train", "training") if message.get(key) is not None}
+    """Return True or False for `weight`, `train` or `training` of a message; None if the message
+    has no such key.
+    """
+    found = {
+        key: message[key] for key in ("weight", "train", "training") if message.get(key) is not None
+    }
     for key, value in found.items():
         is_wrong_type = isinstance(value, bool) == (key == "weight")
         if is_wrong_type or value not in (0, 1):
             values = "0 or 1" if key == "weight" else "true or false"
-            raise _Unreadable(f"the {key} of a message must be {values}, not {value!r}", f"write {values}")
+            raise _Unreadable(
+                f"the {key} of a message must be {values}, not {value!r}", f"write {values}"
+            )
     if len({bool(value) for value in found.values()}) > 1:
-        raise _Unreadable(f"a message cannot be both trained on and excluded: {found}", "keep only one of these keys")
+        raise _Unreadable(
+            f"a message cannot be both trained on and excluded: {found}",
+            "keep only one of these keys",
+        )
     return bool(next(iter(found.values()))) if found else None
 
 
@@ -325,10 +441,18 @@ def learned(message: Message) -> bool:
 
 
 def unknown_keys(messages: list[Message], is_named: Callable[[str], bool]) -> set[str]:
-    """Find the keys of messages that neither training nor the template reads, such as `train` of a question."""
+    """Find the keys of messages that neither training nor the template reads, such as `train` of a
+    question.
+    """
     keys = {key for message in messages for key in message} - UNDERSTOOD
-    asked = {message["role"] for message in messages if message.get("train") and message["role"] != "assistant"}
-    return {key for key in keys if not is_named(key)} | {f"train or weight of {role} messages" for role in asked}
+    asked = {
+        message["role"]
+        for message in messages
+        if message.get("train") and message["role"] != "assistant"
+    }
+    return {key for key in keys if not is_named(key)} | {
+        f"train or weight of {role} messages" for role in asked
+    }
 
 
 def text_pieces(message: Message) -> list[str]:
@@ -336,7 +460,14 @@ def text_pieces(message: Message) -> list[str]:
 
     They are its content, its thoughts, and the names and arguments of its calls.
     """
-    pieces = list(dict.fromkeys([message["content"], *(message[key] for key in THOUGHTS if isinstance(message.get(key), str))]))
+    pieces = list(
+        dict.fromkeys(
+            [
+                message["content"],
+                *(message[key] for key in THOUGHTS if isinstance(message.get(key), str)),
+            ]
+        )
+    )
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         arguments = function.get("arguments")
@@ -360,10 +491,11 @@ def parts_of(content: str) -> list[Message]:
 
 
 def with_arguments(message: Message, as_dictionary: bool, as_text: bool) -> Message:
-    """Return a message whose tool calls have arguments of a type that the template takes: a dictionary or JSON text.
+    """Return a message whose tool calls have arguments of a type that the template takes: a
+    dictionary or JSON text.
 
-    Arguments of an accepted type stay as they are, and a call without arguments gets empty ones. Raises ValueError for
-    text that is not JSON.
+    Arguments of an accepted type stay as they are, and a call without arguments gets empty ones.
+    Raises ValueError for text that is not JSON.
     """
     calls = []
     for call in message["tool_calls"]:
@@ -385,7 +517,9 @@ def _parsed(arguments: str, name: str) -> Any:
     try:
         return json.loads(arguments) if arguments.strip() else {}
     except ValueError as error:
-        raise ValueError(f"the arguments of the call of {name} are not JSON: {error}, in {arguments[:40]!r}") from error
+        raise ValueError(
+            f"the arguments of the call of {name} are not JSON: {error}, in {arguments[:40]!r}"
+        ) from error
 
 
 def another_answer(message: Message, mark: str) -> Message:

@@ -1,4 +1,7 @@
-"""Chunks: the documents of a few hundred rows, as samples or as tokens. Tokens are made once and kept as Arrow files when the corpus is local."""
+"""Chunks: the documents of a few hundred rows, as samples or as tokens.
+
+Tokens are made once and kept as Arrow files when the corpus is local.
+"""
 
 import contextlib
 import fcntl
@@ -35,10 +38,13 @@ LOG = logging.getLogger(__name__)
 
 
 class Chunk(NamedTuple):
-    """Holds the documents of some rows as tokens, one after the other, without those held out for evaluation and those without a target."""
+    """Holds the documents of some rows as tokens, one after the other, without those held out for
+    evaluation and those without a target.
+    """
 
     ids: np.ndarray  # (tokens,) int32
-    labels: np.ndarray | None  # (tokens,) int32: the target of each position or IGNORE; None: the next token of the document
+    # (tokens,) int32: the target of each position or IGNORE; None: the next token of the document
+    labels: np.ndarray | None
     starts: np.ndarray  # (documents,) int64: where in ids
     lengths: np.ndarray  # (documents,) int64
     row: int  # of the group, from where on the next chunk reads
@@ -66,30 +72,65 @@ class SampleChunk(NamedTuple):
     empty: int = 0
 
 
-def open_cache(source: Source, encoder: Encoder, token_cache: str, sizes: Sizes, rule: HeldOut = ONE_PERCENT) -> Path | None:
-    """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or with `--token_cache off`."""
+def open_cache(
+    source: Source, encoder: Encoder, token_cache: str, sizes: Sizes, rule: HeldOut = ONE_PERCENT
+) -> Path | None:
+    """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or
+    with `--token_cache off`.
+    """
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
-    base = Path(datasets_config.HF_DATASETS_CACHE) / "recipekit" if token_cache == "auto" else local_path(f"--token_cache {token_cache}", token_cache)
+    base = (
+        Path(datasets_config.HF_DATASETS_CACHE) / "recipekit"
+        if token_cache == "auto"
+        else local_path(f"--token_cache {token_cache}", token_cache)
+    )
     small = (rule,) if rule.chosen is not None else ()
-    limits = (*small, sizes.chunk_rows, sizes.chunk_characters, encoder.longest, encoder.vocabulary, source.piece, FORMAT)
-    key = hashlib.blake2b(repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(), digest_size=12).hexdigest()
+    limits = (
+        *small,
+        sizes.chunk_rows,
+        sizes.chunk_characters,
+        encoder.longest,
+        encoder.vocabulary,
+        source.piece,
+        FORMAT,
+    )
+    key = hashlib.blake2b(
+        repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(),
+        digest_size=12,
+    ).hexdigest()
     folder = base / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if token_cache == "auto" and source.size * sizes.times_free > (free := shutil.disk_usage(folder).free) and not any(folder.iterdir()):
-            LOG.warning("tokens are not kept: %.1f GB of data, %.1f GB free in %s. --token_cache FOLDER keeps them", source.size / 1e9, free / 1e9, base)
+        if (
+            token_cache == "auto"
+            and source.size * sizes.times_free > (free := shutil.disk_usage(folder).free)
+            and not any(folder.iterdir())
+        ):
+            LOG.warning(
+                "tokens are not kept: %.1f GB of data, %.1f GB free in %s. --token_cache FOLDER"
+                " keeps them",
+                source.size / 1e9,
+                free / 1e9,
+                base,
+            )
             return None
     except OSError as error:
         if token_cache != "auto":
-            raise refuse(f"--token_cache {token_cache}", f"cannot be created: {error.strerror}", "set it to a writable folder or to off") from error
+            raise refuse(
+                f"--token_cache {token_cache}",
+                f"cannot be created: {error.strerror}",
+                "set it to a writable folder or to off",
+            ) from error
         LOG.warning("tokens are not kept: %s", error)
         return None
     return folder
 
 
 class Rows:
-    """Reads the values of a group on from where reading stopped, past the values of chunks that another process has made."""
+    """Reads the values of a group on from where reading stopped, past the values of chunks that
+    another process has made.
+    """
 
     def __init__(self, source: Source, part: int, group: int):
         self._open = partial(source.read, part, group)
@@ -97,7 +138,9 @@ class Rows:
         self._end = 0  # the row after the last value read
 
     def at(self, row: int) -> Values | None:
-        """Reads some values from `row` on, which lies behind all values given before; None at the end of the group."""
+        """Reads some values from `row` on, which lies behind all values given before; None at the
+        end of the group.
+        """
         if self._values is None:
             self._values, self._end = self._open(row), row
         for some in self._values:
@@ -133,17 +176,21 @@ class Reader:
     say: Say = LOG.warning
     told: list[str] = field(default_factory=list)  # what was said of rows left out
     closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
-    not_kept: threading.Event = field(default_factory=threading.Event)  # tokens could not be, which was told
+    # tokens could not be, which was told
+    not_kept: threading.Event = field(default_factory=threading.Event)
     patient: float = 5.0  # seconds after which it says that it waits for another process
 
     def report(self, counts: Counts, rows: int = 0, empty: int = 0, is_all: bool = True) -> None:
-        """Report empty rows, the first chats and their lost text. `is_all`: these are the rows of a whole epoch.
+        """Report empty rows, the first chats and their lost text.
+
+        `is_all`: these are the rows of a whole epoch.
 
         Raises `Refusal` if the lost share exceeds `MOST`, unless bad rows are skipped.
         """
         if empty:
             self.say(
-                f"{empty:,} of {'' if is_all else 'the first '}{rows:,} rows are empty (null, no text or blank) and skipped. The metric empty_rows counts them"
+                f"{empty:,} of {'' if is_all else 'the first '}{rows:,} rows are empty (null, no"
+                " text or blank) and skipped. The metric empty_rows counts them"
             )
         if not counts.rows:
             return
@@ -154,7 +201,11 @@ class Reader:
             raise Refusal(problems)
 
     def groups(self, part: int) -> int | Chunk | SampleChunk:
-        """Counts the groups of a part. For a part that cannot be read and is to be skipped: a chunk without documents that counts the part as broken."""
+        """Counts the groups of a part.
+
+        For a part that cannot be read and is to be skipped: a chunk without documents that counts
+        the part as broken.
+        """
         try:
             return self.source.groups(part)
         except Refusal as problem:
@@ -163,7 +214,10 @@ class Reader:
             return _no_documents(problem)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk | SampleChunk]:
-        """Yields the chunks of a group from `row` on. Raises `Refusal` for a row that cannot be read, unless broken rows are skipped."""
+        """Yields the chunks of a group from `row` on.
+
+        Raises `Refusal` for a row that cannot be read, unless broken rows are skipped.
+        """
         rows = Rows(self.source, part, group)
         while True:
             if self.closed.is_set():
@@ -185,9 +239,13 @@ class Reader:
             return chunk
         if self.not_kept.is_set():
             return self._encoded(part, group, row, rows)
-        with contextlib.ExitStack() as turn:  # of all processes of this host one makes the tokens, and the others read them
+        # of all processes of this host one makes the tokens, and the others read them
+        with contextlib.ExitStack() as turn:
             with self._keeping():
-                waited = f"waiting for the tokens of {self.source.place(part, group, row)}, which another process of this host makes"
+                waited = (
+                    f"waiting for the tokens of {self.source.place(part, group, row)}, which"
+                    " another process of this host makes"
+                )
                 turn.enter_context(_turn(self.cache, self.patient, lambda: self.say(waited)))
             if (chunk := _load(file)) and self._welcome(chunk):
                 return chunk
@@ -199,7 +257,9 @@ class Reader:
 
     @contextlib.contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Warns and keeps no more tokens if the folder does not allow it: one of somebody else, a full disk or one without locks must not end the run."""
+        """Warns and keeps no more tokens if the folder does not allow it: one of somebody else, a
+        full disk or one without locks must not end the run.
+        """
         try:
             yield
         except OSError as error:
@@ -213,9 +273,21 @@ class Reader:
         problems: list[Refusal] = []
         found = self._found(part, group, row, rows, problems)
         least = self.sizes.block_bytes // self.sizes.block_samples
-        lengths = np.array([max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64)
+        lengths = np.array(
+            [max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64
+        )
         told = [problem.problems[0].fault for problem in problems[:TOLD]]
-        return SampleChunk(found.documents, lengths, found.row, found.last, len(problems), 0, told, rows=found.rows, empty=found.empty)
+        return SampleChunk(
+            found.documents,
+            lengths,
+            found.row,
+            found.last,
+            len(problems),
+            0,
+            told,
+            rows=found.rows,
+            empty=found.empty,
+        )
 
     def _encoded(self, part: int, group: int, row: int, rows: Rows) -> Chunk:
         encoder, problems = self.encoder, list[Refusal]()
@@ -225,7 +297,10 @@ class Reader:
             return self._ready(encoder, ready, part, group, row)
         characters = sum(characters_of(content) for content, _ in documents)
         if characters > self.sizes.long_text:
-            longest = max(documents, key=lambda document: len(document[0]) if isinstance(document[0], str) else 0)
+            longest = max(
+                documents,
+                key=lambda document: len(document[0]) if isinstance(document[0], str) else 0,
+            )
             self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
         try:
             encoded, counts = encode_fitting(encoder, documents)
@@ -240,11 +315,31 @@ class Reader:
                     self.refuse_unless_skipped(problem)
                     problems.append(problem)
         full = [(ids, labels) for ids, labels in encoded if len(ids)]
-        ids = np.concatenate([ids for ids, _ in full]).astype(np.int32) if full else np.empty(0, np.int32)
-        labels = np.concatenate([labels for _, labels in full]).astype(np.int32) if full and encoder.chats else None
+        ids = (
+            np.concatenate([ids for ids, _ in full]).astype(np.int32)
+            if full
+            else np.empty(0, np.int32)
+        )
+        labels = (
+            np.concatenate([labels for _, labels in full]).astype(np.int32)
+            if full and encoder.chats
+            else None
+        )
         lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
         told = [problem.problems[0].fault for problem in problems[:TOLD]]
-        return Chunk(ids, labels, np.cumsum(lengths) - lengths, lengths, row, last, len(problems), len(encoded) - len(full), told, counts, *of_rows)
+        return Chunk(
+            ids,
+            labels,
+            np.cumsum(lengths) - lengths,
+            lengths,
+            row,
+            last,
+            len(problems),
+            len(encoded) - len(full),
+            told,
+            counts,
+            *of_rows,
+        )
 
     def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
         """Reads the rows of a chunk; adds to `problems` why some of them are skipped."""
@@ -254,7 +349,11 @@ class Reader:
             try:
                 some = rows.at(row)
             except UNREADABLE as error:
-                problem = error if isinstance(error, Refusal) else unreadable(self.source.place(part, group, row), error)
+                problem = (
+                    error
+                    if isinstance(error, Refusal)
+                    else unreadable(self.source.place(part, group, row), error)
+                )
                 self.refuse_unless_skipped(problem)
                 problems.append(problem)
                 some = None
@@ -286,18 +385,29 @@ class Reader:
     def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
         """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
         if encoder.chats:
-            raise refuse("--dataset", "task sft requires chats, but this column contains token ids", "name the column of the chats with --messages_field")
+            raise refuse(
+                "--dataset",
+                "task sft requires chats, but this column contains token ids",
+                "name the column of the chats with --messages_field",
+            )
         end, vocabulary = row + len(lists), encoder.vocabulary
         told: list[str] = []
         if wrong := wrong_tokens(lists, vocabulary):
             for number, token in wrong:
-                rule = f"contains token {'null' if token is None else token}, but the tokenizer's ids are 0 to {vocabulary - 1}"
+                rule = (
+                    f"contains token {'null' if token is None else token}, but the tokenizer's ids"
+                    f" are 0 to {vocabulary - 1}"
+                )
                 problem = refuse(
-                    self.source.place(part, group, row + number), rule, "use the tokenizer that made these tokens (--tokenizer), or correct the row"
+                    self.source.place(part, group, row + number),
+                    rule,
+                    "use the tokenizer that made these tokens (--tokenizer), or correct the row",
                 )
                 self.refuse_unless_skipped(problem)
                 told.append(str(problem))
-            lists = lists.take(pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])))
+            lists = lists.take(
+                pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong]))
+            )
         nulls = lists.null_count
         lists = lists.drop_null()
         ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
@@ -310,7 +420,19 @@ class Reader:
             starts, lengths = starts[long], lengths[long]
         if self.held_out is not None:
             starts, lengths = self.rule.tokens(ids, starts, lengths, self.held_out)
-        return Chunk(ids, None, starts, lengths, end, False, len(wrong), barren, told[:TOLD], rows=count, empty=empty)
+        return Chunk(
+            ids,
+            None,
+            starts,
+            lengths,
+            end,
+            False,
+            len(wrong),
+            barren,
+            told[:TOLD],
+            rows=count,
+            empty=empty,
+        )
 
     def _own(self, documents: list[Document], held_out: bool) -> list[Document]:
         parts = ((self.rule.part(content, held_out), place) for content, place in documents)
@@ -322,7 +444,10 @@ class Reader:
 
 
 def encode_fitting(encoder: Encoder, documents: list[Document]) -> tuple[list[Encoded], Counts]:
-    """Encode documents like `encoder.counted`. Raises `Refusal` for the first one with a token that has no embedding."""
+    """Encode documents like `encoder.counted`.
+
+    Raises `Refusal` for the first one with a token that has no embedding.
+    """
     encoded, counts = encoder.counted(documents)
     highest = max((int(ids.max()) for ids, _ in encoded if len(ids)), default=-1)
     if highest >= encoder.vocabulary:
@@ -337,21 +462,30 @@ def tell(problems: list[str], told: list[str], say: Say) -> None:
     for problem in problems:
         if len(told) < TOLD and problem not in told:
             told.append(problem)
-            last = ", the last one that is reported. The metric bad_rows counts on" if len(told) == TOLD else ""
+            last = (
+                ", the last one that is reported. The metric bad_rows counts on"
+                if len(told) == TOLD
+                else ""
+            )
             say(f"skipped (--bad_rows skip): {problem}{last}")
 
 
 def _no_documents(problem: Refusal) -> Chunk:
     nothing = np.empty(0, dtype=np.int64)
-    return Chunk(nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [problem.problems[0].fault])
+    return Chunk(
+        nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [problem.problems[0].fault]
+    )
 
 
-# The files of tokens ----------------------------------------------------------------------------------------------
+# The files of tokens
+# ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _turn(folder: Path, patient: float, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees when a process dies; calls `waiting`, from a thread, if another holds the lock for `patient` seconds."""
+    """Holds the folder's lock, which the kernel frees when a process dies; calls `waiting`, from a
+    thread, if another holds the lock for `patient` seconds.
+    """
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -365,7 +499,9 @@ def _turn(folder: Path, patient: float, waiting: Callable[[], None]) -> Iterator
 
 
 def _load(file: Path) -> Chunk | None:
-    """Maps the chunk kept in `file` into memory; None if there is no such file, or it is damaged."""
+    """Maps the chunk kept in `file` into memory; None if there is no such file, or it is
+    damaged.
+    """
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
     except FileNotFoundError:
@@ -377,8 +513,17 @@ def _load(file: Path) -> Chunk | None:
     ids = columns["ids"]
     lengths = np.diff(ids.offsets.to_numpy()).astype(np.int64)
     labels = columns["labels"].flatten().to_numpy() if "labels" in columns else None
-    counts: list[Any] = [tuple(value) if isinstance(value, list) else value for value in facts.pop("counts")]
-    return Chunk(ids.flatten().to_numpy(), labels, np.cumsum(lengths) - lengths, lengths, **facts, counts=Counts(*counts))
+    counts: list[Any] = [
+        tuple(value) if isinstance(value, list) else value for value in facts.pop("counts")
+    ]
+    return Chunk(
+        ids.flatten().to_numpy(),
+        labels,
+        np.cumsum(lengths) - lengths,
+        lengths,
+        **facts,
+        counts=Counts(*counts),
+    )
 
 
 def _store(file: Path, chunk: Chunk) -> None:

@@ -14,30 +14,47 @@ PART = 10  # of a document that is alone the last one in so many parts
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The rule of the documents that are held out for evaluation: about 1 % of all, by a hash of their content.
+    """The rule of the documents that are held out for evaluation: about 1 % of all, by a hash of
+    their content.
 
-    In a small corpus that may be no document. Then `chosen` is the hash of the document that is held out, or, with
-    `is_part`, of the only document, whose last tenth is held out.
+    In a small corpus that may be no document. Then `chosen` is the hash of the document that is
+    held out, or, with `is_part`, of the only document, whose last tenth is held out.
     """
 
     chosen: int | None = None
     is_part: bool = False
 
     def part(self, content: Any, held_out: bool) -> Any:
-        """Return the part of a document for evaluation (`held_out`) or for training; None if it is for the other."""
+        """Return the part of a document for evaluation (`held_out`) or for training; None if it is
+        for the other.
+        """
         number = hash_of(content)
         if number == self.chosen and self.is_part:
             cut = cut_of(content)
             return content[cut:] if held_out else content[:cut]
         return content if (number % SHARE == 0 or number == self.chosen) == held_out else None
 
-    def tokens(self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, held_out: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return (starts, lengths) of the documents of ready tokens, or of their parts, as `part` does. None may be empty."""
+    def tokens(
+        self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, held_out: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (starts, lengths) of the documents of ready tokens, or of their parts, as `part`
+        does.
+
+        None may be empty.
+        """
         numbers = hash_of_tokens(ids, starts, lengths)
-        chosen = numbers == np.uint64(self.chosen) if self.chosen is not None else np.zeros(len(numbers), dtype=bool)
+        chosen = (
+            numbers == np.uint64(self.chosen)
+            if self.chosen is not None
+            else np.zeros(len(numbers), dtype=bool)
+        )
         if self.is_part:
             cut = np.where(chosen, lengths * (PART - 1) // PART, 0)
-            starts, lengths = (starts + cut, lengths - cut) if held_out else (starts, np.where(chosen, cut, lengths))
+            starts, lengths = (
+                (starts + cut, lengths - cut)
+                if held_out
+                else (starts, np.where(chosen, cut, lengths))
+            )
             kept = chosen | ((numbers % np.uint64(SHARE) == 0) == held_out)
         else:
             kept = ((numbers % np.uint64(SHARE) == 0) | chosen) == held_out
@@ -54,7 +71,9 @@ def cut_of(text: str) -> int:
 
 
 def is_held_out(content: Any) -> bool:
-    """Return True for about 1 % of all documents, by their content alone; of a sample by its first column."""
+    """Return True for about 1 % of all documents, by their content alone; of a sample by its first
+    column.
+    """
     return hash_of(content) % SHARE == 0
 
 
@@ -65,7 +84,8 @@ def hash_of(content: Any) -> int:
 
 
 def _content(value: Any) -> bytes:
-    if isinstance(value, dict) and (value.get("bytes") or value.get("path")):  # how `datasets` stores a file
+    # how `datasets` stores a file
+    if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
         value = value["bytes"] or Path(value["path"])
     if isinstance(value, Path):
         value = f"{value.parent.name}/{value.name}"  # so that nothing has to be read to know
@@ -76,7 +96,11 @@ def _content(value: Any) -> bytes:
 
 
 def hash_of_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return 64 bits of each document of ready tokens, (documents,) uint64: of its length, and first and last four tokens. None may be empty."""
+    """Return 64 bits of each document of ready tokens, (documents,) uint64: of its length, and
+    first and last four tokens.
+
+    None may be empty.
+    """
     mixed, last = lengths.astype(np.uint64), lengths - 1
     for offset in range(4):
         inside = np.minimum(offset, last)
@@ -95,5 +119,18 @@ def size_of(value: Any) -> int:
     if isinstance(value, dict):
         return sum(map(size_of, value.values()))
     if isinstance(value, list):
-        return 56 + len(value) * (8 + (size_of(value[0]) if value and isinstance(value[0], list | str | bytes | dict) else 0))
-    return value.nbytes if isinstance(value, np.ndarray) else len(value) if isinstance(value, bytes | str) else 8
+        return 56 + len(value) * (
+            8
+            + (
+                size_of(value[0])
+                if value and isinstance(value[0], list | str | bytes | dict)
+                else 0
+            )
+        )
+    return (
+        value.nbytes
+        if isinstance(value, np.ndarray)
+        else len(value)
+        if isinstance(value, bytes | str)
+        else 8
+    )

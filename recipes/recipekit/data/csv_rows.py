@@ -1,4 +1,8 @@
-"""Rows of CSV and TSV files (RFC 4180): a header line, quoted fields with commas, line ends and doubled quotes. Values are texts."""
+"""Rows of CSV and TSV files (RFC 4180): a header line, quoted fields with commas, line ends and
+doubled quotes.
+
+Values are texts.
+"""
 
 import csv
 import io
@@ -24,15 +28,20 @@ class Record(NamedTuple):
 
 
 def read(stream: BinaryIO, separator: str, place: str) -> tuple[list[str], Iterator[Record]]:
-    """Return the header of a file and its rows. Raises `Refusal` for a header that cannot be used."""
+    """Return the header of a file and its rows. Raises `Refusal` for a header that cannot be
+    used.
+    """
     csv.field_size_limit(FIELD)
-    # The codec drops a byte order mark before the quotes of the header are read. Bytes of another encoding are kept for `row_of`.
+    # The codec drops a byte order mark before the quotes of the header are read. Bytes of another
+    # encoding are kept for `row_of`.
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter=separator, strict=True)
     try:
         header = next((fields for fields in rows if fields), [])
     except csv.Error as error:
-        raise refuse(place, f"its header cannot be read: {error}", "correct the first line") from error
+        raise refuse(
+            place, f"its header cannot be read: {error}", "correct the first line"
+        ) from error
     if not header:
         raise refuse(place, "is empty", f"download it again, or {SKIP}")
     _check_header(header, separator, place)
@@ -49,7 +58,12 @@ def _records(rows: Any, header: list[str]) -> Iterator[Record]:
             yield Record(header, [], rows.line_num, f"cannot be read: {error}")
             continue
         if fields and len(fields) != len(header):
-            yield Record(header, [], rows.line_num, f"has {len(fields)} fields, but the header has {len(header)}")
+            yield Record(
+                header,
+                [],
+                rows.line_num,
+                f"has {len(fields)} fields, but the header has {len(header)}",
+            )
         elif fields:  # not an empty line
             yield Record(header, fields, rows.line_num)
 
@@ -58,13 +72,25 @@ def _check_header(header: list[str], separator: str, place: str) -> None:
     if any("\udc80" <= sign <= "\udcff" for name in header for sign in name):
         utf16 = header[0].startswith(("\udcff\udcfe", "\udcfe\udcff"))
         kind = "utf-16" if utf16 else "latin1"
-        raise refuse(place, f"its header is {'UTF-16, ' if utf16 else ''}not UTF-8", f"convert the file (iconv -f {kind} -t utf-8), or {SKIP}")
+        raise refuse(
+            place,
+            f"its header is {'UTF-16, ' if utf16 else ''}not UTF-8",
+            f"convert the file (iconv -f {kind} -t utf-8), or {SKIP}",
+        )
     if found := named_twice(header):
         raise refuse(place, *found)
     other = next((sign for sign in ";\t|," if sign != separator and sign in header[0]), "")
     if len(header) == 1 and other:
-        rule = f"its header has one column, {header[0]!r}. Files with this ending must separate columns by {separator!r}"
-        raise refuse(place, rule, f"separate the columns by {separator!r}" + (", or rename it to end in .tsv" if other == "\t" else ""))
+        rule = (
+            f"its header has one column, {header[0]!r}. Files with this ending must separate"
+            f" columns by {separator!r}"
+        )
+        raise refuse(
+            place,
+            rule,
+            f"separate the columns by {separator!r}"
+            + (", or rename it to end in .tsv" if other == "\t" else ""),
+        )
 
 
 def row_of(record: Record, place: str) -> dict[str, Any]:
@@ -77,8 +103,15 @@ def row_of(record: Record, place: str) -> dict[str, Any]:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                rule = f"its column {name!r} is not UTF-8: byte {ord(value[error.start]) - 0xDC00:#04x}"
-                raise refuse(f"{place} (line {record.line})", rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}") from error
+                rule = (
+                    f"its column {name!r} is not UTF-8: byte"
+                    f" {ord(value[error.start]) - 0xDC00:#04x}"
+                )
+                raise refuse(
+                    f"{place} (line {record.line})",
+                    rule,
+                    f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}",
+                ) from error
     return row
 
 

@@ -12,13 +12,23 @@ import numpy as np
 from ..spec.refusal import Problem
 from ..spec.task import IGNORE
 from ..spec.task_specs import TASKS
-from .chat_rows import OPENAI, Content, Message, UnknownRole, learned, messages_of, text_pieces, unknown_keys
+from .chat_rows import (
+    OPENAI,
+    Content,
+    Message,
+    UnknownRole,
+    learned,
+    messages_of,
+    text_pieces,
+    unknown_keys,
+)
 from .chat_spans import ChatTemplate, Span
 from .processors import edges, encode, num_embeddings
 from .source import Document
 from .tokenizer_identity import identity_of
 
-Encoded = tuple[np.ndarray, np.ndarray]  # ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
+# ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
+Encoded = tuple[np.ndarray, np.ndarray]
 
 
 TOOLS_OF_ROW = "tools (a column)"
@@ -26,7 +36,10 @@ MOST = 0.5  # the largest share of the chats, or of their answers' text, that ma
 
 
 class Counts(NamedTuple):
-    """Counts of chats and of their lost text. Characters are counted in the answers that are learned."""
+    """Counts of chats and of their lost text.
+
+    Characters are counted in the answers that are learned.
+    """
 
     rows: int = 0
     cut: int = 0  # rows that are longer than seq_len
@@ -38,30 +51,63 @@ class Counts(NamedTuple):
 
     def __add__(self, other: Any) -> "Counts":
         sums = (one + more for one, more in zip(self[:5], other[:5], strict=True))
-        names = (tuple(sorted({*one, *more})) for one, more in zip(self[5:], other[5:], strict=True))
+        names = (
+            tuple(sorted({*one, *more})) for one, more in zip(self[5:], other[5:], strict=True)
+        )
         return Counts(*sums, *names)
 
     def lines(self, seq_len: int) -> list[str]:
         """Return a line about the chats, and a line about unread keys if there are some."""
-        lost = f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no answer to train on"
-        dropped = f"the chat template leaves out {self.dropped / max(1, self.said):.1%} of the answers' text"
-        found = [f"chats: of the first {self.rows:,} rows, read as {' and '.join(self.forms)}, {lost}; {dropped}"]
-        return found + [f"chats: neither training nor the chat template reads these keys: {', '.join(self.keys)}"] * bool(self.keys)
+        lost = (
+            f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no"
+            " answer to train on"
+        )
+        dropped = (
+            f"the chat template leaves out {self.dropped / max(1, self.said):.1%} of the answers'"
+            " text"
+        )
+        found = [
+            f"chats: of the first {self.rows:,} rows, read as {' and '.join(self.forms)}, {lost};"
+            f" {dropped}"
+        ]
+        return found + [
+            "chats: neither training nor the chat template reads these keys:"
+            f" {', '.join(self.keys)}"
+        ] * bool(self.keys)
 
     def problems(self, seq_len: int) -> list[Problem]:
         """Return a problem for each count that exceeds the share `MOST`."""
-        where, skip = f"--dataset, the first {self.rows:,} rows", "or train on the rest with --bad_rows skip"
+        where, skip = (
+            f"--dataset, the first {self.rows:,} rows",
+            "or train on the rest with --bad_rows skip",
+        )
         found = []
         if self.cut > MOST * self.rows:
-            rule = f"{self.cut:,} chats are longer than seq_len = {seq_len}, so their ends are cut off"
+            rule = (
+                f"{self.cut:,} chats are longer than seq_len = {seq_len}, so their ends are cut off"
+            )
             found.append(Problem(where, rule, f"use a longer --seq_len, {skip}"))
         if self.barren > MOST * self.rows:
-            needed = "an answer must have the role assistant, must not be excluded by weight or train, and must begin within --seq_len tokens"
-            found.append(Problem(where, f"{self.barren:,} chats have no answer to train on", f"change the rows ({needed}), {skip}"))
+            needed = (
+                "an answer must have the role assistant, must not be excluded by weight or train,"
+                " and must begin within --seq_len tokens"
+            )
+            found.append(
+                Problem(
+                    where,
+                    f"{self.barren:,} chats have no answer to train on",
+                    f"change the rows ({needed}), {skip}",
+                )
+            )
         if self.dropped > MOST * self.said:
             share = f"{self.dropped / self.said:.0%}"
-            rule = f"the chat template leaves out {share} of the answers' text (thoughts, calls or content)"
-            found.append(Problem(where, rule, f"use a tokenizer whose chat template includes it, {skip}"))
+            rule = (
+                f"the chat template leaves out {share} of the answers' text (thoughts, calls or"
+                " content)"
+            )
+            found.append(
+                Problem(where, rule, f"use a tokenizer whose chat template includes it, {skip}")
+            )
         return found
 
     @property
@@ -72,7 +118,10 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer with the task and the row length of a run. `day`: the date that a chat template writes as today's date."""
+    """A tokenizer with the task and the row length of a run.
+
+    `day`: the date that a chat template writes as today's date.
+    """
 
     tokenizer: Any
     task: str
@@ -107,8 +156,16 @@ class Encoder:
         """The tokens that end an answer in training; () for a task with masked tokens."""
         if TASKS[self.task].masked:
             return ()
-        of_chats = self.template.end_tokens if self.tokenizer.chat_template and (self.chats or TASKS[self.task].pairs) else ()
-        return of_chats if self.chats else tuple(dict.fromkeys([*of_chats, self.tokenizer.eos_token_id]))
+        of_chats = (
+            self.template.end_tokens
+            if self.tokenizer.chat_template and (self.chats or TASKS[self.task].pairs)
+            else ()
+        )
+        return (
+            of_chats
+            if self.chats
+            else tuple(dict.fromkeys([*of_chats, self.tokenizer.eos_token_id]))
+        )
 
     @property
     def chats(self) -> bool:
@@ -116,7 +173,9 @@ class Encoder:
 
     @property
     def longest(self) -> int:
-        """Returns the tokens at which documents end, since what is made of a text depends on that; 0 if they end nowhere."""
+        """Returns the tokens at which documents end, since what is made of a text depends on that;
+        0 if they end nowhere.
+        """
         return self.seq_len if self.chats or TASKS[self.task].masked else 0
 
     @functools.cached_property
@@ -140,7 +199,9 @@ def encode_texts(tokenizer: Any, texts: list[str], places: Sequence[str] = ()) -
     return [_document(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
 
 
-def encode_sequences(tokenizer: Any, texts: list[str], seq_len: int, places: Sequence[str] = ()) -> list[Encoded]:
+def encode_sequences(
+    tokenizer: Any, texts: list[str], seq_len: int, places: Sequence[str] = ()
+) -> list[Encoded]:
     """Encode each text as documents of up to `seq_len` tokens. Each token is a target.
 
     Every document is between the tokenizer's edges, such as [CLS] and [SEP].
@@ -148,26 +209,35 @@ def encode_sequences(tokenizer: Any, texts: list[str], seq_len: int, places: Seq
     begin, end = edges(tokenizer)
     room = seq_len - len(begin) - len(end)
     rows = encode(tokenizer, texts, places)["input_ids"]
-    parts = (row[start : start + room] for row in rows for start in range(0, max(len(row), 1), room))
+    parts = (
+        row[start : start + room] for row in rows for start in range(0, max(len(row), 1), room)
+    )
     documents = (np.array([*begin, *part, *end] if part else [], dtype=np.int64) for part in parts)
     return [(ids, ids) for ids in documents]
 
 
-def encode_chats(tokenizer: Any, chats: list[Content], places: list[str], seq_len: int) -> list[Encoded]:
+def encode_chats(
+    tokenizer: Any, chats: list[Content], places: list[str], seq_len: int
+) -> list[Encoded]:
     """Encode each chat as one document of at most `seq_len` tokens, with loss on the answers.
 
-    An answer is everything that the template writes in a turn of the assistant. `places` names each chat in error
-    messages. A chat without a target is returned empty. Raises `Refusal` for a malformed chat.
+    An answer is everything that the template writes in a turn of the assistant. `places` names each
+    chat in error messages. A chat without a target is returned empty. Raises `Refusal` for a
+    malformed chat.
     """
     return counted_chats(ChatTemplate(tokenizer), chats, places, seq_len)[0]
 
 
-def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str], seq_len: int) -> tuple[list[Encoded], Counts]:
+def counted_chats(
+    template: ChatTemplate, chats: list[Content], places: list[str], seq_len: int
+) -> tuple[list[Encoded], Counts]:
     """Encode chats like `encode_chats`, and count the chats and their lost text."""
     rendered, counts = [], Counts(rows=len(chats))
     for messages, tools, place in _readable(template, chats, places):
         text, answers = template.answers(messages, tools, place)
-        rendered.append((text, [span for number, span in answers if number < 0 or learned(messages[number])]))
+        rendered.append(
+            (text, [span for number, span in answers if number < 0 or learned(messages[number])])
+        )
         counts += _said(messages, text, answers)
         keys = unknown_keys(messages, template.names)
         if tools and not template.names("tools"):
@@ -178,7 +248,9 @@ def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str
     texts = [text for text, _ in rendered]
     batch = encode(template.tokenizer, texts, places, return_offsets_mapping=True)
     encoded = []
-    for (_, answers), ids, offsets in zip(rendered, batch["input_ids"], batch["offset_mapping"], strict=True):
+    for (_, answers), ids, offsets in zip(
+        rendered, batch["input_ids"], batch["offset_mapping"], strict=True
+    ):
         wanted = wanted_tokens(offsets, answers)
         encoded.append(_document(np.array(ids, dtype=np.int64)[:seq_len], wanted[:seq_len]))
         counts += Counts(cut=int(len(ids) > seq_len), barren=int(not len(encoded[-1][0])))
@@ -186,7 +258,9 @@ def counted_chats(template: ChatTemplate, chats: list[Content], places: list[str
 
 
 def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.ndarray:
-    """Return which tokens contain a character of an answer, (n,) bool; `offsets` are the spans of the tokens."""
+    """Return which tokens contain a character of an answer, (n,) bool; `offsets` are the spans of
+    the tokens.
+    """
     wanted = np.zeros(len(offsets), dtype=bool)
     token = 0
     for start, end in answers:
@@ -198,11 +272,18 @@ def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.nda
     return wanted
 
 
-def _readable(template: ChatTemplate, chats: list[Content], places: list[str]) -> list[tuple[list[Message], list[Any] | None, str]]:
-    """Return (messages, tools, place) of each chat. Raises `Refusal`; for an unknown role it names all roles of the chats."""
+def _readable(
+    template: ChatTemplate, chats: list[Content], places: list[str]
+) -> list[tuple[list[Message], list[Any] | None, str]]:
+    """Return (messages, tools, place) of each chat.
+
+    Raises `Refusal`; for an unknown role it names all roles of the chats.
+    """
     found, unknown, met = [], None, set[str]()
     for chat, place in zip(chats, places, strict=True):
-        messages, tools = (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
+        messages, tools = (
+            (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
+        )
         try:
             found.append((messages_of(messages, place, template.roles), tools, place))
             met |= {message["role"] for message in found[-1][0]}
@@ -214,7 +295,9 @@ def _readable(template: ChatTemplate, chats: list[Content], places: list[str]) -
 
 
 def _said(messages: list[Message], text: str, answers: list[tuple[int, Span]]) -> Counts:
-    """Count the characters of the answers that are learned, and the characters of these that the template drops."""
+    """Count the characters of the answers that are learned, and the characters of these that the
+    template drops.
+    """
     said = dropped = 0
     spans = {number: span for number, span in answers if number >= 0}
     for number, message in enumerate(messages):

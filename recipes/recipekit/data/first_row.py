@@ -22,9 +22,11 @@ from .kinds import kind_of
 from .request import Request
 from .rows import SKIP, check_value, is_empty, named_twice, not_utf8, row_of, unreadable
 
-FIRST_BYTES = 1 << 20  # of a file that are looked at before a run: a longer row is judged by its beginning
+# of a file that are looked at before a run: a longer row is judged by its beginning
+FIRST_BYTES = 1 << 20
 
-POINTERS = 256  # the plan checks as many files for pointers of Git LFS, and one picture; `digests` checks all
+# the plan checks as many files for pointers of Git LFS, and one picture; `digests` checks all
+POINTERS = 256
 
 
 def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
@@ -32,7 +34,9 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
 
     No row is looked at where bad rows are to be left out.
     """
-    files = ("image" in request.names and local_files(dataset, True, request.split, request.subset)) or files
+    files = (
+        "image" in request.names and local_files(dataset, True, request.split, request.subset)
+    ) or files
     kind = kind_of(files, dataset)
     check_kind(kind, files, dataset, request)
     if not files:
@@ -43,7 +47,12 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     size = sum(file.stat().st_size for file in files) if kind in ("text", "lines") else 0
     if kind in ("text", "lines") and size <= FIRST_BYTES and _all_empty(files, kind, request):
         rule = "contains no document: every row is empty (null, no text or blank)"
-        raise refuse(f"--dataset {dataset}", rule, f"use other data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}")
+        raise refuse(
+            f"--dataset {dataset}",
+            rule,
+            "use other"
+            f" data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}",
+        )
     if request.skip:
         return
     columns, place = request.columns, f"{files[0]}, row 1"
@@ -61,7 +70,9 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
         elif kind == "csv":
             names, values = _first_of_csv(files[0])
         else:
-            names, values = _first_of_table(files[0], kind, partial(columns_read, request.task, columns))
+            names, values = _first_of_table(
+                files[0], kind, partial(columns_read, request.task, columns)
+            )
     except UnicodeDecodeError as error:
         raise refuse(place, *not_utf8(error)) from error
     except (OSError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
@@ -70,7 +81,14 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
         if absent := absent_column(request.task, columns, names):
             raise refuse(place, *absent)
         if request.as_rows:
-            _check_sample({name: values[column] for name, column in zip(request.names, columns, strict=True) if column in values}, place)
+            _check_sample(
+                {
+                    name: values[column]
+                    for name, column in zip(request.names, columns, strict=True)
+                    if column in values
+                },
+                place,
+            )
         elif request.chats and (form := form_of(names, columns[0])):
             if values:
                 form.content(values, place, padded=kind != "lines")
@@ -79,13 +97,18 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
 
 
 def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
-    """Return True if small files hold no document. A larger corpus is checked when the run opens it."""
+    """Return True if small files hold no document.
+
+    A larger corpus is checked when the run opens it.
+    """
     column, is_blank = request.columns[0], False
     try:
         for file in files:
             content = _head(file).removeprefix(codecs.BOM_UTF8)
             is_blank |= bool(content)
-            for number, line in enumerate(content.split(b"\n") if kind == "lines" else [content], 1):
+            for number, line in enumerate(
+                content.split(b"\n") if kind == "lines" else [content], 1
+            ):
                 if not line.strip():
                     continue
                 row = row_of(line, f"{file}, row {number}") if kind == "lines" else {column: "text"}
@@ -93,30 +116,49 @@ def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
                     return False
     except (Refusal, OSError, EOFError, zlib.error):
         return False  # a broken file is refused by another check
-    return is_blank or kind == "text" or request.skip  # `_first_of_lines` names a file without content
+    # `_first_of_lines` names a file without content
+    return is_blank or kind == "text" or request.skip
 
 
 def check_kind(kind: str, files: list[Path], dataset: str, request: Request) -> None:
-    """Raises `Refusal` if the task cannot take files of this kind, or pictures that lie otherwise than in a folder for each class."""
+    """Raises `Refusal` if the task cannot take files of this kind, or pictures that lie otherwise
+    than in a folder for each class.
+    """
     where = f"--dataset {dataset}"
     if kind == "text" and request.chats:
         raise no_chats(dataset)
     if kind == "text" and request.as_rows:
         raise no_table(dataset, request)
     if kind == "pictures" and request.names != ("image", "label"):
-        fixing = [task for task, facts in TASKS.items() if facts.columns == ("image_field", "label_field")]
-        raise refuse(where, f"contains images, which task {request.task} does not support", f"use --task {' or '.join(fixing)}, or use other data")
+        fixing = [
+            task for task, facts in TASKS.items() if facts.columns == ("image_field", "label_field")
+        ]
+        raise refuse(
+            where,
+            f"contains images, which task {request.task} does not support",
+            f"use --task {' or '.join(fixing)}, or use other data",
+        )
     if kind == "pictures":
         picture_classes(files, dataset)
 
 
 def no_table(dataset: str, request: Request) -> Refusal:
-    rule = f"is text, but task {request.task} requires rows with the columns {', '.join(request.columns)}"
-    return refuse(f"--dataset {dataset}", rule, f"use Parquet, Arrow or JSON lines{', or images in one folder per class' * ('image' in request.names)}")
+    rule = (
+        f"is text, but task {request.task} requires rows with the columns"
+        f" {', '.join(request.columns)}"
+    )
+    return refuse(
+        f"--dataset {dataset}",
+        rule,
+        "use Parquet, Arrow or JSON"
+        f" lines{', or images in one folder per class' * ('image' in request.names)}",
+    )
 
 
 def _check_sample(row: dict[str, Any], place: str) -> None:
-    """Raises `Refusal` for a picture that cannot be decoded, a class that is no number, and a chat of a pair that is a text."""
+    """Raises `Refusal` for a picture that cannot be decoded, a class that is no number, and a chat
+    of a pair that is a text.
+    """
     for name in row.keys() & {"prompt", "chosen", "rejected"}:
         if is_json_chat(row[name]):
             raise refuse(place, f"its {name} contains {JSON_CHAT[0]}", f"{JSON_CHAT[1]}, or {SKIP}")
@@ -129,7 +171,11 @@ def _check_sample(row: dict[str, Any], place: str) -> None:
             if name in row:
                 check(row[name])
         except (TypeError, ValueError) as error:
-            raise refuse(place, f"its {name} {error}", f"name another column with --{name}_field, correct the row, or {SKIP}") from error
+            raise refuse(
+                place,
+                f"its {name} {error}",
+                f"name another column with --{name}_field, correct the row, or {SKIP}",
+            ) from error
 
 
 def _head(file: Path) -> bytes:
@@ -138,25 +184,34 @@ def _head(file: Path) -> bytes:
 
 
 def _first_of_lines(file: Path, columns: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
-    """Reads the first row that is not blank: (number, content). The content is empty if the row is longer than `FIRST_BYTES`."""
+    """Reads the first row that is not blank: (number, content).
+
+    The content is empty if the row is longer than `FIRST_BYTES`.
+    """
     head = _head(file).removeprefix(codecs.BOM_UTF8)
     if not head:
         raise refuse(str(file), "is empty", f"download it again, or {SKIP}")
     lines = head.split(b"\n")
     if len(head) == FIRST_BYTES:
         lines.pop()  # it goes on
-    number, line = next(((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, b""))
-    _check_document(file, line or head, alone=line.strip() == head.strip() or not line, columns=columns)
+    number, line = next(
+        ((number, line) for number, line in enumerate(lines, 1) if line.strip()), (1, b"")
+    )
+    _check_document(
+        file, line or head, alone=line.strip() == head.strip() or not line, columns=columns
+    )
     return number, row_of(line, f"{file}, row {number}") if line else {}
 
 
-_ROWS = re.compile(r'\{\s*"([^"]+)"\s*:\s*\[\s*\{')  # an object whose first value is a list of objects
+# an object whose first value is a list of objects
+_ROWS = re.compile(r'\{\s*"([^"]+)"\s*:\s*\[\s*\{')
 
 
 def _check_document(file: Path, line: bytes, alone: bool, columns: tuple[str, ...]) -> None:
     """Raise `Refusal` for a file that is one JSON document instead of an object in each line.
 
-    `line` is the first row, or the beginning of the file if that row is long; `alone`: the file has no other.
+    `line` is the first row, or the beginning of the file if that row is long; `alone`: the file has
+    no other.
     """
     text = line.decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     try:
@@ -165,9 +220,16 @@ def _check_document(file: Path, line: bytes, alone: bool, columns: tuple[str, ..
         row = None
     if row is None and text.rstrip() == "{":  # a document over several lines
         text = _head(file).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-    read = {*columns, *(name for form in forms(columns[0]) for name in (*form.columns, *form.optional))}
+    read = {
+        *columns,
+        *(name for form in forms(columns[0]) for name in (*form.columns, *form.optional)),
+    }
     if isinstance(row, dict):
-        listed = [name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+        listed = [
+            name
+            for name, value in row.items()
+            if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
         rows = "" if read & row.keys() else next(iter(listed), "")
     else:
         rows = found[1] if (found := _ROWS.match(text)) and found[1] not in read else ""
@@ -175,12 +237,18 @@ def _check_document(file: Path, line: bytes, alone: bool, columns: tuple[str, ..
     if text.startswith("[") and (row is None or alone):
         rule, field = "must have one JSON object per line, but is a single JSON list", ""
     elif rows and (row is None or alone):
-        rule, field = f"must have one JSON object per line, but is a single object with its rows in {rows!r}", f", field={rows!r}"
+        rule, field = (
+            f"must have one JSON object per line, but is a single object with its rows in {rows!r}",
+            f", field={rows!r}",
+        )
     elif row is None and line.strip() == b"{":
         rule, field = "must have one JSON object per line, but its objects span several lines", ""
     else:
         return
-    convert = f"datasets.load_dataset('json', data_files={str(file)!r}{field}, split='train').to_json('rows.jsonl')"
+    convert = (
+        f"datasets.load_dataset('json', data_files={str(file)!r}{field},"
+        " split='train').to_json('rows.jsonl')"
+    )
     raise refuse(str(file), rule, f"convert it with {convert}, and name rows.jsonl")
 
 
@@ -192,7 +260,9 @@ def _first_of_csv(file: Path) -> tuple[list[str], dict[str, Any]]:
         return header, {} if first is None else csv_rows.row_of(first, f"{file}, row 1")
 
 
-def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[str, ...]]) -> tuple[list[str], dict[str, Any]]:
+def _first_of_table(
+    file: Path, kind: str, wanted: Callable[[list[str]], tuple[str, ...]]
+) -> tuple[list[str], dict[str, Any]]:
     """Return the names of all columns, and the first value of each `wanted` column.
 
     There are no values if a wanted column is missing, or if there is no row.
@@ -207,7 +277,11 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
             if found := named_twice(names):
                 raise refuse(str(file), *found)
             columns = wanted(names)
-            batches = table.iter_batches(1, columns=list(columns), use_threads=False) if {*columns} <= {*names} else iter(())
+            batches = (
+                table.iter_batches(1, columns=list(columns), use_threads=False)
+                if {*columns} <= {*names}
+                else iter(())
+            )
         else:
             opened = closing.enter_context(pa.memory_map(str(file)))
             try:
@@ -220,8 +294,12 @@ def _first_of_table(file: Path, kind: str, wanted: Callable[[list[str]], tuple[s
             if found := named_twice(names):
                 raise refuse(str(file), *found)
             columns = wanted(names)
-        first = next((batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None)
-        return names, {} if first is None else {column: first.column(column)[0].as_py() for column in columns}
+        first = next(
+            (batch for batch in batches if {*columns} <= {*names} and batch.num_rows), None
+        )
+        return names, (
+            {} if first is None else {column: first.column(column)[0].as_py() for column in columns}
+        )
 
 
 def no_chats(dataset: str) -> Refusal:

@@ -1,4 +1,8 @@
-"""The files below a folder. A run looks at its data about eight times before its first step, and pictures are many: they are listed once."""
+"""The files below a folder.
+
+A run looks at its data about eight times before its first step, and pictures are many: they are
+listed once.
+"""
 
 import contextlib
 import functools
@@ -7,15 +11,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTLED = 2_000_000_000  # nanoseconds after which a change has another time than the one before it, on any file system
+# nanoseconds after which a change has another time than the one before it, on any file system
+SETTLED = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Listing:
     """The files below a folder, sorted, and a stamp of each folder that was listed.
 
-    `left_out` has a reason for each entry that is not read. `targets` has the paths to which links lead: each folder, and
-    one file of each folder.
+    `left_out` has a reason for each entry that is not read. `targets` has the paths to which links
+    lead: each folder, and one file of each folder.
     """
 
     files: tuple[Path, ...]
@@ -25,14 +30,18 @@ class Listing:
 
 
 def is_left_out(name: str, is_folder: bool) -> bool:
-    """Return True for a name that `datasets` 5.2.0 leaves out: hidden files and folders, and folders such as __pycache__."""
+    """Return True for a name that `datasets` 5.2.0 leaves out: hidden files and folders, and
+    folders such as __pycache__.
+    """
     return name.startswith(".") or (is_folder and name.startswith("__"))
 
 
 def below(folder: Path, hidden: bool = False) -> tuple[Path, ...]:
-    """List the files of a folder and of the folders below it, sorted; () if `folder` is not a folder.
+    """List the files of a folder and of the folders below it, sorted; () if `folder` is not a
+    folder.
 
-    Links are followed, except to a folder around the link. `hidden`: also list entries for which `is_left_out` is True.
+    Links are followed, except to a folder around the link. `hidden`: also list entries for which
+    `is_left_out` is True.
     """
     return listing(folder, hidden).files if folder.is_dir() else ()
 
@@ -43,12 +52,17 @@ def left_out(folder: Path) -> dict[Path, str]:
 
 
 def targets(folder: Path) -> list[Path]:
-    """Return the resolved paths to which links below a folder lead: each folder, and one file of each folder."""
+    """Return the resolved paths to which links below a folder lead: each folder, and one file of
+    each folder.
+    """
     return [path.resolve() for path in listing(folder).targets] if folder.is_dir() else []
 
 
 def listing(folder: Path, hidden: bool = False) -> Listing:
-    """List a folder. In a process it is listed again only if files came, went or were renamed in it or below it."""
+    """List a folder.
+
+    In a process it is listed again only if files came, went or were renamed in it or below it.
+    """
     kept, key = _kept(), (folder, hidden)
     if key not in kept or any(stamp(path) != before for path, before in kept[key].stamps.items()):
         kept[key] = _listed(folder, hidden)
@@ -57,11 +71,15 @@ def listing(folder: Path, hidden: bool = False) -> Listing:
 
 def folders_of(files: list[Path]) -> list[Path]:
     """Return the folders that hold these files, sorted."""
-    return sorted(map(Path, {os.path.dirname(file) for file in files}))  # ten times as fast as file.parent
+    # ten times as fast as file.parent
+    return sorted(map(Path, {os.path.dirname(file) for file in files}))
 
 
 def stamp(folder: Path) -> tuple[int, int, int]:
-    """Makes what stays the same as long as a folder's entries do: its number and time. Of a folder that is gone, or has changed just now, no two are alike."""
+    """Makes what stays the same as long as a folder's entries do: its number and time.
+
+    Of a folder that is gone, or has changed just now, no two are alike.
+    """
     now = time.time_ns()
     with contextlib.suppress(OSError):
         stat = folder.stat()
@@ -75,13 +93,16 @@ def _kept() -> dict[tuple[Path, bool], Listing]:
 
 
 def _listed(folder: Path, hidden: bool) -> Listing:
-    found, linked = list[Path](), dict[str, Path]()  # `linked`: one target of the links in each folder
+    # `linked`: one target of the links in each folder
+    found, linked = list[Path](), dict[str, Path]()
     stamps, reasons = dict[Path, tuple[int, int, int]](), dict[Path, str]()
-    folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]  # with device and inode of each folder around it
+    # with device and inode of each folder around it
+    folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
 
     while folders:
         path, around = folders.pop()
-        stamps[path] = stamp(path)  # before it is listed: what changes meanwhile is seen the next time
+        # before it is listed: what changes meanwhile is seen the next time
+        stamps[path] = stamp(path)
         try:
             stat, entries = path.stat(), list(os.scandir(path))  # rglob takes twice as long
         except OSError:

@@ -1,4 +1,6 @@
-"""How the rows of each file format are read: text and JSON lines, Parquet, Arrow, what `datasets` streams, and pictures."""
+"""How the rows of each file format are read: text and JSON lines, Parquet, Arrow, what `datasets`
+streams, and pictures.
+"""
 
 import contextlib
 import functools
@@ -27,13 +29,18 @@ from .source import UNREADABLE, Document, Source, Wanted, holds_tokens
 
 TOKEN_ROWS = 1024  # rows of ready tokens taken at a time
 TEXT_PARTS = 256  # many small text files are read in about so many parts
-PIECE = 32 * 1024  # characters; a longer text file is cut, at a line end, into documents of at most this length
-TOKEN_LENGTH = 8  # parts and documents are of so many bytes and characters for each token of a row at least, so that what fits a row stays whole
+# characters; a longer text file is cut, at a line end, into documents of at most this length
+PIECE = 32 * 1024
+# parts and documents are of so many bytes and characters for each token of a row at least, so that
+# what fits a row stays whole
+TOKEN_LENGTH = 8
 PICTURES_OF_A_PART = 256  # of a folder
 DRAWN_PARTS = 8
-BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20  # bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
+# bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
+BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20
 
-# Text and lines: runs of bytes ------------------------------------------------------------------------------------
+# Text and lines: runs of bytes
+# ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,25 @@ class Span:
         return f"{self.file}, from byte {self.start}" if self.start else str(self.file)
 
 
-def spans_of(file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO], length: int) -> list[Span]:
-    """Cuts a file into runs of `length` bytes, each of which can be reached at once: datasets' text builder resumes by reading a file from its start."""
+def spans_of(
+    file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO], length: int
+) -> list[Span]:
+    """Cuts a file into runs of `length` bytes, each of which can be reached at once: datasets' text
+    builder resumes by reading a file from its start.
+    """
     if compression := compression_of(file):
         return [Span(file, opened, 0, 1 << 62 if size else 0, compression)]
-    return [Span(file, opened, start, min(start + length, size)) for start in range(0, max(1, size), length)]
+    return [
+        Span(file, opened, start, min(start + length, size))
+        for start in range(0, max(1, size), length)
+    ]
 
 
 def _raw_lines(span: Span) -> Iterator[bytes]:
-    """Yields the span's lines, with their ends. Raises OSError, EOFError or zlib.error for a broken file."""
+    """Yields the span's lines, with their ends.
+
+    Raises OSError, EOFError or zlib.error for a broken file.
+    """
     with contextlib.ExitStack() as closing:
         stream: Any = closing.enter_context(span.open())
         if span.compression:
@@ -67,7 +84,8 @@ def _raw_lines(span: Span) -> Iterator[bytes]:
         position = 0
         if span.start:
             stream.seek(span.start - 1)
-            position = span.start - 1 + len(stream.readline())  # the end of a line that began before
+            # the end of a line that began before
+            position = span.start - 1 + len(stream.readline())
         while position < span.stop and (line := stream.readline()):
             position += len(line)
             yield line
@@ -77,12 +95,21 @@ def lines_source(spans: list[Span], wanted: Wanted, mark: str, **more: Any) -> S
     def read(part: int, group: int, row: int) -> Iterator[list[bytes]]:
         return _lines(spans[part], row, wanted.read_rows)
 
-    return Source(tuple(span.name for span in spans), lambda part: 1, read, partial(_from_line, wanted), mark, **more)
+    return Source(
+        tuple(span.name for span in spans),
+        lambda part: 1,
+        read,
+        partial(_from_line, wanted),
+        mark,
+        **more,
+    )
 
 
 def _lines(span: Span, row: int, read_rows: int) -> Iterator[list[bytes]]:
     if span.stop == 0:
-        raise refuse(str(span.file), "is empty", "download it again, or leave it out (--bad_rows skip)")
+        raise refuse(
+            str(span.file), "is empty", "download it again, or leave it out (--bad_rows skip)"
+        )
     lines: list[bytes] = []
     try:
         for number, line in enumerate(_raw_lines(span)):
@@ -109,19 +136,26 @@ def text_source(
     whole: bool = False,
     errors: str = "strict",
 ) -> Source:
-    """Makes a corpus of text files. Each span of bytes is a row: `documents` makes documents of its text, or the text is cut.
+    """Makes a corpus of text files.
+
+    Each span of bytes is a row: `documents` makes documents of its text, or the text is cut.
 
     With `whole` a file is never cut into spans. `more` goes into the fingerprint.
     """
     of_files, stats = digests(files), [file.stat() for file in files]
     sizes, piece = [stat.st_size for stat in stats], max(PIECE, TOKEN_LENGTH * seq_len)
     documents = documents or partial(_pieces, piece)
-    target, length = min(part_bytes, sum(sizes) // TEXT_PARTS), max(part_bytes, TOKEN_LENGTH * seq_len)
+    target, length = (
+        min(part_bytes, sum(sizes) // TEXT_PARTS),
+        max(part_bytes, TOKEN_LENGTH * seq_len),
+    )
     runs: list[list[Span]] = [[]]
     held = 0
     for file, size in zip(files, sizes, strict=True):
         opened = partial(open, file, "rb")
-        for span in [Span(file, opened, 0, 1 << 62)] if whole else spans_of(file, size, opened, length):
+        for span in (
+            [Span(file, opened, 0, 1 << 62)] if whole else spans_of(file, size, opened, length)
+        ):
             if runs[-1] and held >= target:
                 runs.append([])
                 held = 0
@@ -139,9 +173,22 @@ def text_source(
             raise refuse(place, *not_utf8(error)) from error
         return documents(text, place)
 
-    names = tuple(run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it" for run in runs)
+    names = tuple(
+        run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it"
+        for run in runs
+    )
     times = tuple(stat.st_mtime_ns for stat in stats)
-    return Source(names, lambda part: 1, read, of_span, fingerprint(of_files, *more), files=of_files, size=sum(sizes), times=times, piece=piece)
+    return Source(
+        names,
+        lambda part: 1,
+        read,
+        of_span,
+        fingerprint(of_files, *more),
+        files=of_files,
+        size=sum(sizes),
+        times=times,
+        piece=piece,
+    )
 
 
 def _pieces(most: int, text: str, place: str) -> list[Document]:
@@ -157,7 +204,10 @@ def _pieces(most: int, text: str, place: str) -> list[Document]:
 
 
 def csv_source(tables: list[Path], wanted: Wanted, mark: str, **more: Any) -> Source:
-    """Make a corpus of CSV and TSV files. A file is read from its start, since a line end may be part of a field."""
+    """Make a corpus of CSV and TSV files.
+
+    A file is read from its start, since a line end may be part of a field.
+    """
 
     def read(part: int, group: int, row: int) -> Iterator[list[Record]]:
         file = tables[part]
@@ -185,11 +235,17 @@ def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document] | None
     return wanted.documents(wanted.of_row(row), place, padded=False)
 
 
-# Tables: Parquet, Arrow, what `datasets` streams ------------------------------------------------------------------
+# Tables: Parquet, Arrow, what `datasets` streams
+# ------------------------------------------------------------------
 
 
-def parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], wanted: Wanted, mark: str, **more: Any) -> Source:
-    """Makes a corpus of Parquet files; `opened(part)` is a path or a Python file. Reads only the pages of the wanted columns, one after the other."""
+def parquet_source(
+    names: tuple[str, ...], opened: Callable[[int], Any], wanted: Wanted, mark: str, **more: Any
+) -> Source:
+    """Makes a corpus of Parquet files; `opened(part)` is a path or a Python file.
+
+    Reads only the pages of the wanted columns, one after the other.
+    """
 
     buffer = BUFFER if more.get("local", True) else REMOTE_BUFFER
 
@@ -205,17 +261,35 @@ def parquet_source(names: tuple[str, ...], opened: Callable[[int], Any], wanted:
         found = schema(part)
         wanted.check(found.names, f"{names[part]}, row group {group}")
         rows = TOKEN_ROWS if wanted.are_tokens(found) else wanted.read_rows
-        with pq.ParquetFile(opened(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer) as parquet:
-            yield from _cut(parquet.iter_batches(rows, [group], list(wanted.read(found.names)), use_threads=False), wanted, row)
+        with pq.ParquetFile(
+            opened(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer
+        ) as parquet:
+            yield from _cut(
+                parquet.iter_batches(
+                    rows, [group], list(wanted.read(found.names)), use_threads=False
+                ),
+                wanted,
+                row,
+            )
 
     def schema(part: int) -> pa.Schema:
         return footer(part).schema.to_arrow_schema()
 
-    return Source(names, lambda part: footer(part).num_row_groups, read, wanted.documents, mark, ready=_are_tokens(names, schema, wanted), **more)
+    return Source(
+        names,
+        lambda part: footer(part).num_row_groups,
+        read,
+        wanted.documents,
+        mark,
+        ready=_are_tokens(names, schema, wanted),
+        **more,
+    )
 
 
 def arrow_source(names: tuple[str, ...], wanted: Wanted, mark: str, **more: Any) -> Source:
-    """Makes a corpus of Arrow files, in the format for streams (which `datasets` writes) or for files, mapped into memory."""
+    """Makes a corpus of Arrow files, in the format for streams (which `datasets` writes) or for
+    files, mapped into memory.
+    """
 
     def batches(part: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
         try:
@@ -230,7 +304,15 @@ def arrow_source(names: tuple[str, ...], wanted: Wanted, mark: str, **more: Any)
         wanted.check(schema.names, names[part])
         yield from _cut(tables, wanted, row, validate=True)
 
-    return Source(names, lambda part: 1, read, wanted.documents, mark, ready=_are_tokens(names, lambda part: batches(part)[0], wanted), **more)
+    return Source(
+        names,
+        lambda part: 1,
+        read,
+        wanted.documents,
+        mark,
+        ready=_are_tokens(names, lambda part: batches(part)[0], wanted),
+        **more,
+    )
 
 
 def _are_tokens(names: tuple[str, ...], schema: Callable[[int], pa.Schema], wanted: Wanted) -> bool:
@@ -246,8 +328,13 @@ def _are_tokens(names: tuple[str, ...], schema: Callable[[int], pa.Schema], want
     return False
 
 
-def _cut(tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False) -> Iterator[pa.Array]:
-    """Yields the wanted values from `row` on, some at a time. Raises pa.ArrowInvalid for offsets that point nowhere."""
+def _cut(
+    tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False
+) -> Iterator[pa.Array]:
+    """Yields the wanted values from `row` on, some at a time.
+
+    Raises pa.ArrowInvalid for offsets that point nowhere.
+    """
     at = 0
     for table in tables:
         skipped = min(max(0, row - at), table.num_rows)
@@ -260,8 +347,17 @@ def _cut(tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False
             yield values.slice(first, size)
 
 
-def streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], wanted: Wanted, mark: str, patience: Patience) -> Source:
-    """Makes a corpus of whatever `datasets` streams. A fault of the network opens the group again, at the row that was reached."""
+def streamed_source(
+    dataset: datasets.IterableDataset,
+    names: tuple[str, ...],
+    wanted: Wanted,
+    mark: str,
+    patience: Patience,
+) -> Source:
+    """Makes a corpus of whatever `datasets` streams.
+
+    A fault of the network opens the group again, at the row that was reached.
+    """
 
     @functools.lru_cache(maxsize=4)
     def opened(part: int) -> datasets.IterableDataset:
@@ -277,7 +373,14 @@ def streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], w
             nonlocal values
             try:
                 if values is None:
-                    values = _cut(opened(part).shard(opened(part).num_shards, group).with_format("arrow").iter(TOKEN_ROWS), wanted, row)
+                    values = _cut(
+                        opened(part)
+                        .shard(opened(part).num_shards, group)
+                        .with_format("arrow")
+                        .iter(TOKEN_ROWS),
+                        wanted,
+                        row,
+                    )
                 return next(values, None)
             except KeyError:
                 wanted.check(list(dataset.column_names or []), f"{names[part]}, row group {group}")
@@ -291,17 +394,27 @@ def streamed_source(dataset: datasets.IterableDataset, names: tuple[str, ...], w
             row += len(some)
 
     ready = dataset.features is not None and wanted.are_tokens(dataset.features.arrow_schema)
-    return Source(names, lambda part: opened(part).num_shards, read, wanted.documents, mark, local=False, ready=ready)
+    return Source(
+        names,
+        lambda part: opened(part).num_shards,
+        read,
+        wanted.documents,
+        mark,
+        local=False,
+        ready=ready,
+    )
 
 
-# Samples one by one: pictures of a folder, and those that are drawn ---------------------------------------------------
+# Samples one by one: pictures of a folder, and those that are drawn
+# ---------------------------------------------------
 
 
 def picture_source(files: list[Path], wanted: Wanted) -> Source:
-    """Makes a corpus of pictures that lie in a folder for each class; classes are numbered in the order of their names.
+    """Makes a corpus of pictures that lie in a folder for each class; classes are numbered in the
+    order of their names.
 
-    Each part has pictures of all classes, as blocks of parts that lie near each other are shuffled. A picture is read when
-    a micro-batch is made of it.
+    Each part has pictures of all classes, as blocks of parts that lie near each other are shuffled.
+    A picture is read when a micro-batch is made of it.
     """
     of_classes = digests_of_classes(files)
     numbers = {name: number for number, name in enumerate(sorted(of_classes))}
@@ -313,10 +426,21 @@ def picture_source(files: list[Path], wanted: Wanted) -> Source:
             yield [files[number] for number in mine[first : first + wanted.read_rows]]
 
     def documents(file: Path, place: str) -> list[Document]:
-        return [(dict(zip(wanted.names, (file, numbers[file.parent.name]), strict=True)), str(file))]
+        return [
+            (dict(zip(wanted.names, (file, numbers[file.parent.name]), strict=True)), str(file))
+        ]
 
-    names = tuple(f"pictures, part {number}" for number in range(-(-len(files) // PICTURES_OF_A_PART)))
-    return Source(names, lambda part: 1, read, documents, fingerprint(of_classes, wanted.task, "pictures"), files=of_classes)
+    names = tuple(
+        f"pictures, part {number}" for number in range(-(-len(files) // PICTURES_OF_A_PART))
+    )
+    return Source(
+        names,
+        lambda part: 1,
+        read,
+        documents,
+        fingerprint(of_classes, wanted.task, "pictures"),
+        files=of_classes,
+    )
 
 
 def drawn_source(drawn: Callable[[int], dict[str, Any]], count: int, wanted: Wanted) -> Source:
@@ -329,4 +453,10 @@ def drawn_source(drawn: Callable[[int], dict[str, Any]], count: int, wanted: Wan
             yield list(mine[first : first + wanted.read_rows])
 
     names = tuple(f"builtin, part {number}" for number in range(DRAWN_PARTS))
-    return Source(names, lambda part: 1, read, lambda number, place: [(drawn(number), place)], f"builtin {wanted.task} {count}")
+    return Source(
+        names,
+        lambda part: 1,
+        read,
+        lambda number, place: [(drawn(number), place)],
+        f"builtin {wanted.task} {count}",
+    )

@@ -21,21 +21,31 @@ SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # how `datasets` names the
 
 
 def cached_commit(dataset: str, revision: str) -> str:
-    """Return the commit to read from the cache; "" if the hub can be reached or the cache has none."""
+    """Return the commit to read from the cache; "" if the hub can be reached or the cache has
+    none.
+    """
     if not (datasets_config.HF_HUB_OFFLINE or hub_is_away()):
         return ""
     snapshot = snapshot_of(dataset, revision, DATASETS)
     return snapshot.name if snapshot else ""
 
 
-def cached_source(domain: Domain, commit: str, split: str, wanted: Wanted, mark: str, patience: Patience) -> Source:
-    """Open a split of a data set's cached files. `mark` is the fingerprint, the same as from the hub.
+def cached_source(
+    domain: Domain, commit: str, split: str, wanted: Wanted, mark: str, patience: Patience
+) -> Source:
+    """Open a split of a data set's cached files.
+
+    `mark` is the fingerprint, the same as from the hub.
 
     Raises `Refusal` if this machine has not all files, or if `datasets` cannot read them.
     """
     where, snapshot = f"--dataset {domain.dataset}", snapshot_of(domain.dataset, commit, DATASETS)
     if snapshot is None:
-        raise refuse(where, f"commit {commit} is not in the cache of this host", not_cached(domain.dataset, commit, DATASETS))
+        raise refuse(
+            where,
+            f"commit {commit} is not in the cache of this host",
+            not_cached(domain.dataset, commit, DATASETS),
+        )
     try:
         builder = datasets.load_dataset_builder(str(snapshot), domain.subset or None)
         files = [str(file) for file in (builder.config.data_files or {}).get(split, [])]
@@ -44,13 +54,23 @@ def cached_source(domain: Domain, commit: str, split: str, wanted: Wanted, mark:
             names = tuple(str(Path(file).relative_to(snapshot)) for file in files)
             return parquet_source(names, files.__getitem__, wanted, mark, local=False)
         dataset: Any = builder.as_streaming_dataset(split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: datasets 5.2 for a data set that has a script
+        # RuntimeError: datasets 5.2 for a data set that has a script
+    except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, Refusal):
             raise
-        rule = f"its cached commit {commit} cannot be read: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        fix = f"download all files on a machine with network access: hf download --repo-type dataset {domain.dataset} --revision {commit}"
+        rule = (
+            f"its cached commit {commit} cannot be read:"
+            f" {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        fix = (
+            "download all files on a machine with network access: hf download --repo-type dataset"
+            f" {domain.dataset} --revision {commit}"
+        )
         raise refuse(where, rule, fix) from error
-    names = tuple(f"{domain.dataset}, shard {number} of {dataset.num_shards}" for number in range(dataset.num_shards))
+    names = tuple(
+        f"{domain.dataset}, shard {number} of {dataset.num_shards}"
+        for number in range(dataset.num_shards)
+    )
     return streamed_source(dataset, names, wanted, mark, patience)
 
 
@@ -62,12 +82,23 @@ def check_shards(where: str, files: Iterable[str], dataset: str, commit: str) ->
             found[shard[1] + shard[4], shard[3]].add(int(shard[2]))
     for (name, count), numbers in found.items():
         if len(numbers) < int(count):
-            rule = f"the cache has {len(numbers)} of the {int(count)} files {Path(name).name} of commit {commit}"
-            fix = f"download all files on a machine with network access: hf download --repo-type dataset {dataset} --revision {commit}"
+            rule = (
+                f"the cache has {len(numbers)} of the {int(count)} files {Path(name).name} of"
+                f" commit {commit}"
+            )
+            fix = (
+                "download all files on a machine with network access: hf download --repo-type"
+                f" dataset {dataset} --revision {commit}"
+            )
             raise refuse(where, rule, fix)
 
 
 def hub_commits(corpus: dict[str, str]) -> dict[str, str]:
-    """Return the commit of each data set of the hub, by its name, from the fingerprints of a stream's corpora."""
-    found = (re.match(r"(?P<name>[^@\s]+?)/[^/@]*/[^/@]*@(?P<commit>[0-9a-f]{40}) ", mark) for mark in corpus.values())
+    """Return the commit of each data set of the hub, by its name, from the fingerprints of a
+    stream's corpora.
+    """
+    found = (
+        re.match(r"(?P<name>[^@\s]+?)/[^/@]*/[^/@]*@(?P<commit>[0-9a-f]{40}) ", mark)
+        for mark in corpus.values()
+    )
     return {commit["name"]: commit["commit"] for commit in found if commit}

@@ -1,4 +1,6 @@
-"""Rows dealt to the slots ("lanes") of the global batch; a data-parallel rank owns a run of neighbouring lanes."""
+"""Rows dealt to the slots ("lanes") of the global batch; a data-parallel rank owns a run of
+neighbouring lanes.
+"""
 
 import sys
 from collections import deque
@@ -19,33 +21,69 @@ from .sameness import DomainState, Given, StreamState, at_step
 class Domains:
     """Deals rows of the corpora of a stream, and counts the tokens that each corpus has given.
 
-    `open_blocks(domain, place)` iterates over that domain's packed blocks from `place` on; a row holds at most `row_tokens`.
+    `open_blocks(domain, place)` iterates over that domain's packed blocks from `place` on; a row
+    holds at most `row_tokens`.
     """
 
-    def __init__(self, domains: list[Domain], open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]], row_tokens: int, state: StreamState):
+    def __init__(
+        self,
+        domains: list[Domain],
+        open_blocks: Callable[[int, Place], Iterator[tuple[Place, Any]]],
+        row_tokens: int,
+        state: StreamState,
+    ):
         self.domains = domains
         self.step = state["step"]
-        self.weights = [state["domains"][domain.name]["weight"] for domain in domains]  # in force when the tokens were given
+        # in force when the tokens were given
+        self.weights = [state["domains"][domain.name]["weight"] for domain in domains]
         self.tokens = [state["domains"][domain.name]["tokens"] for domain in domains]
-        self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]  # of the block in use
+        # of the block in use
+        self.before = [Place(**state["domains"][domain.name]["place"]) for domain in domains]
         self.used = [state["domains"][domain.name]["used"] for domain in domains]  # rows of it
-        self.bad = [state["domains"][domain.name]["bad"] for domain in domains]  # rows left out up to its end
-        self.lost: list[Sequence[int]] = [tuple(state["domains"][domain.name].get("lost", ())) for domain in domains]  # of chats, up to there
-        self.empty = [state["domains"][domain.name].get("empty", 0) for domain in domains]  # empty rows left out, up to there
+        # rows left out up to its end
+        self.bad = [state["domains"][domain.name]["bad"] for domain in domains]
+        # of chats, up to there
+        self.lost: list[Sequence[int]] = [
+            tuple(state["domains"][domain.name].get("lost", ())) for domain in domains
+        ]
+        # empty rows left out, up to there
+        self.empty = [state["domains"][domain.name].get("empty", 0) for domain in domains]
         self.given = [_given(state["domains"][domain.name]) for domain in domains]
-        self.epoch = [state["domains"][domain.name].get("epoch") for domain in domains]  # what the first one has given, once it is complete
+        # what the first one has given, once it is complete
+        self.epoch = [state["domains"][domain.name].get("epoch") for domain in domains]
         self.streams = [open_blocks(number, place) for number, place in enumerate(self.before)]
         self.after: list[Place | None] = [None] * len(domains)
         self.block: list[Any] = [None] * len(domains)
         self.row_tokens = row_tokens
 
     def state(self) -> dict[str, DomainState]:
-        """Describes each domain: place of its block, rows used of the block, weight, tokens given since the weights changed, broken rows left out."""
+        """Describes each domain: place of its block, rows used of the block, weight, tokens given
+        since the weights changed, broken rows left out.
+        """
         found: dict[str, DomainState] = {}
-        columns = self.domains, self.before, self.used, self.weights, self.tokens, self.bad, self.lost, self.empty
+        columns = (
+            self.domains,
+            self.before,
+            self.used,
+            self.weights,
+            self.tokens,
+            self.bad,
+            self.lost,
+            self.empty,
+        )
         for domain, place, used, weight, tokens, bad, lost, empty in zip(*columns, strict=True):
-            at = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(place).items() if value}
-            found[domain.name] = {"place": at, "used": used, "weight": weight, "tokens": tokens, "bad": bad}
+            at = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in vars(place).items()
+                if value
+            }
+            found[domain.name] = {
+                "place": at,
+                "used": used,
+                "weight": weight,
+                "tokens": tokens,
+                "bad": bad,
+            }
             if lost:
                 found[domain.name]["lost"] = list(lost)
             if empty:
@@ -61,7 +99,8 @@ class Domains:
         """Finds the block whose next row is the domain's next."""
         block = self.block[number]
         while block is None or self.used[number] >= len(block.fill):
-            is_new = block is not None or not self.used[number]  # else the block in use, which a resume makes again
+            # else the block in use, which a resume makes again
+            is_new = block is not None or not self.used[number]
             if block is not None:
                 after = self.after[number]
                 assert after is not None
@@ -69,7 +108,11 @@ class Domains:
             self.after[number], self.block[number] = after, block = next(self.streams[number])
             if is_new:
                 self._count_block(number, after.epoch_before, block.documents)
-            self.bad[number], self.lost[number], self.empty[number] = after.bad, after.lost, after.empty
+            self.bad[number], self.lost[number], self.empty[number] = (
+                after.bad,
+                after.lost,
+                after.empty,
+            )
         return block
 
     def _count_block(self, number: int, epoch: int, documents: int) -> None:
@@ -90,7 +133,11 @@ class Domains:
         runs: list[Run] = []
         dealt = 0
         while dealt < count:
-            number = furthest_behind(self.tokens, weights, self.row_tokens) if len(self.domains) > 1 else 0
+            number = (
+                furthest_behind(self.tokens, weights, self.row_tokens)
+                if len(self.domains) > 1
+                else 0
+            )
             block = self.ready(number)
             row = self.used[number]
             size = 1 if len(self.domains) > 1 else min(count - dealt, len(block.fill) - row)
@@ -106,7 +153,9 @@ class Domains:
 
 
 def _given(state: DomainState) -> Given | None:
-    """Return what a stream has given of a corpus; None if it was begun by a version that did not count."""
+    """Return what a stream has given of a corpus; None if it was begun by a version that did not
+    count.
+    """
     is_fresh = not state["used"] and not state["place"]
     found = state.get("given", Given(documents=0, tokens=0, rows=0) if is_fresh else None)
     return found.copy() if found else None
@@ -131,9 +180,11 @@ def steps(
     dp_rank: int,
     add: Callable[[MicroBatch], MicroBatch] = dict,
 ) -> Iterator[tuple[list[MicroBatch], StreamState]]:
-    """Yields (micro-batches, state) of each step for the lanes of one data-parallel rank; a step has as many as its ramp says.
+    """Yields (micro-batches, state) of each step for the lanes of one data-parallel rank; a step
+    has as many as its ramp says.
 
-    `build` makes the micro-batches of runs whose slots count from the rank's first lane, `add` puts into each what is made of it.
+    `build` makes the micro-batches of runs whose slots count from the rank's first lane, `add` puts
+    into each what is made of it.
     """
     pinned, ramp = torch.cuda.is_available(), request.ramp
     while True:
@@ -142,7 +193,15 @@ def steps(
         for run in domains.deal(rows):
             low, high = max(owned.start, run.slot), min(owned.stop, run.slot + run.size)
             if low < high:
-                mine.append(Run(run.domain, run.block, run.row + low - run.slot, low - owned.start, high - low))
+                mine.append(
+                    Run(
+                        run.domain,
+                        run.block,
+                        run.row + low - run.slot,
+                        low - owned.start,
+                        high - low,
+                    )
+                )
         batches = build(mine)
         if len(domains.domains) > 1:
             of_rows = torch.tensor([run.domain for run in mine for _ in range(run.size)])
@@ -150,13 +209,23 @@ def steps(
                 batch["domain"] = part
         batches = [add(batch) for batch in batches]
         if pinned:
-            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
-        yield batches, {"identity": at_step(identity, ramp, domains.step), "step": domains.step, "domains": domains.state()}
+            batches = [
+                {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
+            ]
+        yield (
+            batches,
+            {
+                "identity": at_step(identity, ramp, domains.step),
+                "step": domains.step,
+                "domains": domains.state(),
+            },
+        )
 
 
 def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list[MicroBatch]]:
     """Returns what makes the micro-batches of a step from the packed rows of this rank."""
-    # Fresh memory costs more than what is written into it, so steps that are gone give theirs back; by the number of dimensions.
+    # Fresh memory costs more than what is written into it, so steps that are gone give theirs back;
+    # by the number of dimensions.
     buffers: dict[int, deque[np.ndarray]] = {2: deque(), 3: deque()}
     whole = torch.arange(seq_len).repeat(micro_batch, 1)  # the positions of rows that are one piece
 
@@ -167,7 +236,14 @@ def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list
             for run in runs:
                 fill_whole_rows(out[run.slot : run.slot + run.size], run.block, run.row)
             parts = [out[first : first + micro_batch] for first in range(0, rows, micro_batch)]
-            return [{"input_ids": torch.from_numpy(part[:, :-1]), "labels": torch.from_numpy(part[:, 1:]), "position_ids": whole} for part in parts]
+            return [
+                {
+                    "input_ids": torch.from_numpy(part[:, :-1]),
+                    "labels": torch.from_numpy(part[:, 1:]),
+                    "position_ids": whole,
+                }
+                for part in parts
+            ]
         out = _buffer(buffers[3], (3, rows, seq_len))
         for run in runs:
             ids, labels, positions = out[:, run.slot : run.slot + run.size]
@@ -175,16 +251,22 @@ def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list
             fill_positions(positions, run.block, run.row)
         names = ("input_ids", "labels", "position_ids")
         parts = [out[:, first : first + micro_batch] for first in range(0, rows, micro_batch)]
-        return [{name: torch.from_numpy(tensor) for name, tensor in zip(names, part, strict=True)} for part in parts]
+        return [
+            {name: torch.from_numpy(tensor) for name, tensor in zip(names, part, strict=True)}
+            for part in parts
+        ]
 
     return build
 
 
 def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Takes the oldest of `buffers` to which no batch refers any more, else a new one; those of another shape, from before a ramp's change, go."""
+    """Takes the oldest of `buffers` to which no batch refers any more, else a new one; those of
+    another shape, from before a ramp's change, go.
+    """
     if buffers and buffers[-1].shape != shape:
         buffers.clear()
-    for _ in range(len(buffers)):  # one turn: a batch that somebody keeps must not stand before the others
+    # one turn: a batch that somebody keeps must not stand before the others
+    for _ in range(len(buffers)):
         buffers.rotate(-1)
         if sys.getrefcount(buffers[-1]) == 2:  # the deque, and the call
             return buffers[-1]

@@ -1,4 +1,6 @@
-"""Mixtures: several corpora in given shares of the tokens, dealt row by row to whichever is furthest behind."""
+"""Mixtures: several corpora in given shares of the tokens, dealt row by row to whichever is
+furthest behind.
+"""
 
 import os
 import re
@@ -8,7 +10,10 @@ from ..spec.paths import is_there
 from ..spec.refusal import Problem, Refusal
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
-_FORM = 'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70; docs=docs@30". The weight 70|1000:50 is 70, and 50 from step 1000'
+_FORM = (
+    'write "NAME=DATASET@WEIGHT; NAME=DATASET@WEIGHT", for example "code=src/*.py@70;'
+    ' docs=docs@30". The weight 70|1000:50 is 70, and 50 from step 1000'
+)
 
 
 @dataclass(frozen=True)
@@ -18,17 +23,20 @@ class Domain:
     name: str
     dataset: str
     subset: str = ""
-    weights: tuple[tuple[int, float], ...] = ((1, 1.0),)  # (from this step on, weight), steps ascending from 1
+    # (from this step on, weight), steps ascending from 1
+    weights: tuple[tuple[int, float], ...] = ((1, 1.0),)
 
     def weight(self, step: int) -> float:
         return [weight for first, weight in self.weights if first <= step][-1]
 
 
 def domains_of(dataset: str, subset: str = "") -> list[Domain]:
-    """Reads which corpora the flag `--dataset` names. Raises `Refusal` for a mixture that is written wrong.
+    """Reads which corpora the flag `--dataset` names.
 
-    A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id or a folder in it may carry its subset, ORG/NAME:SUBSET; the
-    others have `subset`.
+    Raises `Refusal` for a mixture that is written wrong.
+
+    A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id or a folder in it may carry its
+    subset, ORG/NAME:SUBSET; the others have `subset`.
     """
     if ";" not in dataset and not _DOMAIN.fullmatch(dataset):
         if problem := _blank_entry(dataset):
@@ -39,7 +47,9 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
         found = _DOMAIN.fullmatch(part)
         weights = _weights(found[3]) if found else None
         if found is None or weights is None:
-            problems.append(Problem(f"--dataset: {part.strip()!r}", "is not a valid part of a mixture", _FORM))
+            problems.append(
+                Problem(f"--dataset: {part.strip()!r}", "is not a valid part of a mixture", _FORM)
+            )
             continue
         corpus = found[2].strip()
         name, _, own = corpus.rpartition(":") if _has_subset(corpus) else (corpus, "", "")
@@ -47,27 +57,48 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
         problems += filter(None, [_blank_entry(name, found[1])])
     names = [domain.name for domain in domains]
     problems += [
-        Problem(f"--dataset: {name}", "is the name of two corpora in the mixture", "give each corpus its own name")
+        Problem(
+            f"--dataset: {name}",
+            "is the name of two corpora in the mixture",
+            "give each corpus its own name",
+        )
         for name in set(names)
         if names.count(name) > 1
     ]
     steps = {first for domain in domains for first, _ in domain.weights}
     for step in sorted(steps):
         if not problems and sum(domain.weight(step) for domain in domains) <= 0:
-            problems.append(Problem(f"--dataset, from step {step} on", "all weights of the mixture are 0", "give at least one corpus a positive weight"))
+            problems.append(
+                Problem(
+                    f"--dataset, from step {step} on",
+                    "all weights of the mixture are 0",
+                    "give at least one corpus a positive weight",
+                )
+            )
     if problems:
         raise Refusal(problems)
     return domains
 
 
 def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
-    """Return a problem if a data set, or an entry of its list, is empty: a path that is empty means the current folder."""
+    """Return a problem if a data set, or an entry of its list, is empty: a path that is empty means
+    the current folder.
+    """
     entries = [dataset] if is_there(dataset) else dataset.split(",")
     if all(map(str.strip, entries)):
         return None
     where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
-    rule = "must not be empty or blank" if len(entries) == 1 else f"entry {[bool(entry.strip()) for entry in entries].index(False) + 1} of the list is empty"
-    return Problem(where, rule, "name a file, a folder or ORG/NAME. Check the variables of your shell")
+    rule = (
+        "must not be empty or blank"
+        if len(entries) == 1
+        else (
+            f"entry {[bool(entry.strip()) for entry in entries].index(False) + 1} of the list is"
+            " empty"
+        )
+    )
+    return Problem(
+        where, rule, "name a file, a folder or ORG/NAME. Check the variables of your shell"
+    )
 
 
 def _has_subset(corpus: str) -> bool:
@@ -91,10 +122,15 @@ def _weights(text: str) -> tuple[tuple[int, float], ...] | None:
 
 
 def furthest_behind(tokens: list[int], weights: list[float], row: int) -> int:
-    """Finds the domain whose tokens, once a row of `row` tokens is dealt, are furthest below its share of all; the first of equals.
+    """Finds the domain whose tokens, once a row of `row` tokens is dealt, are furthest below its
+    share of all; the first of equals.
 
-    The greedy choice of the largest error is the rule of Megatron-LM's blended data sets: after any row every domain is within about one row of its share.
+    The greedy choice of the largest error is the rule of Megatron-LM's blended data sets: after any
+    row every domain is within about one row of its share.
     """
     total, of_all = sum(tokens) + row, sum(weights)
-    behind = [weight / of_all * total - have if weight else float("-inf") for have, weight in zip(tokens, weights, strict=True)]
+    behind = [
+        weight / of_all * total - have if weight else float("-inf")
+        for have, weight in zip(tokens, weights, strict=True)
+    ]
     return behind.index(max(behind))

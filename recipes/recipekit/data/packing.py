@@ -1,4 +1,7 @@
-"""Packing: which documents lie together in which row. A pure function of the documents' lengths and a key."""
+"""Packing: which documents lie together in which row.
+
+A pure function of the documents' lengths and a key.
+"""
 
 import hashlib
 from typing import NamedTuple
@@ -9,9 +12,11 @@ from ..spec.task import IGNORE
 
 
 def hashes(numbers: np.ndarray, *key: object) -> np.ndarray:
-    """Draws a number below 2^64 for each of `numbers`, (n,) -> (n,) uint64, from (key, number) only, in every version of everything.
+    """Draws a number below 2^64 for each of `numbers`, (n,) -> (n,) uint64, from (key, number)
+    only, in every version of everything.
 
-    It is splitmix64 (Steele, Lea and Flood, OOPSLA 2014), begun at a hash of the key; no two are equal, since each step has an inverse.
+    It is splitmix64 (Steele, Lea and Flood, OOPSLA 2014), begun at a hash of the key; no two are
+    equal, since each step has an inverse.
     """
     begin = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(begin)
@@ -21,25 +26,36 @@ def hashes(numbers: np.ndarray, *key: object) -> np.ndarray:
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
-    """Orders 0 .. count-1 in a way that depends on `key` only: each number is sorted by its hash."""
+    """Orders 0 .. count-1 in a way that depends on `key` only: each number is sorted by its
+    hash.
+    """
     return np.argsort(hashes(np.arange(count, dtype=np.uint64), *key))
 
 
 class Packing(NamedTuple):
-    """Describes rows tiled by pieces: documents, parts of seq_len tokens of longer ones, and padding. Pieces are in the order of their rows."""
+    """Describes rows tiled by pieces: documents, parts of seq_len tokens of longer ones, and
+    padding.
 
-    starts: np.ndarray  # (pieces,) int64: first token of the piece, among the tokens of all documents and the padding after them
+    Pieces are in the order of their rows.
+    """
+
+    # (pieces,) int64: first token of the piece, among the tokens of all documents and the padding
+    # after them
+    starts: np.ndarray
     lengths: np.ndarray  # (pieces,) int64
     first: np.ndarray  # (rows + 1,) int64: the row's first piece
     fill: np.ndarray  # (rows,) int64: tokens of documents that the row holds
 
 
-def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *key: object) -> Packing:
-    """Packs the documents of `lengths` (> 0) tokens that start at token `begin` into as few rows of `seq_len` as best-fit decreasing needs.
+def pack(
+    begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *key: object
+) -> Packing:
+    """Packs the documents of `lengths` (> 0) tokens that start at token `begin` into as few rows of
+    `seq_len` as best-fit decreasing needs.
 
-    Rows, and documents of one length, are in an order drawn by `key`. Only a document longer than a row is cut: into whole
-    rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once more where that saves a row. A row that is not
-    full ends with tokens from `padding` on.
+    Rows, and documents of one length, are in an order drawn by `key`. Only a document longer than a
+    row is cut: into whole rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once
+    more where that saves a row. A row that is not full ends with tokens from `padding` on.
     """
     whole = lengths // seq_len  # pieces that fill a row
     rest = lengths - whole * seq_len
@@ -52,7 +68,14 @@ def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *ke
         return Packing(full_starts[order], full, np.arange(len(order) + 1), full)
     left = left[permutation(len(left), "ties", *key)]
     left = left[np.argsort(-rest[left], kind="stable")]
-    pieces = list(zip((begin + whole * seq_len)[left].tolist(), rest[left].tolist(), _best_fit(rest[left].tolist(), seq_len), strict=True))
+    pieces = list(
+        zip(
+            (begin + whole * seq_len)[left].tolist(),
+            rest[left].tolist(),
+            _best_fit(rest[left].tolist(), seq_len),
+            strict=True,
+        )
+    )
     pieces = _dissolved(pieces, (whole[left] > 0).tolist(), seq_len)
     rest_starts, rest_sizes, row_of = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
     row_of += len(full_starts)
@@ -68,13 +91,22 @@ def pack(begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *ke
     sizes = np.concatenate([sizes, seq_len - fill[padded]])
     starts = np.concatenate([full_starts, rest_starts, np.full(len(padded), padding)])
     order = np.argsort(rows, kind="stable")
-    return Packing(starts[order], sizes[order], np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]), fill)
+    return Packing(
+        starts[order],
+        sizes[order],
+        np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]),
+        fill,
+    )
 
 
 def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
-    """Chooses the row of each piece (sizes descending): the fullest one that has room, else a new one."""
+    """Chooses the row of each piece (sizes descending): the fullest one that has room, else a new
+    one.
+    """
     rows_with_room: dict[int, list[int]] = {}  # tokens of room -> rows that have just that
-    rooms = 0  # a bit for each key of it that is not empty, so that the smallest room that does is found at once
+    # a bit for each key of it that is not empty, so that the smallest room that does is found at
+    # once
+    rooms = 0
     rows, count = [], 0
     for size in sizes:
         fitting = rooms >> size
@@ -99,9 +131,11 @@ Piece = tuple[int, int, int]  # first token, tokens, row
 
 
 def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list[Piece]:
-    """Puts the pieces into fewer rows: rests of longer documents, cut once more, fill the gaps of other rows.
+    """Puts the pieces into fewer rows: rests of longer documents, cut once more, fill the gaps of
+    other rows.
 
-    The emptiest row is dissolved if it holds nothing but such rests, and the gaps of the other rows take them in parts of a 32nd of a row at least.
+    The emptiest row is dissolved if it holds nothing but such rests, and the gaps of the other rows
+    take them in parts of a 32nd of a row at least.
     """
     count = max((row for _, _, row in pieces), default=-1) + 1
     gaps = [seq_len] * count
@@ -116,7 +150,14 @@ def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list
             break
         if not all(of_longer[number] for number in held[donor]):
             continue
-        takers = sorted((row for row in range(count) if row != donor and row not in gone and gaps[row] >= least), key=lambda row: (-gaps[row], row))
+        takers = sorted(
+            (
+                row
+                for row in range(count)
+                if row != donor and row not in gone and gaps[row] >= least
+            ),
+            key=lambda row: (-gaps[row], row),
+        )
         if sum(gaps[row] for row in takers) < seq_len - gaps[donor]:
             continue
         for number in held[donor]:
@@ -137,7 +178,9 @@ def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list
                     takers.pop(0)
         gone.add(donor)
         gaps[donor] = 0
-    rank = {row: number for number, row in enumerate(row for row in range(count) if row not in gone)}
+    rank = {
+        row: number for number, row in enumerate(row for row in range(count) if row not in gone)
+    }
     return [(start, size, rank[row]) for start, size, row in pieces]
 
 
@@ -145,9 +188,13 @@ class Block(NamedTuple):
     """Holds documents and the packed rows made of them."""
 
     parts: list[np.ndarray]  # each (tokens,) int32; none where `ids` holds them joined
-    bases: np.ndarray  # (parts + 1,) int64: start of each part in the joined ids; bases[-1] is where seq_len padding tokens begin
-    ids: np.ndarray | None  # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
-    labels: np.ndarray | None  # like ids, the target of each token or IGNORE; None: every next token of a piece is one
+    # (parts + 1,) int64: start of each part in the joined ids; bases[-1] is where seq_len padding
+    # tokens begin
+    bases: np.ndarray
+    # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
+    ids: np.ndarray | None
+    # like ids, the target of each token or IGNORE; None: every next token of a piece is one
+    labels: np.ndarray | None
     packing: Packing
     documents: int = 0
 
@@ -156,8 +203,18 @@ class Block(NamedTuple):
         return self.packing.fill
 
 
-def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarray, lengths: np.ndarray, seq_len: int, pad: int, *key: object) -> Block:
-    """Packs the documents at `begin` in the joined `ids`, (tokens,) int32 each, in an order drawn by `key`; `labels` has the shape of `ids`, or is empty."""
+def make_block(
+    ids: list[np.ndarray],
+    labels: list[np.ndarray],
+    begin: np.ndarray,
+    lengths: np.ndarray,
+    seq_len: int,
+    pad: int,
+    *key: object,
+) -> Block:
+    """Packs the documents at `begin` in the joined `ids`, (tokens,) int32 each, in an order drawn
+    by `key`; `labels` has the shape of `ids`, or is empty.
+    """
     bases = np.cumsum([0, *map(len, ids)])
     packing = pack(begin, lengths, int(bases[-1]), seq_len, *key)
     if not labels and (packing.lengths == seq_len).all() and (packing.fill == seq_len).all():
@@ -168,20 +225,26 @@ def make_block(ids: list[np.ndarray], labels: list[np.ndarray], begin: np.ndarra
 
 
 def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:
-    """Writes rows that are one piece each, from `row` on, into (rows, seq_len + 1) int64: the ids, then IGNORE. From 1 on these are the labels."""
+    """Writes rows that are one piece each, from `row` on, into (rows, seq_len + 1) int64: the ids,
+    then IGNORE. From 1 on these are the labels.
+    """
     count, seq_len = rows.shape[0], rows.shape[1] - 1
     starts = block.packing.starts[row : row + count]
     part_of = np.searchsorted(block.bases, starts, side="right") - 1
     for number in range(part_of.min(), part_of.max() + 1):
         part, mine = block.parts[number], np.flatnonzero(part_of == number)
         if len(mine):
-            windows = np.ndarray((len(part) - seq_len + 1, seq_len), part.dtype, part, strides=2 * part.strides)  # the seq_len tokens from each on
+            # the seq_len tokens from each on
+            windows = np.ndarray(
+                (len(part) - seq_len + 1, seq_len), part.dtype, part, strides=2 * part.strides
+            )
             rows[mine, :-1] = windows[starts[mine] - block.bases[number]]
     rows[:, -1] = IGNORE
 
 
 def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> None:
-    """Writes the block's rows from `row` on into (rows, seq_len) int64 each: ids; labels, the next token of the piece or IGNORE.
+    """Writes the block's rows from `row` on into (rows, seq_len) int64 each: ids; labels, the next
+    token of the piece or IGNORE.
 
     The padding at a row's end is a piece of its own without labels.
     """
@@ -206,8 +269,13 @@ def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> No
 
 
 def fill_positions(positions: np.ndarray, block: Block, row: int) -> None:
-    """Writes the positions of the block's rows from `row` on into (rows, seq_len) int64; they begin anew with each piece."""
+    """Writes the positions of the block's rows from `row` on into (rows, seq_len) int64; they begin
+    anew with each piece.
+    """
     count, seq_len = positions.shape
     first = block.packing.first
     ramp = np.arange(seq_len)
-    np.concatenate([ramp[:size] for size in block.packing.lengths[first[row] : first[row + count]].tolist()], out=positions.reshape(-1))
+    np.concatenate(
+        [ramp[:size] for size in block.packing.lengths[first[row] : first[row + count]].tolist()],
+        out=positions.reshape(-1),
+    )

@@ -1,4 +1,6 @@
-"""Pairs of answers to one prompt, a chosen and a rejected one: read in the forms in which they are published, made into tokens, and drawn."""
+"""Pairs of answers to one prompt, a chosen and a rejected one: read in the forms in which they are
+published, made into tokens, and drawn.
+"""
 
 import functools
 import hashlib
@@ -20,28 +22,36 @@ from .processors import encode, fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
 from .tokenizer_identity import identity_of
 
-ROUNDED_TO = 64  # tokens: the rows of a micro-batch are as long as its longest answer, in such steps
+# tokens: the rows of a micro-batch are as long as its longest answer, in such steps
+ROUNDED_TO = 64
 NUM_DRAWN = 8000
 Messages = list[dict[str, Any]]
 
 
 class References:
-    """Holds what the start of a run says of pairs: for the key of each the log-probabilities of its two answers.
+    """Holds what the start of a run says of pairs: for the key of each the log-probabilities of its
+    two answers.
 
     A micro-batch may ask for pairs that it does not hold until it is `complete`.
     """
 
     def __init__(self) -> None:
-        self.table, self.complete = (np.empty(0, np.uint64), np.empty((0, 2), np.float32)), False  # keys, sorted; values
+        # keys, sorted; values
+        self.table, self.complete = (np.empty(0, np.uint64), np.empty((0, 2), np.float32)), False
 
     def add(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Adds those of further pairs, (N,) uint64 and (N, 2) fp32; of a pair that it holds already the values stay."""
+        """Adds those of further pairs, (N,) uint64 and (N, 2) fp32; of a pair that it holds already
+        the values stay.
+        """
         held, of_held = self.table
         keys, first = np.unique(np.concatenate([held, keys]), return_index=True)
-        self.table = keys, np.concatenate([of_held, values])[first]  # at once: a thread looks up others
+        # at once: a thread looks up others
+        self.table = keys, np.concatenate([of_held, values])[first]
 
     def __call__(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Looks up pairs: (their values, NaN where it holds none, (N, 2) fp32; whether it holds them, (N,) bool)."""
+        """Looks up pairs: (their values, NaN where it holds none, (N, 2) fp32; whether it holds
+        them, (N,) bool).
+        """
         known, of_known = self.table
         place = np.searchsorted(known, keys)
         held, inside = np.zeros(len(keys), bool), place < len(known)
@@ -53,7 +63,11 @@ class References:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Makes pairs into tokens. `whole_rows`: every micro-batch has rows of `seq_len` tokens, as the stages of a pipeline want it."""
+    """Makes pairs into tokens.
+
+    `whole_rows`: every micro-batch has rows of `seq_len` tokens, as the stages of a pipeline want
+    it.
+    """
 
     tokenizer: Any
     seq_len: int
@@ -79,21 +93,31 @@ def identity(pairs: Pairs, task: str) -> dict[str, Any]:
 
 
 def pairs_of(request: Request, model_config: dict[str, Any]) -> Pairs:
-    """Makes what reads the pairs of a run. Raises `Refusal` for a tokenizer that does not fit the model."""
+    """Makes what reads the pairs of a run.
+
+    Raises `Refusal` for a tokenizer that does not fit the model.
+    """
     return Pairs(fitting_tokenizer(request, model_config), request.seq_len, request.pp > 1)
 
 
-# From a row to tokens ---------------------------------------------------------------------------------------------
+# From a row to tokens
+# ---------------------------------------------------------------------------------------------
 
 
-def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, str | Messages, str | Messages]:
+def answers_of(
+    row: Row, roles: Collection[str] = ()
+) -> tuple[str | Messages, str | Messages, str | Messages]:
     """Finds (prompt, chosen answer, rejected answer) of a row, all texts or all lists of messages.
 
-    Without a prompt, or where the answers are chats and the prompt is a text that they begin with, the prompt is what both begin
-    with; a text as prompt of chats that begin with the answer is a user's message. `roles` are accepted in
-    addition to `ROLES`. Raises ValueError.
+    Without a prompt, or where the answers are chats and the prompt is a text that they begin with,
+    the prompt is what both begin with; a text as prompt of chats that begin with the answer is a
+    user's message. `roles` are accepted in addition to `ROLES`. Raises ValueError.
     """
-    chosen, rejected, prompt = _content("chosen", row["chosen"], roles), _content("rejected", row["rejected"], roles), row.get("prompt")
+    chosen, rejected, prompt = (
+        _content("chosen", row["chosen"], roles),
+        _content("rejected", row["rejected"], roles),
+        row.get("prompt"),
+    )
     if type(chosen) is not type(rejected):
         raise ValueError("its two answers must both be text or both be lists of messages")
     prompt = None if prompt is None else _content("prompt", prompt, roles)
@@ -103,7 +127,12 @@ def answers_of(row: Row, roles: Collection[str] = ()) -> tuple[str | Messages, s
         raise ValueError("its prompt is a list of messages, but its answers are text")
     if prompt is not None and type(prompt) is type(chosen):
         return prompt, chosen, rejected
-    shared = sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    shared = sum(
+        1
+        for _ in itertools.takewhile(
+            lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)
+        )
+    )
     if isinstance(chosen, str) and chosen[:shared].endswith(" "):
         shared -= 1  # tokens begin with their space
     if isinstance(prompt, str) and not shared:
@@ -117,21 +146,30 @@ def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError(f"its {name} must be text or a list of messages, not {type(value).__name__} {str(value)[:40]!r}")
+        raise ValueError(
+            f"its {name} must be text or a list of messages, not {type(value).__name__}"
+            f" {str(value)[:40]!r}"
+        )
     try:
         return messages_of(value, f"its {name}", roles) if value else []
     except Refusal as problem:
-        raise ValueError(problem.problems[0].rule.replace("a message", f"a message of its {name}", 1)) from problem
+        raise ValueError(
+            problem.problems[0].rule.replace("a message", f"a message of its {name}", 1)
+        ) from problem
 
 
 def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
-    """Encodes a row: (tokens of the prompt, ids of prompt and chosen answer, ids of prompt and rejected answer).
+    """Encodes a row: (tokens of the prompt, ids of prompt and chosen answer, ids of prompt and
+    rejected answer).
 
-    An answer begins where prompt and answer together have other tokens than the prompt alone; an answer that is a text ends with
-    the end token. Raises ValueError for a row that is too long, or that no answer can be told of.
+    An answer begins where prompt and answer together have other tokens than the prompt alone; an
+    answer that is a text ends with the end token. Raises ValueError for a row that is too long, or
+    that no answer can be told of.
     """
     tokenizer = pairs.tokenizer
-    prompt, chosen, rejected = answers_of(row, pairs.template.roles if tokenizer.chat_template else ())
+    prompt, chosen, rejected = answers_of(
+        row, pairs.template.roles if tokenizer.chat_template else ()
+    )
     if isinstance(prompt, str):
         texts = [prompt, prompt + str(chosen), prompt + str(rejected)]
         begin, *whole = _tokens(tokenizer, texts, add_special_tokens=True)
@@ -139,16 +177,29 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
         whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in whole]
     else:
         if not prompt:
-            raise ValueError("its answers have no common prompt: their first messages already differ")
+            raise ValueError(
+                "its answers have no common prompt: their first messages already differ"
+            )
         for name, answer in (("chosen", chosen), ("rejected", rejected)):
             if not all(learned(message) for message in answer if isinstance(message, dict)):
-                raise ValueError(f"its {name} answer has a message with weight 0 or train false, but a pair compares full answers")
-        begin, *whole = _rendered(pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row))
+                raise ValueError(
+                    f"its {name} answer has a message with weight 0 or train false, but a pair"
+                    " compares full answers"
+                )
+        begin, *whole = _rendered(
+            pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row)
+        )
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
-        raise ValueError(f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only. Add more with resize_token_embeddings")
+        raise ValueError(
+            f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only."
+            " Add more with resize_token_embeddings"
+        )
     start = min(_common(begin, ids) for ids in whole)
     if (longest := max(map(len, whole))) > pairs.seq_len:
-        raise ValueError(f"it has {longest} tokens, more than seq_len = {pairs.seq_len}. Use --seq_len {longest} or more")
+        raise ValueError(
+            f"it has {longest} tokens, more than seq_len = {pairs.seq_len}. Use --seq_len {longest}"
+            " or more"
+        )
     if min(map(len, whole)) <= max(start, 1):
         raise ValueError("one of its answers has no token to predict")
     if whole[0] == whole[1]:
@@ -169,7 +220,9 @@ def _rendered(template: ChatTemplate, chats: list[Any], tools: list[Any] | None)
     if not tokenizer.chat_template:
         raise ValueError("it contains messages, but the tokenizer has no chat template")
     try:
-        texts = [template.render(chat, tools, prompt=number == 0) for number, chat in enumerate(chats)]
+        texts = [
+            template.render(chat, tools, prompt=number == 0) for number, chat in enumerate(chats)
+        ]
     except UNRENDERABLE as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
     return _tokens(tokenizer, texts)
@@ -184,21 +237,30 @@ def _tokens(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+    return sum(
+        1
+        for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
+    )
 
 
-# Micro-batches ----------------------------------------------------------------------------------------------------
+# Micro-batches
+# --------------------------------------------------------------------------------------------------
 
 
 def collate_pairs(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> MicroBatch:
-    """Makes {"input_ids", "labels", "position_ids"}, each (B, 2, T) int64: of each pair the chosen and the rejected answer.
+    """Makes {"input_ids", "labels", "position_ids"}, each (B, 2, T) int64: of each pair the chosen
+    and the rejected answer.
 
-    labels[b, a, t] is the token that follows if it belongs to the answer, or IGNORE. Nothing is drawn. Raises ValueError for a
-    row that cannot be used.
+    labels[b, a, t] is the token that follows if it belongs to the answer, or IGNORE. Nothing is
+    drawn. Raises ValueError for a row that cannot be used.
     """
     found = [None if row is None else encode_pair(pairs, row) for row in rows]
     longest = max((len(ids) for pair in found if pair for ids in pair[1:]), default=1)
-    length = pairs.seq_len if pairs.whole_rows else min(pairs.seq_len, -(-longest // ROUNDED_TO) * ROUNDED_TO)
+    length = (
+        pairs.seq_len
+        if pairs.whole_rows
+        else min(pairs.seq_len, -(-longest // ROUNDED_TO) * ROUNDED_TO)
+    )
     ids = np.full((len(rows), 2, length), pairs.pad, dtype=np.int64)
     labels = np.full(ids.shape, IGNORE, dtype=np.int64)
     for number, pair in enumerate(found):
@@ -207,11 +269,17 @@ def collate_pairs(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) 
             start = max(pair[0], 1) if pair else 1
             labels[number, answer, start - 1 : len(tokens) - 1] = tokens[start:]
     positions = torch.arange(length).repeat(len(rows), 2, 1)
-    return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "position_ids": positions}
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+        "position_ids": positions,
+    }
 
 
 def keys_of(batch: MicroBatch) -> np.ndarray:
-    """Makes the key of each pair, (B,) uint64, from its tokens and where its answers begin: the same for any padding; 0 for a row that only fills up."""
+    """Makes the key of each pair, (B,) uint64, from its tokens and where its answers begin: the
+    same for any padding; 0 for a row that only fills up.
+    """
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     found = []
     for row, targets in zip(ids, labels, strict=True):
@@ -224,7 +292,8 @@ def keys_of(batch: MicroBatch) -> np.ndarray:
     return np.array(found, dtype=np.uint64)
 
 
-# The built-in pairs -----------------------------------------------------------------------------------------------
+# The built-in pairs
+# -----------------------------------------------------------------------------------------------
 
 
 def drawn(number: int) -> Row:

@@ -10,14 +10,18 @@ from ..spec.task import MicroBatch
 from .sameness import StreamState
 
 PREFETCH = 3  # steps prepared ahead, at least
-LULL = 0.005, 0.1  # seconds that the thread sleeps at first and at most while its steps wait to be taken: each waking costs the trainer
+# seconds that the thread sleeps at first and at most while its steps wait to be taken: each waking
+# costs the trainer
+LULL = 0.005, 0.1
 
 
 class Stream:
-    """Iterates over (micro-batches of one optimizer step on one data-parallel rank, state after it), prepared ahead by one thread.
+    """Iterates over (micro-batches of one optimizer step on one data-parallel rank, state after
+    it), prepared ahead by one thread.
 
-    `state` is the state after the batch handed out last, at first the one that the stream was opened with. An error in the thread is raised
-    by `next`, and shown one step before by `error_ahead`. `close` ends the thread. `files` names what is read: domain -> file -> digest.
+    `state` is the state after the batch handed out last, at first the one that the stream was
+    opened with. An error in the thread is raised by `next`, and shown one step before by
+    `error_ahead`. `close` ends the thread. `files` names what is read: domain -> file -> digest.
     """
 
     def __init__(
@@ -49,7 +53,8 @@ class Stream:
     def _wait_for_room(self) -> None:
         """Waits until a step has been taken and some time has gone by since.
 
-        If the thread that takes a step woke this one, both would want the interpreter at the moment when training goes on.
+        If the thread that takes a step woke this one, both would want the interpreter at the moment
+        when training goes on.
         """
         pause, longest = LULL
         while self._queue.full() and not self._closed.is_set():
@@ -62,18 +67,26 @@ class Stream:
         return self
 
     def error_ahead(self, leave: Callable[[], object] = lambda: False) -> BaseException | None:
-        """Finds the error that the next `next` will raise, or None; waits until that is known, or `leave()` is true."""
+        """Finds the error that the next `next` will raise, or None; waits until that is known, or
+        `leave()` is true.
+        """
         while self._ahead is None and not leave():
             alive = self._thread.is_alive()  # asked first: what it put last is found below
             try:
-                self._ahead = RuntimeError("the stream is closed") if self._closed.is_set() else self._queue.get(timeout=1)
+                self._ahead = (
+                    RuntimeError("the stream is closed")
+                    if self._closed.is_set()
+                    else self._queue.get(timeout=1)
+                )
             except queue.Empty:
                 if not alive:
                     self._ahead = RuntimeError("the data thread died without an error")
         return self._ahead if isinstance(self._ahead, BaseException) else None
 
     def first_ahead(self) -> list[MicroBatch]:
-        """Return the micro-batches that the next `next` will return; [] if it will raise an error."""
+        """Return the micro-batches that the next `next` will return; [] if it will raise an
+        error.
+        """
         return [] if self.error_ahead() else self._ahead[0]
 
     def __next__(self) -> tuple[list[MicroBatch], StreamState]:
@@ -85,9 +98,14 @@ class Stream:
 
     def close(self) -> None:
         self._closed.set()
-        self._ahead = RuntimeError("the stream is closed") if not isinstance(self._ahead, BaseException) else self._ahead
+        self._ahead = (
+            RuntimeError("the stream is closed")
+            if not isinstance(self._ahead, BaseException)
+            else self._ahead
+        )
         while self._thread.is_alive():
             while not self._queue.empty():
                 self._queue.get()
             self._thread.join(0.01)
-        self._queue.queue.clear()  # an error in it would keep its frames, and the files that they have open
+        # an error in it would keep its frames, and the files that they have open
+        self._queue.queue.clear()

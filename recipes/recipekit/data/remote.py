@@ -1,4 +1,5 @@
-"""Files over HTTP: read in ranges; each range is asked for again until it came whole or the time is over.
+"""Files over HTTP: read in ranges; each range is asked for again until it came whole or the time is
+over.
 
 A small file of a server without ranges is fetched as a whole.
 
@@ -39,16 +40,26 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; each wait is twice the one befo
 SILENT = 30.0  # seconds that a rank other than 0 waits before it tells, too
 TIMEOUT = 20.0  # seconds without a byte
 READ_AHEAD = 1 << 20  # bytes fetched at a time where a file is read line by line
-NETWORK = (ConnectionError, TimeoutError, socket.gaierror, urllib.error.URLError, http.client.HTTPException, httpx.TransportError)
+NETWORK = (
+    ConnectionError,
+    TimeoutError,
+    socket.gaierror,
+    urllib.error.URLError,
+    http.client.HTTPException,
+    httpx.TransportError,
+)
 WHOLE_BYTES = 64 << 20  # the largest file that is read as a whole, from a server without ranges
 LOG = logging.getLogger(__name__)
-_DRAW = random.Random()  # not the seeded one of the module `random`: ranks must not all come back at the same moment
+# not the seeded one of the module `random`: ranks must not all come back at the same moment
+_DRAW = random.Random()
 
 Made = TypeVar("Made")
 
 
 class Unreachable(Refusal):
-    """Says that a server gave no answer in the time it had: no fault of the data, so nothing to skip."""
+    """Says that a server gave no answer in the time it had: no fault of the data, so nothing to
+    skip.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,10 @@ class Patience:
     closed: threading.Event = field(default_factory=threading.Event)  # ends the waiting
 
     def __call__(self, where: str, attempt: Callable[[], Made]) -> Made:
-        """Returns the value of `attempt`, which is called again after each passing fault. Raises `Unreachable` when the time is over."""
+        """Returns the value of `attempt`, which is called again after each passing fault.
+
+        Raises `Unreachable` when the time is over.
+        """
         begun, tries = time.monotonic(), 0
         while True:
             try:
@@ -71,22 +85,42 @@ class Patience:
                 tries += 1
                 waited = time.monotonic() - begun
                 if waited >= self.seconds:
-                    fix = "check the server and the connection, then start the run again: it resumes from the last checkpoint (to wait longer, use --retry_s)"
+                    fix = (
+                        "check the server and the connection, then start the run again: it resumes"
+                        " from the last checkpoint (to wait longer, use --retry_s)"
+                    )
                     raise Unreachable(
-                        refuse(where, f"{describe(error)}, {tries} times in {waited:.0f} s (--retry_s {self.seconds:g})", fix).problems
+                        refuse(
+                            where,
+                            f"{describe(error)}, {tries} times in {waited:.0f} s (--retry_s"
+                            f" {self.seconds:g})",
+                            fix,
+                        ).problems
                     ) from error
-                wait = max(min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * _DRAW.uniform(0.5, 1.0), retry_after(error) * _DRAW.uniform(1.0, 1.1))
+                wait = max(
+                    min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * _DRAW.uniform(0.5, 1.0),
+                    retry_after(error) * _DRAW.uniform(1.0, 1.1),
+                )
                 wait = min(wait, self.seconds - waited)
-                text = f"{where}: {describe(error)}. Asking again in {wait:.1f} s, for {self.seconds - waited:.0f} s more"
+                text = (
+                    f"{where}: {describe(error)}. Asking again in {wait:.1f} s, for"
+                    f" {self.seconds - waited:.0f} s more"
+                )
                 self.say(text)
                 if waited > SILENT and dist.is_initialized() and (rank := dist.get_rank()):
                     LOG.warning("rank %d: %s", rank, text)  # all the others wait for it
             if self.closed.wait(wait):
-                raise Unreachable(refuse(where, "cannot be retried: the stream is closed", "open the stream again").problems)
+                raise Unreachable(
+                    refuse(
+                        where, "cannot be retried: the stream is closed", "open the stream again"
+                    ).problems
+                )
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Lists the error and all errors that led to it; `datasets` raises some anew without a cause, so contexts count."""
+    """Lists the error and all errors that led to it; `datasets` raises some anew without a cause,
+    so contexts count.
+    """
     found: list[BaseException] = []
     waiting: list[Any] = [error]
     while waiting:
@@ -99,7 +133,9 @@ def chain(error: BaseException) -> list[BaseException]:
 
 def status_of(error: BaseException) -> int | None:
     for link in chain(error):
-        status = getattr(link, "code", None) or getattr(getattr(link, "response", None), "status_code", None)
+        status = getattr(link, "code", None) or getattr(
+            getattr(link, "response", None), "status_code", None
+        )
         if isinstance(status, int):
             return status
     return None
@@ -108,9 +144,13 @@ def status_of(error: BaseException) -> int | None:
 def is_passing(error: BaseException) -> bool:
     """True for a fault of the network or the server that may be gone a little later."""
     links = chain(error)
-    if any(isinstance(link, Refusal | OfflineModeIsEnabled | ssl.SSLCertVerificationError) for link in links):
+    if any(
+        isinstance(link, Refusal | OfflineModeIsEnabled | ssl.SSLCertVerificationError)
+        for link in links
+    ):
         return False
-    if any("OfflineModeIsEnabled" in str(link) for link in links):  # datasets 5.2.0 keeps no more of it than its name
+    # datasets 5.2.0 keeps no more of it than its name
+    if any("OfflineModeIsEnabled" in str(link) for link in links):
         return False
     if any(isinstance(link, socket.gaierror) and link.errno == socket.EAI_NONAME for link in links):
         return False
@@ -122,7 +162,9 @@ def is_passing(error: BaseException) -> bool:
 def retry_after(error: BaseException) -> float:
     """Reads how many seconds the server asks to wait; 0 if it does not say."""
     for link in chain(error):
-        headers = getattr(link, "headers", None) or getattr(getattr(link, "response", None), "headers", None)
+        headers = getattr(link, "headers", None) or getattr(
+            getattr(link, "response", None), "headers", None
+        )
         text = headers.get("Retry-After") if headers else None
         if text and text.strip().isdecimal():
             return float(text)
@@ -146,7 +188,8 @@ def describe(error: BaseException) -> str:
 
 
 def from_rank_0(make: Callable[[], Made]) -> Made:
-    """Calls `make` on rank 0 and gives its value to every rank of the job (a collective): 512 ranks would be too much for a server.
+    """Calls `make` on rank 0 and gives its value to every rank of the job (a collective): 512 ranks
+    would be too much for a server.
 
     Raises its `Refusal` on all ranks.
     """
@@ -170,7 +213,8 @@ class RemoteFile:
 
     url: str
     size: int
-    version: str  # what the server calls this content (ETag or date); "": the address itself stands for it
+    # what the server calls this content (ETag or date); "": the address itself stands for it
+    version: str
     is_whole: bool = False  # the server gives no ranges, so the file is read as a whole
 
     @property
@@ -220,7 +264,11 @@ class Ranges(io.RawIOBase):
 
 
 def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
-    """Asks for size and version of the file behind an address; `pinned` says that its content never changes. Raises `Refusal` if the file cannot be read."""
+    """Asks for size and version of the file behind an address; `pinned` says that its content never
+    changes.
+
+    Raises `Refusal` if the file cannot be read.
+    """
 
     def ask() -> RemoteFile:
         try:
@@ -241,11 +289,18 @@ def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, Refusal):
             raise
-        raise refuse(shown(url), f"cannot be read: {describe(error)}", "check the address and its permissions") from error
+        raise refuse(
+            shown(url),
+            f"cannot be read: {describe(error)}",
+            "check the address and its permissions",
+        ) from error
 
 
 def _without_ranges(url: str, answer: Any) -> RemoteFile:
-    """Return the file of a server without range requests, by its answer. Raise `Refusal` if the file is large."""
+    """Return the file of a server without range requests, by its answer.
+
+    Raise `Refusal` if the file is large.
+    """
     stated = answer.headers.get("Content-Length")
     size = int(stated) if stated else len(answer.read(WHOLE_BYTES + 1))
     if size > WHOLE_BYTES or answer.headers.get("Content-Encoding", "identity") != "identity":
@@ -272,39 +327,57 @@ def _copy(file: RemoteFile) -> BinaryIO:
         copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed when the cache drops it)
         copy.write(content)
     except OSError as error:
-        raise refuse(str(file), f"cannot be stored in {tempfile.gettempdir()}: {error.strerror}", "free space there, or set TMPDIR") from error
+        raise refuse(
+            str(file),
+            f"cannot be stored in {tempfile.gettempdir()}: {error.strerror}",
+            "free space there, or set TMPDIR",
+        ) from error
     return cast("BinaryIO", copy)
 
 
 def _changed(file: RemoteFile) -> Refusal:
-    return refuse(str(file), "has changed on the server since it was opened", "start a new run with --out NEW, or restore the old file")
+    return refuse(
+        str(file),
+        "has changed on the server since it was opened",
+        "start a new run with --out NEW, or restore the old file",
+    )
 
 
 def fetch(file: RemoteFile, start: int, end: int) -> bytes:
-    """Fetches bytes `start` to before `end`. Raises OSError for a fault that a second try may mend, `Refusal` if the file has changed."""
+    """Fetches bytes `start` to before `end`.
+
+    Raises OSError for a fault that a second try may mend, `Refusal` if the file has changed.
+    """
     if file.is_whole:
         return os.pread(_copy(file).fileno(), end - start, start)
     with request(file.url, f"bytes={start}-{end - 1}") as answer:
         size = int(answer.headers.get("Content-Range", "").rpartition("/")[2] or -1)
         changed = size != file.size or (file.version and version_of(answer.headers) != file.version)
         if answer.status != 206:
-            raise ConnectionError(f"the server returned {answer.status} to a request for part of the file")
+            raise ConnectionError(
+                f"the server returned {answer.status} to a request for part of the file"
+            )
         if changed:
             raise _changed(file)
         content = answer.read()
         if len(content) != end - start:
-            raise ConnectionError(f"the server returned {len(content)} of {end - start} requested bytes")
+            raise ConnectionError(
+                f"the server returned {len(content)} of {end - start} requested bytes"
+            )
         return content
 
 
 def request(url: str, ranges: str = "") -> Any:
     """Ask for some bytes of a file, or for all of it; return the answer, open."""
-    headers = {"Accept-Encoding": "identity", "User-Agent": "recipekit"} | ({"Range": ranges} if ranges else {})
+    headers = {"Accept-Encoding": "identity", "User-Agent": "recipekit"} | (
+        {"Range": ranges} if ranges else {}
+    )
     asked = urllib.request.Request(url, headers=headers)
     if url.startswith(f"{constants.ENDPOINT}/"):
         for name, value in build_hf_headers().items():
             if name.lower() == "authorization":
-                asked.add_unredirected_header(name, value)  # not for the storage that the hub points to
+                # not for the storage that the hub points to
+                asked.add_unredirected_header(name, value)
     return urllib.request.urlopen(asked, timeout=TIMEOUT)
 
 

@@ -1,4 +1,6 @@
-"""What a run asks of its data: the values of a recipe that reading, packing and dealing need, and the sizes they work in."""
+"""What a run asks of its data: the values of a recipe that reading, packing and dealing need, and
+the sizes they work in.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,29 +12,41 @@ from ..spec.task_specs import SAMPLES, TASKS
 
 @dataclass(frozen=True)
 class Sizes:
-    """Says how much is read, packed and shuffled at a time. The order of the rows depends on most sizes, so runs have the defaults; tests have smaller ones."""
+    """Says how much is read, packed and shuffled at a time.
+
+    The order of the rows depends on most sizes, so runs have the defaults; tests have smaller ones.
+    """
 
     read_rows: int = 64  # rows of text taken from a file at a time
     part_bytes: int = 1 << 20  # text files are cut, at line ends, into parts of this size
     chunk_rows: int = 256  # a chunk ends at so many rows
     chunk_characters: int = 1 << 20  # or at so many characters, whichever comes first
-    block_rows: int = 512  # a block, the range of packing and shuffle, has the tokens of so many rows,
+    # a block, the range of packing and shuffle, has the tokens of so many rows,
+    block_rows: int = 512
     block_tokens: tuple[int, int] = (1 << 20, 1 << 22)  # but at least and at most so many
     block_samples: int = 4096  # a block of samples that are not packed has so many,
     block_bytes: int = 1 << 28  # or those that take so much memory, whichever comes first
-    barren_documents: int = 10_000  # so many documents in a row without a target mean that there is none
-    long_text: int = 8_000_000  # characters whose tokens take so long that the run says what it does
-    times_free: int = 10  # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
+    # so many documents in a row without a target mean that there is none
+    barren_documents: int = 10_000
+    # characters whose tokens take so long that the run says what it does
+    long_text: int = 8_000_000
+    # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
+    times_free: int = 10
 
     def tokens_of_block(self, seq_len: int) -> int:
-        """Computes the tokens of a block: those of 32 rows at least, so that long rows are packed well, too."""
+        """Computes the tokens of a block: those of 32 rows at least, so that long rows are packed
+        well, too.
+        """
         least, most = self.block_tokens
         return max(min(max(self.block_rows * seq_len, least), most), 32 * seq_len)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Says which data a run reads, how, and into what batches. Fields have the names, meanings and defaults of `Recipe`; `sizes`, `tiny` and `day` are added."""
+    """Says which data a run reads, how, and into what batches.
+
+    Fields have the names, meanings and defaults of `Recipe`; `sizes`, `tiny` and `day` are added.
+    """
 
     model: str = Recipe.model
     model_revision: str = Recipe.model_revision
@@ -67,7 +81,8 @@ class Request:
     seed: int = Recipe.seed
     sizes: Sizes = Sizes()
     tiny: bool = False  # a trial
-    day: str = ""  # ISO date that chat templates write as today's: the run's first start; "": the day of rendering
+    # ISO date that chat templates write as today's: the run's first start; "": the day of rendering
+    day: str = ""
 
     @property
     def ramp(self) -> Ramp:
@@ -86,9 +101,13 @@ class Request:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names the fields of the columns that are read: all of the task's, but for an optional one that is left empty."""
+        """Names the fields of the columns that are read: all of the task's, but for an optional one
+        that is left empty.
+        """
         facts = TASKS[self.task]
-        return tuple(name for name in facts.columns if name != facts.optional or getattr(self, name))
+        return tuple(
+            name for name in facts.columns if name != facts.optional or getattr(self, name)
+        )
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -97,12 +116,16 @@ class Request:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the values of a sample, whatever their columns are called; none if a document is no sample."""
+        """Names the values of a sample, whatever their columns are called; none if a document is no
+        sample.
+        """
         return tuple(name.removesuffix("_field") for name in self.fields) if self.as_rows else ()
 
     @property
     def as_rows(self) -> bool:
-        """Says whether a row of the data set is a row of a micro-batch, and not a document to be packed."""
+        """Says whether a row of the data set is a row of a micro-batch, and not a document to be
+        packed.
+        """
         return TASKS[self.task].rows == SAMPLES
 
     @property
@@ -113,4 +136,10 @@ class Request:
 
 def request_of(recipe: Recipe) -> Request:
     """Takes from a recipe what it asks of its data."""
-    return Request(**{item.name: getattr(recipe, item.name) for item in dataclasses.fields(Request) if item.name in Recipe.__dataclass_fields__})
+    return Request(
+        **{
+            item.name: getattr(recipe, item.name)
+            for item in dataclasses.fields(Request)
+            if item.name in Recipe.__dataclass_fields__
+        }
+    )

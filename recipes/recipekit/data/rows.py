@@ -21,7 +21,10 @@ def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
     if name := compressed_as(error.object[:SIGN_BYTES]):
         return (
             f"must be text, but is compressed ({name})",
-            "give an address that ends in .gz or another compression ending. If a file is compressed twice, decompress it once",
+            (
+                "give an address that ends in .gz or another compression ending. If a file is"
+                " compressed twice, decompress it once"
+            ),
         )
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
     return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
@@ -37,19 +40,31 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
         row = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-    except (ValueError, RecursionError) as error:  # ValueError of its own for a number of more than 4300 digits
-        what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
-        raise refuse(place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}") from error
+        # ValueError of its own for a number of more than 4300 digits
+    except (ValueError, RecursionError) as error:
+        what = (
+            "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
+        )
+        raise refuse(
+            place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}"
+        ) from error
     if not isinstance(row, dict):
-        raise refuse(place, f"must be a JSON object, not a {type(row).__name__}", f"write one JSON object per line, or {SKIP}")
-    is_suspect = any(text.count(f'"{name}"') > 1 for name in row)  # perhaps a key of an object inside
+        raise refuse(
+            place,
+            f"must be a JSON object, not a {type(row).__name__}",
+            f"write one JSON object per line, or {SKIP}",
+        )
+    # perhaps a key of an object inside
+    is_suspect = any(text.count(f'"{name}"') > 1 for name in row)
     if is_suspect and (found := named_twice(_keys(text))):
         raise refuse(place, *found)
     return row
 
 
 def _keys(text: str) -> list[str]:
-    """Return the keys of a JSON object as they are written; a parsed object keeps the last of two that are equal."""
+    """Return the keys of a JSON object as they are written; a parsed object keeps the last of two
+    that are equal.
+    """
     found: list[str] = []
 
     def keep(pairs: list[tuple[str, Any]]) -> None:
@@ -64,23 +79,47 @@ def named_twice(names: list[str]) -> tuple[str, str] | None:
     if len(names) == len(set(names)):
         return None
     twice = next(name for name in names if names.count(name) > 1)
-    return f"has {names.count(twice)} columns named {twice!r}", "rename or delete all but one of them"
+    return (
+        f"has {names.count(twice)} columns named {twice!r}",
+        "rename or delete all but one of them",
+    )
 
 
 def is_empty(value: Any) -> bool:
-    """Return True for null, text that is empty or blank, empty lists and bytes, and files without bytes and path."""
-    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:  # how `datasets` stores a file
+    """Return True for null, text that is empty or blank, empty lists and bytes, and files without
+    bytes and path.
+    """
+    # how `datasets` stores a file
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         return not (value["bytes"] or value["path"])
-    return value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, list | bytes) and not value)
+    return (
+        value is None
+        or (isinstance(value, str) and not value.strip())
+        or (isinstance(value, list | bytes) and not value)
+    )
 
 
 def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:
-    """Raises `Refusal` for a value that is not empty and is no text or, where `chats` are wanted, no list of messages. With `tokens` it may be ready tokens."""
-    if not chats and isinstance(value, list) and value and all(type(token) is int for token in value):
+    """Raises `Refusal` for a value that is not empty and is no text or, where `chats` are wanted,
+    no list of messages.
+
+    With `tokens` it may be ready tokens.
+    """
+    if (
+        not chats
+        and isinstance(value, list)
+        and value
+        and all(type(token) is int for token in value)
+    ):
         if tokens:
             return
         rule = "contains token ids, which require a Parquet or Arrow file"
-        raise refuse(place, rule, "convert the file: datasets.load_dataset('json', data_files=FILE, split='train').to_parquet('tokens.parquet')")
+        raise refuse(
+            place,
+            rule,
+            "convert the file: datasets.load_dataset('json', data_files=FILE,"
+            " split='train').to_parquet('tokens.parquet')",
+        )
     if not isinstance(value, list if chats else str):
         expected = "a list of messages (--messages_field)" if chats else "text (--text_field)"
         rule = f"must be {expected}, not {type(value).__name__} {str(value)[:40]!r}"
@@ -88,4 +127,8 @@ def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> No
 
 
 def unreadable(place: str, error: Exception) -> Refusal:
-    return refuse(place, f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}", "replace the file, or leave it out of --dataset")
+    return refuse(
+        place,
+        f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
+        "replace the file, or leave it out of --dataset",
+    )

@@ -1,4 +1,6 @@
-"""What a stream of data is known by: its state, its identity, its files, and a hash of the tokens given out."""
+"""What a stream of data is known by: its state, its identity, its files, and a hash of the tokens
+given out.
+"""
 
 from typing import Any, NotRequired, TypedDict
 
@@ -14,18 +16,22 @@ SAMPLED = 1 << 16  # floats of a tensor that are hashed
 
 OTHER_TOKENIZER = Problem(
     "--tokenizer",
-    "must match the tokenizer of the saved run: the vocabulary, special tokens or chat template differ",
+    "must match the tokenizer of the saved run: the vocabulary, special tokens or chat template"
+    " differ",
     "restore the old files, or start a new run with --out NEW",
 )
 
 
 class Given(TypedDict):
-    """How much a stream has given of a corpus: `rows` and their `tokens` (or samples), and `documents` up to the end of the block in use."""
+    """How much a stream has given of a corpus: `rows` and their `tokens` (or samples), and
+    `documents` up to the end of the block in use.
+    """
 
     documents: int
     tokens: int
     rows: int
-    empty: NotRequired[int]  # of an epoch: rows of the data without text, and broken ones, which are left out
+    # of an epoch: rows of the data without text, and broken ones, which are left out
+    empty: NotRequired[int]
     bad: NotRequired[int]
 
 
@@ -40,7 +46,8 @@ class DomainState(TypedDict):
     empty: NotRequired[int]  # empty rows left out
     given: NotRequired[Given]  # since the first step; absent from the states of older versions
     epoch: NotRequired[Given]  # once the first epoch is complete: what it has given
-    lost: NotRequired[list[int]]  # chats: rows read, cut, and without target; characters of answers, and dropped ones
+    # chats: rows read, cut, and without target; characters of answers, and dropped ones
+    lost: NotRequired[list[int]]
 
 
 class StreamState(TypedDict):
@@ -56,17 +63,32 @@ class OtherData(Refusal):
 
 
 def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
-    """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which files do."""
+    """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which
+    files do.
+    """
     saved, now = {"batch_ramp": []} | saved, {"batch_ramp": []} | now
     fix = "use the value of the saved run, or start a new run with --out NEW"
-    problems = [Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix) for key, was in saved.items() if now.get(key) != was]
-    problems = [OTHER_TOKENIZER if problem.where.startswith("tokenizer = ") else problem for problem in problems]
+    problems = [
+        Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix)
+        for key, was in saved.items()
+        if now.get(key) != was
+    ]
+    problems = [
+        OTHER_TOKENIZER if problem.where.startswith("tokenizer = ") else problem
+        for problem in problems
+    ]
     if changed and saved.get("corpus") != now.get("corpus"):
         fix = "restore the old files, or start a new run with --out NEW"
         problems = [
-            Problem("--dataset", f"the files differ from those the saved run read: {first_of(changed)}", fix)
-            if problem.where.startswith("corpus = ")
-            else problem
+            (
+                Problem(
+                    "--dataset",
+                    f"the files differ from those the saved run read: {first_of(changed)}",
+                    fix,
+                )
+                if problem.where.startswith("corpus = ")
+                else problem
+            )
             for problem in problems
         ]
     if problems:
@@ -74,13 +96,17 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
 
 
 def at_step(identity: dict[str, Any], ramp: Ramp, step: int) -> dict[str, Any]:
-    """Returns the identity of a stream that has come to step `step`: with what has changed of its global batch, and not with what will."""
+    """Returns the identity of a stream that has come to step `step`: with what has changed of its
+    global batch, and not with what will.
+    """
     return identity | ({"batch_ramp": changes} if (changes := ramp.changes(step)) else {})
 
 
 def first_of(changed: list[str]) -> str:
     """Joins the first few of `changed_files`, for a message."""
-    return ", ".join(changed[:NAMED_FILES]) + (f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else "")
+    return ", ".join(changed[:NAMED_FILES]) + (
+        f" and {len(changed) - NAMED_FILES} more" if len(changed) > NAMED_FILES else ""
+    )
 
 
 def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
@@ -95,22 +121,31 @@ def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, st
 
 
 def roll(seen: int, batches: list[MicroBatch]) -> int:
-    """Hashes all tensors handed out so far into 64 bits; `seen` is the hash before these batches (0 at first).
+    """Hashes all tensors handed out so far into 64 bits; `seen` is the hash before these batches (0
+    at first).
 
     Of floats, which pictures have millions of, it takes about `SAMPLED` of a tensor.
     """
     for batch in batches:
-        for name in sorted(batch.keys() - {"documents", "document_starts"}):  # which the positions tell
+        # which the positions tell
+        for name in sorted(batch.keys() - {"documents", "document_starts"}):
             values = np.ascontiguousarray(batch[name].numpy()).ravel()
             values = values[:: len(values) // SAMPLED | 1] if values.dtype.kind == "f" else values
             values = values.view(f"u{values.itemsize}").astype(np.uint64, copy=False)
-            mixed = (values + np.arange(1, len(values) + 1, dtype=np.uint64)) * np.uint64(0xBF58476D1CE4E5B9)
-            seen = (seen * 0x94D049BB133111EB + int((mixed ^ (mixed >> np.uint64(31))).sum())) % (1 << 64)
+            mixed = (values + np.arange(1, len(values) + 1, dtype=np.uint64)) * np.uint64(
+                0xBF58476D1CE4E5B9
+            )
+            seen = (seen * 0x94D049BB133111EB + int((mixed ^ (mixed >> np.uint64(31))).sum())) % (
+                1 << 64
+            )
     return seen
 
 
 def merge_states(states: list[StreamState]) -> StreamState:
-    """Returns the state that all ranks have after the same step. Raises RuntimeError if their states differ."""
+    """Returns the state that all ranks have after the same step.
+
+    Raises RuntimeError if their states differ.
+    """
     for state in states:
         if state != states[0]:
             raise RuntimeError(f"ranks read different data: {states[0]} and {state}")

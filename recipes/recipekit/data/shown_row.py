@@ -10,11 +10,14 @@ BEGIN, END = ">>>", "<<<"
 
 
 def first_document(tokenizer: Any, batch: MicroBatch, masked: bool) -> str:
-    """Return the first document of the first row, or the part of it that is in this row, with its learned tokens marked.
+    """Return the first document of the first row, or the part of it that is in this row, with its
+    learned tokens marked.
 
     A label is the next token, with `masked` the token in its place.
     """
-    ids, labels, positions = (batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids"))
+    ids, labels, positions = (
+        batch[name][0].numpy() for name in ("input_ids", "labels", "position_ids")
+    )
     ends = np.flatnonzero(positions == 0)[1:]
     size = int(ends[0]) if len(ends) else len(ids)
     learned = labels[:size] != IGNORE

@@ -1,4 +1,6 @@
-"""Local corpora before a run: is there a document to train on, and which one is held out if the 1 % is empty?"""
+"""Local corpora before a run: is there a document to train on, and which one is held out if the 1 %
+is empty?
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,13 +17,16 @@ SHORTEST = 2 * 10  # characters or tokens; a shorter document has no tenth worth
 
 
 def check_documents(source: Source, request: Request) -> None:
-    """Raise `Refusal` for a corpus without any document, as far as that can be known without tokens."""
+    """Raise `Refusal` for a corpus without any document, as far as that can be known without
+    tokens.
+    """
     if source.ready:
         return
     rows = empty = bad = 0
     for chunk in _chunks(source, None, request):
         rows, empty, bad = rows + chunk.rows, empty + chunk.empty, bad + chunk.bad
-        if len(chunk.lengths) or (bad and not request.skip):  # a broken row is refused when its turn comes
+        # a broken row is refused when its turn comes
+        if len(chunk.lengths) or (bad and not request.skip):
             return
     raise no_document(source, rows, empty, bad)
 
@@ -29,9 +34,10 @@ def check_documents(source: Source, request: Request) -> None:
 def choose(sources: list[Source], encoder: Encoder | None, request: Request) -> HeldOut:
     """Return the rule of the held-out documents of local corpora.
 
-    Reads until the 1 % rule holds a document out, which takes about a hundred documents. In a corpus without such a
-    document, the document with the smallest hash is chosen; a document that is alone gives its last tenth. Raises
-    `Refusal` if there is one document only and it cannot be cut.
+    Reads until the 1 % rule holds a document out, which takes about a hundred documents. In a
+    corpus without such a document, the document with the smallest hash is chosen; a document that
+    is alone gives its last tenth. Raises `Refusal` if there is one document only and it cannot be
+    cut.
     """
     only: tuple[int, Any] | None = None
     smallest: HeldOut | None = None
@@ -54,19 +60,37 @@ def choose(sources: list[Source], encoder: Encoder | None, request: Request) -> 
     raise refuse(f"--dataset, {place}", rule, "add more data, or use --eval_every 0")
 
 
-def _hashed(source: Source, encoder: Encoder | None, request: Request) -> Iterator[tuple[int, Document]]:
+def _hashed(
+    source: Source, encoder: Encoder | None, request: Request
+) -> Iterator[tuple[int, Document]]:
     """Yield (hash, document) of all documents; of ready tokens a range stands for the document."""
     for chunk in _chunks(source, encoder, request):
         if isinstance(chunk, SampleChunk):
             yield from ((hash_of(document[0]), document) for document in chunk.samples)
         else:
             numbers = hash_of_tokens(chunk.ids, chunk.starts, chunk.lengths)
-            yield from ((int(number), (range(length), source.parts[0])) for number, length in zip(numbers, chunk.lengths, strict=True))
+            yield from (
+                (int(number), (range(length), source.parts[0]))
+                for number, length in zip(numbers, chunk.lengths, strict=True)
+            )
 
 
-def _chunks(source: Source, encoder: Encoder | None, request: Request) -> Iterator[Chunk | SampleChunk]:
-    """Yield the chunks of all documents. Broken rows are left out here: they are refused when their turn comes."""
-    reader = Reader(source, encoder if source.ready else None, True, request.sizes, None, held_out=None, say=lambda _: None)
+def _chunks(
+    source: Source, encoder: Encoder | None, request: Request
+) -> Iterator[Chunk | SampleChunk]:
+    """Yield the chunks of all documents.
+
+    Broken rows are left out here: they are refused when their turn comes.
+    """
+    reader = Reader(
+        source,
+        encoder if source.ready else None,
+        True,
+        request.sizes,
+        None,
+        held_out=None,
+        say=lambda _: None,
+    )
     for part in range(len(source.parts)):
         groups = reader.groups(part)
         if not isinstance(groups, int):

@@ -1,4 +1,8 @@
-"""Examines the links between GPUs (NVLink, PCIe, InfiniBand): the speed they should reach, and what keeps NCCL from using them. Imports nothing heavy."""
+"""Examines the links between GPUs (NVLink, PCIe, InfiniBand): the speed they should reach, and what
+keeps NCCL from using them.
+
+Imports nothing heavy.
+"""
 
 import contextlib
 import platform
@@ -13,7 +17,8 @@ from ..hosts.findings import Findings, Row
 from ..spec.refusal import Problem
 
 NVLINK = 100.0  # GB/s in one direction: the least between two GPUs joined by NVLink
-NVLINK_LANE = 25 / 3  # GB/s: a third of what one NVLink carries; for bridges and cards with few NVLinks
+# GB/s: a third of what one NVLink carries; for bridges and cards with few NVLinks
+NVLINK_LANE = 25 / 3
 PCIE = 2.0  # GB/s: the least between GPUs of a host that all talk at once and through host memory
 MEMLOCK = 1 << 30  # bytes; NCCL registers its buffers with the adapter, which locks them in memory
 CAP_IPC_LOCK = 1 << 14  # linux/capability.h: may lock any amount
@@ -31,7 +36,10 @@ def ports(root: Path = Path("/sys/class/infiniband")) -> list[Port]:
     """Lists the ports that are up."""
     found = []
     for port in sorted(root.glob("*/ports/*")):
-        state, rate, layer = ((port / name).read_text() if (port / name).exists() else "" for name in ("state", "rate", "link_layer"))
+        state, rate, layer = (
+            (port / name).read_text() if (port / name).exists() else ""
+            for name in ("state", "rate", "link_layer")
+        )
         if "ACTIVE" in state and (number := re.match(r"[\d.]+", rate)):
             found.append(Port(port.parents[1].name, float(number[0]), layer.strip()))
     return found
@@ -46,19 +54,31 @@ def nvlinks(matrix: str) -> dict[tuple[int, int], int]:
     for line in cells:
         if line is not columns and (row := re.fullmatch(r"GPU(\d+)", line[0])):
             for name, cell in zip(columns[1:], line[1:], strict=False):
-                if (column := re.fullmatch(r"GPU(\d+)", name)) and (lanes := re.fullmatch(r"NV(\d+)", cell)):
+                if (column := re.fullmatch(r"GPU(\d+)", name)) and (
+                    lanes := re.fullmatch(r"NV(\d+)", cell)
+                ):
                     found[int(row[1]), int(column[1])] = int(lanes[1])
     return found
 
 
 def facts(numbers: list[int], root: Path = Path("/sys/class/infiniband")) -> dict[str, Any]:
-    """Collects a host's links, as JSON: its ports, and [i, j, NVLinks] for the GPUs of its local ranks, whose `numbers` are nvidia-smi's."""
+    """Collects a host's links, as JSON: its ports, and [i, j, NVLinks] for the GPUs of its local
+    ranks, whose `numbers` are nvidia-smi's.
+    """
     matrix = ""
     if len(numbers) > 1 and (program := shutil.which("nvidia-smi")):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # `check_devices` reports an nvidia-smi that does not answer
-            matrix = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False).stdout
+        # `check_devices` reports an nvidia-smi that does not answer
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            matrix = subprocess.run(
+                [program, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False
+            ).stdout
     lanes = nvlinks(matrix)
-    pairs = [[i, j, lanes[a, b]] for i, a in enumerate(numbers) for j, b in enumerate(numbers) if (a, b) in lanes]
+    pairs = [
+        [i, j, lanes[a, b]]
+        for i, a in enumerate(numbers)
+        for j, b in enumerate(numbers)
+        if (a, b) in lanes
+    ]
     return {"ports": [list(port) for port in ports(root)], "nvlinks": pairs}
 
 
@@ -69,7 +89,9 @@ def check_adapters(
     kernel: str = platform.release(),
     limit: int = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
 ) -> Findings:
-    """Finds what keeps this host's adapters from serving NCCL, if the host has GPUs and the run has several `hosts`."""
+    """Finds what keeps this host's adapters from serving NCCL, if the host has GPUs and the run has
+    several `hosts`.
+    """
     found = ports(root)
     if not found:
         return
@@ -79,15 +101,42 @@ def check_adapters(
         return
     status = (proc / "self" / "status").read_text()
     rights = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.M)
-    if limit != resource.RLIM_INFINITY and limit < MEMLOCK and not (rights and int(rights[1], 16) & CAP_IPC_LOCK):
-        fix = "run: ulimit -l unlimited (containers: --ulimit memlock=-1, Slurm: PropagateResourceLimitsExcept=MEMLOCK, systemd: LimitMEMLOCK=infinity)"
-        yield Problem(f"RLIMIT_MEMLOCK = {limit >> 10} KiB", f"NCCL cannot lock its buffers for {found[0].device} in memory", fix)
+    if (
+        limit != resource.RLIM_INFINITY
+        and limit < MEMLOCK
+        and not (rights and int(rights[1], 16) & CAP_IPC_LOCK)
+    ):
+        fix = (
+            "run: ulimit -l unlimited (containers: --ulimit memlock=-1, Slurm:"
+            " PropagateResourceLimitsExcept=MEMLOCK, systemd: LimitMEMLOCK=infinity)"
+        )
+        yield Problem(
+            f"RLIMIT_MEMLOCK = {limit >> 10} KiB",
+            f"NCCL cannot lock its buffers for {found[0].device} in memory",
+            fix,
+        )
     modules = (proc / "modules").read_text() if (proc / "modules").exists() else ""
     driver = proc / "driver" / "nvidia" / "version"
-    dma_buf = driver.exists() and "Open Kernel Module" in driver.read_text() and _release(kernel) >= (5, 12)  # as NVIDIA's GPUDirect page says
-    if driver.exists() and not dma_buf and not re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.M):
-        rule = f"{found[0].device} cannot read GPU memory: neither nvidia_peermem is loaded nor DMA-BUF there (open kernel modules, Linux 5.12), so all goes through host memory"
-        yield Problem("GPUDirect RDMA", rule, "run: modprobe nvidia-peermem, or install the driver with open kernel modules")
+    # as NVIDIA's GPUDirect page says
+    dma_buf = (
+        driver.exists()
+        and "Open Kernel Module" in driver.read_text()
+        and _release(kernel) >= (5, 12)
+    )
+    if (
+        driver.exists()
+        and not dma_buf
+        and not re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.M)
+    ):
+        rule = (
+            f"{found[0].device} cannot read GPU memory: neither nvidia_peermem is loaded nor"
+            " DMA-BUF there (open kernel modules, Linux 5.12), so all goes through host memory"
+        )
+        yield Problem(
+            "GPUDirect RDMA",
+            rule,
+            "run: modprobe nvidia-peermem, or install the driver with open kernel modules",
+        )
 
 
 def _release(kernel: str) -> tuple[int, int]:
@@ -96,18 +145,30 @@ def _release(kernel: str) -> tuple[int, int]:
 
 
 def network_of(log: str) -> str:
-    """Reads the network that NCCL chose, IB or Socket for example, from its log with NCCL_DEBUG=INFO; "" if the log does not say."""
-    found = re.findall(r"Using network (\S+)", log) or re.findall(r"Assigned NET plugin (\S+) to comm", log)
+    """Reads the network that NCCL chose, IB or Socket for example, from its log with
+    NCCL_DEBUG=INFO; "" if the log does not say.
+    """
+    found = re.findall(r"Using network (\S+)", log) or re.findall(
+        r"Assigned NET plugin (\S+) to comm", log
+    )
     return found[-1] if found else ""
 
 
 def over_sockets(networks: dict[int, str], adapters: list[Port]) -> list[Problem]:
-    """Refuses NCCL over sockets while the hosts have InfiniBand; `networks`: what each rank's NCCL chose, `adapters`: those of all hosts."""
+    """Refuses NCCL over sockets while the hosts have InfiniBand; `networks`: what each rank's NCCL
+    chose, `adapters`: those of all hosts.
+    """
     infiniband = [port for port in adapters if port.layer == "InfiniBand"]
     if not infiniband or "Socket" not in networks.values():
         return []
-    rule = f"uses sockets between hosts, although {infiniband[0].device} with {infiniband[0].gbit:g} Gb/s is there"
-    fix = "install libibverbs (rdma-core), pass /dev/infiniband to the container, unset NCCL_IB_DISABLE and NCCL_NET. Set NCCL_DEBUG=INFO to see the reason"
+    rule = (
+        f"uses sockets between hosts, although {infiniband[0].device} with {infiniband[0].gbit:g}"
+        " Gb/s is there"
+    )
+    fix = (
+        "install libibverbs (rdma-core), pass /dev/infiniband to the container, unset"
+        " NCCL_IB_DISABLE and NCCL_NET. Set NCCL_DEBUG=INFO to see the reason"
+    )
     return [Problem("NCCL", rule, fix)]
 
 
@@ -118,15 +179,25 @@ class Place(NamedTuple):
     number: int
 
 
-def floors(places: dict[int, Place], facts: dict[int, dict[str, Any]], network: str) -> dict[tuple[int, int], tuple[float, str]]:
-    """Returns the least speed of links of GPUs whose kind is known: (from rank, to rank) -> (GB/s, kind of link); `facts` by host.
+def floors(
+    places: dict[int, Place], facts: dict[int, dict[str, Any]], network: str
+) -> dict[tuple[int, int], tuple[float, str]]:
+    """Returns the least speed of links of GPUs whose kind is known: (from rank, to rank) -> (GB/s,
+    kind of link); `facts` by host.
 
-    Measured as speed.py does: in round k every rank sends to the rank k after it, so the ranks of a host share its adapters.
+    Measured as speed.py does: in round k every rank sends to the rank k after it, so the ranks of a
+    host share its adapters.
     """
     world, found = len(places), {}
-    nvlink = {node: {(i, j): lanes for i, j, lanes in told["nvlinks"]} for node, told in facts.items()}
+    nvlink = {
+        node: {(i, j): lanes for i, j, lanes in told["nvlinks"]} for node, told in facts.items()
+    }
     rates = {
-        node: [port.gbit / 8 for port in (Port(*port) for port in told["ports"]) if port.layer == "InfiniBand" or network == "IB"]
+        node: [
+            port.gbit / 8
+            for port in (Port(*port) for port in told["ports"])
+            if port.layer == "InfiniBand" or network == "IB"
+        ]
         for node, told in facts.items()
     }
     for source in places:
@@ -135,16 +206,36 @@ def floors(places: dict[int, Place], facts: dict[int, dict[str, Any]], network: 
             here, there = places[source], places[target]
             if here.node == there.node:
                 lanes = nvlink[here.node].get((here.number, there.number), 0)
-                found[source, target] = (min(NVLINK, NVLINK_LANE * lanes), f"{lanes} NVLinks") if lanes else (PCIE, "PCIe")
+                found[source, target] = (
+                    (min(NVLINK, NVLINK_LANE * lanes), f"{lanes} NVLinks")
+                    if lanes
+                    else (PCIE, "PCIe")
+                )
             elif rates[here.node] and rates[there.node]:
-                leaving = sum(places[rank].node == here.node and places[(rank + shift) % world].node != here.node for rank in places)
-                coming = sum(places[rank].node != there.node and places[(rank + shift) % world].node == there.node for rank in places)
-                shares = [min(max(rates[node]), sum(rates[node]) / flows) for node, flows in ((here.node, leaving), (there.node, coming))]
-                found[source, target] = (min(shares) / 2, f"{max(rates[here.node]) * 8:g} Gb/s adapters")
+                leaving = sum(
+                    places[rank].node == here.node
+                    and places[(rank + shift) % world].node != here.node
+                    for rank in places
+                )
+                coming = sum(
+                    places[rank].node != there.node
+                    and places[(rank + shift) % world].node == there.node
+                    for rank in places
+                )
+                shares = [
+                    min(max(rates[node]), sum(rates[node]) / flows)
+                    for node, flows in ((here.node, leaving), (there.node, coming))
+                ]
+                found[source, target] = (
+                    min(shares) / 2,
+                    f"{max(rates[here.node]) * 8:g} Gb/s adapters",
+                )
     return found
 
 
-def below(links: dict[tuple[int, int], float], least: dict[tuple[int, int], tuple[float, str]]) -> dict[tuple[int, int], str]:
+def below(
+    links: dict[tuple[int, int], float], least: dict[tuple[int, int], tuple[float, str]]
+) -> dict[tuple[int, int], str]:
     """Describes the links that do not reach their floor: (from, to) -> text."""
     return {
         pair: f"{speed:.2f} GB/s over {least[pair][1]}, at least {least[pair][0]:.1f} is expected"

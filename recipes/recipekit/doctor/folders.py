@@ -1,4 +1,6 @@
-"""Checks the folders of a run on this host: whether the run folder can be written and locked, and how fast the NVMe folder is."""
+"""Checks the folders of a run on this host: whether the run folder can be written and locked, and
+how fast the NVMe folder is.
+"""
 
 import errno
 import fcntl
@@ -14,12 +16,15 @@ from ..hosts.findings import Findings, Row, amount, existing
 from ..hosts.locks import no_locks
 from ..spec.refusal import Problem
 
-SLOWEST_DRIVE = 0.1  # GB/s; slower is a network folder or a spinning disk, for which a step waits minutes
+# GB/s; slower is a network folder or a spinning disk, for which a step waits minutes
+SLOWEST_DRIVE = 0.1
 PROBE = 1 << 20  # bytes written to find out whether a folder can be written
 
 
 def check_out(out: Path, mark: str | None) -> Findings:
-    """Checks that the run folder can be written and locked, and is the folder in which rank 0 left the file `mark`."""
+    """Checks that the run folder can be written and locked, and is the folder in which rank 0 left
+    the file `mark`.
+    """
     there = existing(out)
     where = f"out = {out}"
     if os.path.isfile(out):
@@ -37,20 +42,35 @@ def check_out(out: Path, mark: str | None) -> Findings:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = amount(shutil.disk_usage(there).free)
-            yield Problem(where, f"{there} is full ({error.strerror}, {free} free)", "free space, or set --out to a folder on another disk")
+            yield Problem(
+                where,
+                f"{there} is full ({error.strerror}, {free} free)",
+                "free space, or set --out to a folder on another disk",
+            )
         else:
-            yield Problem(where, f"{there} cannot be written: {error.strerror}", "set --out to a folder that you can write to")
-    yield Row("out", f"{out.absolute()} ({file_system(there) or 'unknown file system'}, {amount(shutil.disk_usage(there).free)} free)")
+            yield Problem(
+                where,
+                f"{there} cannot be written: {error.strerror}",
+                "set --out to a folder that you can write to",
+            )
+    yield Row(
+        "out",
+        f"{out.absolute()} ({file_system(there) or 'unknown file system'},"
+        f" {amount(shutil.disk_usage(there).free)} free)",
+    )
     if mark and not os.path.exists(there / mark):
         yield Problem(
             where,
-            f"{there} is not the folder that rank 0 writes to, because rank 0's marker file {mark} is missing",
+            f"{there} is not the folder that rank 0 writes to, because rank 0's marker file {mark}"
+            " is missing",
             "set --out to a folder that all hosts share",
         )
 
 
 def check_drive(folder: Path) -> Findings:
-    """Measures how fast the NVMe folder writes and reads, past the page cache where the file system allows it."""
+    """Measures how fast the NVMe folder writes and reads, past the page cache where the file system
+    allows it.
+    """
     there = existing(folder)
     block = mmap.mmap(-1, 16 << 20)  # aligned, as O_DIRECT wants it
     block.write(os.urandom(1 << 20) * 16)
@@ -71,11 +91,26 @@ def check_drive(folder: Path) -> Findings:
             read = time.perf_counter()
             os.close(descriptor)
     except OSError as error:
-        yield Problem(f"nvme_path = {folder}", f"{there} cannot be written: {error.strerror}", "set nvme_path to a folder on a local drive with free space")
+        yield Problem(
+            f"nvme_path = {folder}",
+            f"{there} cannot be written: {error.strerror}",
+            "set nvme_path to a folder on a local drive with free space",
+        )
         return
-    writes, reads = (16 * len(block) / seconds / 1e9 for seconds in (written - begun, read - written))
+    writes, reads = (
+        16 * len(block) / seconds / 1e9 for seconds in (written - begun, read - written)
+    )
     cached = "" if past_cache else ", through the page cache"
-    yield Row("NVMe", f"{there} ({file_system(there)}): writes {writes:.2f} GB/s, reads {reads:.2f} GB/s{cached}, {amount(shutil.disk_usage(there).free)} free")
+    yield Row(
+        "NVMe",
+        f"{there} ({file_system(there)}): writes {writes:.2f} GB/s, reads {reads:.2f} GB/s{cached},"
+        f" {amount(shutil.disk_usage(there).free)} free",
+    )
     if min(writes, reads) < SLOWEST_DRIVE:
-        rule = f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {SLOWEST_DRIVE} GB/s every step waits for it"
-        yield Problem(f"nvme_path = {folder}", rule, "set nvme_path to a folder on a local NVMe drive")
+        rule = (
+            f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {SLOWEST_DRIVE} GB/s every"
+            " step waits for it"
+        )
+        yield Problem(
+            f"nvme_path = {folder}", rule, "set nvme_path to a folder on a local NVMe drive"
+        )

@@ -18,7 +18,8 @@ from ..spec.step_names import step_folders
 
 
 def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
-    """Counts the bytes of the states on each rank, of a checkpoint and of the export, and how many checkpoints there will be at a time.
+    """Counts the bytes of the states on each rank, of a checkpoint and of the export, and how many
+    checkpoints there will be at a time.
 
     Raises `Refusal` where the states exceed a GPU of this host.
     """
@@ -38,24 +39,41 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     device_memory = 0
     if not on_gpu:
         device_memory = total(terms, ACCELERATOR)
-    elif problems := too_much(terms, ACCELERATOR, torch.cuda.get_device_properties().total_memory, on=torch.cuda.get_device_name()):
+    elif problems := too_much(
+        terms,
+        ACCELERATOR,
+        torch.cuda.get_device_properties().total_memory,
+        on=torch.cuda.get_device_name(),
+    ):
         raise Refusal(problems)
     return {
         "host": total(terms, HOST) + device_memory,
         "NVMe": total(terms, NVME),
-        "checkpoint": (size if stage < 3 else size - trained) * width + (4 * trained if mixed or stage else 0) + states,
+        "checkpoint": (size if stage < 3 else size - trained) * width
+        + (4 * trained if mixed or stage else 0)
+        + states,
         "checkpoints": max(1, recipe.most_checkpoints - there),
         "export": size * width if recipe.export else 0,
     }
 
 
 def _state_elements(plan: Plan, blueprint: Blueprint, layout: Layout) -> Iterator[int]:
-    """Yields numbers that add up to the elements of the optimizer's states in a checkpoint. Adafactor's rows and columns are there once for every holder."""
+    """Yields numbers that add up to the elements of the optimizer's states in a checkpoint.
+
+    Adafactor's rows and columns are there once for every holder.
+    """
     if states_of(plan.ds_config) != FACTORS:
-        trained = [(tensor.numel, tensor.group) for tensor in blueprint.tensors if tensor.group is not None]
-        yield from (numel * len(states_of(plan.ds_config, blueprint.groups[group].matrix)) for numel, group in trained)
+        trained = [
+            (tensor.numel, tensor.group) for tensor in blueprint.tensors if tensor.group is not None
+        ]
+        yield from (
+            numel * len(states_of(plan.ds_config, blueprint.groups[group].matrix))
+            for numel, group in trained
+        )
         return
     layout = replace(layout, zero_stage=plan.ds_config["zero_optimization"]["stage"])
     for pp_rank in range(layout.mesh.pp):
         tensors = held(blueprint, layout, pp_rank)
-        yield from (elements_of(tensors, layout, tp_rank).total() for tp_rank in range(layout.mesh.tp))
+        yield from (
+            elements_of(tensors, layout, tp_rank).total() for tp_rank in range(layout.mesh.tp)
+        )

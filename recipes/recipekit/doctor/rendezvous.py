@@ -1,6 +1,9 @@
-"""Lets ranks report to rank 0 over plain sockets. Every wait has a deadline: a rank that is missing, silent or gone is named, never waited for.
+"""Lets ranks report to rank 0 over plain sockets.
 
-This module needs the standard library only, so that it works where torch or the network between the hosts does not.
+Every wait has a deadline: a rank that is missing, silent or gone is named, never waited for.
+
+This module needs the standard library only, so that it works where torch or the network between the
+hosts does not.
 """
 
 import contextlib
@@ -15,7 +18,9 @@ from typing import Any
 
 from ..spec.refusal import refuse
 
-PORTS = 8  # rank 0 listens on the first free one of so many ports beside the master port, which belongs to the launcher and torch
+# rank 0 listens on the first free one of so many ports beside the master port, which belongs to the
+# launcher and torch
+PORTS = 8
 ANSWER = 2.0  # seconds for a greeting; whoever does not greet is another program
 LONGEST = 1 << 26  # bytes of a message
 
@@ -35,7 +40,9 @@ class Line:
         self.connection.sendall(json.dumps(value).encode() + b"\n")
 
     def read(self, seconds: float) -> Any:
-        """Reads the next value. Raises OSError if none comes in time, ValueError if it is not JSON."""
+        """Reads the next value. Raises OSError if none comes in time, ValueError if it is not
+        JSON.
+        """
         deadline = time.monotonic() + seconds
         while b"\n" not in self._read:
             self.connection.settimeout(max(0.01, deadline - time.monotonic()))
@@ -61,7 +68,9 @@ class Chair:
         self.lost[rank] = why
 
     def gather(self, own: Any, seconds: float, about: str) -> dict[int, Any]:
-        """Collects {rank: what it reported}. A rank that is silent for `seconds` is lost; `about` names what was asked for."""
+        """Collects {rank: what it reported}. A rank that is silent for `seconds` is lost; `about`
+        names what was asked for.
+        """
         found = {0: own}
         deadline = time.monotonic() + seconds
         for rank, line in list(self._lines.items()):
@@ -82,7 +91,9 @@ class Chair:
                 self._drop(rank, f"cannot be written to ({error})")
 
     def clocks(self, times: int = 5) -> dict[int, tuple[float, float]]:
-        """Measures the clocks of ranks that wait in `hear`: rank -> (seconds that its clock is ahead of this one, round trip in seconds)."""
+        """Measures the clocks of ranks that wait in `hear`: rank -> (seconds that its clock is
+        ahead of this one, round trip in seconds).
+        """
         found = {}
         for rank, line in list(self._lines.items()):
             trips: list[tuple[float, float]] = []
@@ -121,7 +132,9 @@ class Member:
             raise self._gone(error) from None
 
     def hear(self, seconds: float) -> Any:
-        """Returns the next value that rank 0 sends to all ranks; answers questions for the clock meanwhile."""
+        """Returns the next value that rank 0 sends to all ranks; answers questions for the clock
+        meanwhile.
+        """
         while True:
             try:
                 message = self._line.read(seconds)
@@ -132,19 +145,28 @@ class Member:
                 raise self._gone(error) from None
 
     def _gone(self, error: Exception) -> Exception:
-        return refuse(f"rank 0 at {self.chair_address}", f"stopped answering ({error})", "check the output of rank 0")
+        return refuse(
+            f"rank 0 at {self.chair_address}",
+            f"stopped answering ({error})",
+            "check the output of rank 0",
+        )
 
     def close(self) -> None:
         self._line.connection.close()
 
 
 def meet(rank: int, world: int, address: str, port: int, patience: float) -> Chair | Member:
-    """Joins the meeting of `world` ranks; rank 0 waits at most `patience` seconds for the others, and the others a little longer for rank 0.
+    """Joins the meeting of `world` ranks; rank 0 waits at most `patience` seconds for the others,
+    and the others a little longer for rank 0.
 
     Raises `Refusal` if rank 0 cannot be reached, or has no port to listen on.
     """
     key = f"{address}:{port}:{world}"  # several jobs may have neighbouring ports
-    return _chair(world, port, key, patience) if rank == 0 else _member(rank, address, port, key, 1.5 * patience)
+    return (
+        _chair(world, port, key, patience)
+        if rank == 0
+        else _member(rank, address, port, key, 1.5 * patience)
+    )
 
 
 def _chair(world: int, port: int, key: str, patience: float) -> Chair:
@@ -154,7 +176,9 @@ def _chair(world: int, port: int, key: str, patience: float) -> Chair:
             listener = listen(candidate)
             break
     if listener is None:
-        raise refuse(f"ports {_span(port)} of rank 0", "are all in use", "choose another master port")
+        raise refuse(
+            f"ports {_span(port)} of rank 0", "are all in use", "choose another master port"
+        )
     lines: dict[int, Line] = {}
     deadline = time.monotonic() + patience
     with listener:
@@ -169,11 +193,16 @@ def _chair(world: int, port: int, key: str, patience: float) -> Chair:
                 if greeting["key"] != key or greeting["rank"] in lines:
                     raise ValueError("not of this job")
                 line.send({"id": id})
-                line.read(5 * ANSWER)  # fails at once if that rank has hung up meanwhile, in order to greet again
+                # fails at once if that rank has hung up meanwhile, in order to greet again
+                line.read(5 * ANSWER)
                 lines[greeting["rank"]] = line
             except (OSError, ValueError, KeyError, TypeError):
                 line.connection.close()
-    absent = {rank: f"did not come within {patience:.0f} s" for rank in range(1, world) if rank not in lines}
+    absent = {
+        rank: f"did not come within {patience:.0f} s"
+        for rank in range(1, world)
+        if rank not in lines
+    }
     return Chair(world, dict(sorted(lines.items())), absent, id)
 
 
@@ -182,7 +211,12 @@ def _member(rank: int, address: str, port: int, key: str, patience: float) -> Me
     while time.monotonic() < deadline:
         for candidate in beside(port):
             try:
-                line = Line(socket.create_connection((address, candidate), timeout=max(0.1, min(ANSWER, deadline - time.monotonic()))))
+                line = Line(
+                    socket.create_connection(
+                        (address, candidate),
+                        timeout=max(0.1, min(ANSWER, deadline - time.monotonic())),
+                    )
+                )
             except OSError as error:
                 why = error.strerror or str(error)
                 if time.monotonic() > deadline:
@@ -213,14 +247,21 @@ def _span(port: int) -> str:
 
 
 def listen(port: int) -> socket.socket:
-    """Opens a socket that listens on all addresses of this host; port 0 takes a free one. Raises OSError if the port is in use."""
+    """Opens a socket that listens on all addresses of this host; port 0 takes a free one.
+
+    Raises OSError if the port is in use.
+    """
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
     return socket.create_server(("", port), backlog=1024)
 
 
 def echo() -> socket.socket:
-    """Opens a listening socket that sends back, from threads, what its connections send, until the socket is closed."""
+    """Opens a listening socket that sends back, from threads, what its connections send, until the
+    socket is closed.
+    """
     listener = listen(0)
 
     def answer(connection: socket.socket) -> None:
@@ -239,7 +280,9 @@ def echo() -> socket.socket:
 
 
 def reach(addresses: dict[int, tuple[str, int]], seconds: float) -> dict[int, float | str]:
-    """Connects to each address, for at most `seconds`: rank -> round trip in seconds, or why the rank cannot be reached."""
+    """Connects to each address, for at most `seconds`: rank -> round trip in seconds, or why the
+    rank cannot be reached.
+    """
 
     def ping(address: tuple[str, int]) -> float | str:
         try:

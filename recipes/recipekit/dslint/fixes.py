@@ -1,6 +1,7 @@
 """Fixes of a DeepSpeed JSON that can be carried out as they are written.
 
-The text of a fix begins with one of these, and may name other ways behind a comma, in a further sentence or behind "or":
+The text of a fix begins with one of these, and may name other ways behind a comma, in a further
+sentence or behind "or":
 
     delete it                      delete the block
     write JSON                     set it (or KEY) to JSON         add 1
@@ -36,16 +37,21 @@ class Change:
         return f"{self.problem.where}: {self.done} ({self.problem.rule})"
 
 
-def fix(config: dict[str, Any], check: Callable[[dict[str, Any]], list[Problem]]) -> tuple[dict[str, Any], list[Change]]:
+def fix(
+    config: dict[str, Any], check: Callable[[dict[str, Any]], list[Problem]]
+) -> tuple[dict[str, Any], list[Change]]:
     """Return the JSON with every fix that can be carried out, and one `Change` for each.
 
-    `check` returns the problems of a JSON. A fix is dropped if its problem is still there afterwards, or if it brings
-    another problem. Only a new name of a key may do so, since what the key holds was not checked before.
+    `check` returns the problems of a JSON. A fix is dropped if its problem is still there
+    afterwards, or if it brings another problem. Only a new name of a key may do so, since what the
+    key holds was not checked before.
     """
     changes: list[Change] = []
     dropped: set[Problem] = set()
     problems = check(config)
-    while len(changes) < MOST and (todo := [problem for problem in problems if problem not in dropped]):
+    while len(changes) < MOST and (
+        todo := [problem for problem in problems if problem not in dropped]
+    ):
         problem = todo[0]
         attempt = carried_out(problem, config)
         after = check(attempt[0]) if attempt is not None else []
@@ -58,8 +64,12 @@ def fix(config: dict[str, Any], check: Callable[[dict[str, Any]], list[Problem]]
     return config, changes
 
 
-def carried_out(problem: Problem, config: dict[str, Any]) -> tuple[dict[str, Any], str, bool] | None:
-    """Return the JSON after the first way that a fix names, what was done, and True for a new name; None if a person has to do it."""
+def carried_out(
+    problem: Problem, config: dict[str, Any]
+) -> tuple[dict[str, Any], str, bool] | None:
+    """Return the JSON after the first way that a fix names, what was done, and True for a new name;
+    None if a person has to do it.
+    """
     path = re.sub(r"^.* \((\S+)\)$", r"\1", problem.where.partition(" = ")[0])
     config, text = copy.deepcopy(config), problem.fix
     block, _, key = path.rpartition(".")
@@ -95,8 +105,13 @@ def carried_out(problem: Problem, config: dict[str, Any]) -> tuple[dict[str, Any
     return None
 
 
-def _moved(config: dict[str, Any], path: str, target: str) -> tuple[dict[str, Any], str, bool] | None:
-    """Give a key another path: in the same place of its block, or in a block that is there already. No key is overwritten."""
+def _moved(
+    config: dict[str, Any], path: str, target: str
+) -> tuple[dict[str, Any], str, bool] | None:
+    """Give a key another path: in the same place of its block, or in a block that is there already.
+
+    No key is overwritten.
+    """
     (block, _, key), (place, _, name) = path.rpartition("."), target.rpartition(".")
     here, there = (at(config, where) if where else config for where in (block, place))
     if not isinstance(there, dict) or key not in here or name in there:
@@ -111,9 +126,15 @@ def _moved(config: dict[str, Any], path: str, target: str) -> tuple[dict[str, An
 
 
 def _full(name: str, block: str) -> str:
-    """Return the path of a key that "did you mean" names: beside the misspelt key, unless only the top level has it."""
+    """Return the path of a key that "did you mean" names: beside the misspelt key, unless only the
+    top level has it.
+    """
     top = schema()["config"]["keys"]
-    return name if "." in name or (name in top and name not in _keys(block)) else f"{block}.{name}".lstrip(".")
+    return (
+        name
+        if "." in name or (name in top and name not in _keys(block))
+        else f"{block}.{name}".lstrip(".")
+    )
 
 
 def _keys(block: str) -> dict[str, Any]:
@@ -148,7 +169,9 @@ def _set(config: dict[str, Any], path: str, text: str) -> tuple[dict[str, Any], 
 
 
 def _absolute(name: str, path: str, config: dict[str, Any]) -> str:
-    """Return the full path of a key that a fix names: a key without a dot lies beside the one at fault, or in the block at fault."""
+    """Return the full path of a key that a fix names: a key without a dot lies beside the one at
+    fault, or in the block at fault.
+    """
     if "." in name or name in schema()["config"]["keys"]:
         return name
     block = path if isinstance(at(config, path), dict) else path.rpartition(".")[0]
@@ -178,5 +201,11 @@ def _refuse(name: str) -> Any:
 
 
 def _ends(rest: str) -> bool:
-    """Return True if a way ends before `rest`, and no second value is offered there: "9 or 12" leaves a choice."""
-    return rest == "" or rest.startswith(". ") or re.match(r",? (or|which) (?![\d\"\[{]|true\b|false\b|more\b)", rest) is not None
+    """Return True if a way ends before `rest`, and no second value is offered there: "9 or 12"
+    leaves a choice.
+    """
+    return (
+        rest == ""
+        or rest.startswith(". ")
+        or re.match(r",? (or|which) (?![\d\"\[{]|true\b|false\b|more\b)", rest) is not None
+    )

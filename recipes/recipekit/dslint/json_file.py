@@ -14,10 +14,11 @@ from .values import shown
 
 
 def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Returns the JSON called `name` and its path; a dict is returned as it is, with None for the path.
+    """Returns the JSON called `name` and its path; a dict is returned as it is, with None for the
+    path.
 
-    A name is looked up as typed, then in `folder` (where the recipe lies), then among the shipped ones (ds_configs/). Raises
-    `Refusal` if no such file is there or its text is not strict JSON.
+    A name is looked up as typed, then in `folder` (where the recipe lies), then among the shipped
+    ones (ds_configs/). Raises `Refusal` if no such file is there or its text is not strict JSON.
     """
     if isinstance(name, dict):
         return copy.deepcopy(name), None
@@ -28,13 +29,23 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
     beside = {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
     known = sorted(beside | strategies().keys())
     near = difflib.get_close_matches(Path(name).name, known, 1)
-    fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}" if known else "use the path of a DeepSpeed JSON"
+    fix = (
+        f"did you mean {near[0]}?"
+        if near
+        else f"use one of {', '.join(known)}"
+        if known
+        else "use the path of a DeepSpeed JSON"
+    )
     looked = ", ".join(str(path) for path in dict.fromkeys(places))
-    raise refuse(f"deepspeed_config = {name}", f"the file does not exist (searched for {looked})", fix)
+    raise refuse(
+        f"deepspeed_config = {name}", f"the file does not exist (searched for {looked})", fix
+    )
 
 
 def differences(config: dict[str, Any], path: Path | None) -> list[str]:
-    """Return a line with each key that differs between a JSON and the shipped file of the same name; [] if none does."""
+    """Return a line with each key that differs between a JSON and the shipped file of the same
+    name; [] if none does.
+    """
     shipped = STRATEGIES / path.name if path else None
     if path is None or shipped is None or not shipped.is_file() or shipped.samefile(path):
         return []
@@ -54,12 +65,18 @@ def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Return the values of a JSON by dotted keys; an empty block is a value."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        found |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {f"{above}{key}": value}
+        found |= (
+            flat(value, f"{above}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{above}{key}": value}
+        )
     return found
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8, without the byte order mark that Windows' editors write at its start."""
+    """Return the text of a file in UTF-8, without the byte order mark that Windows' editors write
+    at its start.
+    """
     return path.read_text(encoding="utf-8-sig")
 
 
@@ -67,18 +84,26 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(str(path), f"cannot be read: {error}", "use a readable JSON file in UTF-8") from None
+        raise refuse(
+            str(path), f"cannot be read: {error}", "use a readable JSON file in UTF-8"
+        ) from None
     try:
         config = _StrictDecoder(text).decode(text)
     except json.JSONDecodeError as error:
         raise Refusal(_not_strict(path, text, error)) from None
     except RecursionError:
-        raise refuse(str(path), "is nested too deeply to be a DeepSpeed configuration", "see ds_configs/README.md") from None
+        raise refuse(
+            str(path),
+            "is nested too deeply to be a DeepSpeed configuration",
+            "see ds_configs/README.md",
+        ) from None
     except ValueError as error:  # an integer of thousands of digits
         raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
     if not isinstance(config, dict):
         raise refuse(
-            str(path), f"contains {shown(config)}, not an object", 'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}'
+            str(path),
+            f"contains {shown(config)}, not an object",
+            'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}',
         )
     return config
 
@@ -86,16 +111,29 @@ def _read(path: Path) -> dict[str, Any]:
 def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
     """Lists every comment and spare comma, and the first other fault that is left without them."""
     found: dict[int, tuple[str, str]] = {}  # where a fault begins -> (its name, the fix)
-    for pattern, what in ((r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"), (r"(,)(?=\s*[}\]])", "comma before a closing bracket")):
+    for pattern, what in (
+        (r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"),
+        (r"(,)(?=\s*[}\]])", "comma before a closing bracket"),
+    ):
         for match in list(re.finditer(r'"(?:\\.|[^"\\])*"|' + pattern, text, re.DOTALL)):
             if remark := match[1]:
-                found[match.start()] = what, "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}"
-                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]  # everything else keeps its place
+                found[match.start()] = (
+                    what,
+                    "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}",
+                )
+                # everything else keeps its place
+                text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]
 
     def where(spot: int) -> str:
-        return f"{path}, line {text.count(chr(10), 0, spot) + 1}, column {spot - text.rfind(chr(10), 0, spot)}"
+        return (
+            f"{path}, line {text.count(chr(10), 0, spot) + 1}, column"
+            f" {spot - text.rfind(chr(10), 0, spot)}"
+        )
 
-    problems = [Problem(where(spot), f"is not strict JSON, which allows no {what}", fix) for spot, (what, fix) in sorted(found.items())]
+    problems = [
+        Problem(where(spot), f"is not strict JSON, which allows no {what}", fix)
+        for spot, (what, fix) in sorted(found.items())
+    ]
     try:
         _StrictDecoder(text).decode(text)
     except json.JSONDecodeError as other:
@@ -110,7 +148,8 @@ def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Prob
 class _StrictDecoder(json.JSONDecoder):
     """Refuses a key written twice, NaN and Infinity, with line and column.
 
-    json's hooks get no position, so this class uses json's Python scanner, whose parse functions do.
+    json's hooks get no position, so this class uses json's Python scanner, whose parse functions
+    do.
     """
 
     def __init__(self, text: str) -> None:
@@ -125,11 +164,23 @@ class _StrictDecoder(json.JSONDecoder):
         start = next(match.start() for match in strings_or_name if match.group(1))
         raise json.JSONDecodeError(f"{name} is not a JSON number", self.text, start)
 
-    def _object(self, s_and_end: tuple[str, int], strict: bool, scan_once: Any, _hook: Any, _pairs_hook: Any, memo: Any) -> Any:
+    def _object(
+        self,
+        s_and_end: tuple[str, int],
+        strict: bool,
+        scan_once: Any,
+        _hook: Any,
+        _pairs_hook: Any,
+        memo: Any,
+    ) -> Any:
         pairs: list[tuple[str, Any]] = []
         _, end = decoder.JSONObject(s_and_end, strict, scan_once, None, pairs.extend, memo)  # pyright: ignore
         names = [name for name, _ in pairs]
         twice = [name for name in names if names.count(name) > 1]
         if twice:
-            raise json.JSONDecodeError(f'"{twice[0]}" is written twice in the block that starts here', self.text, s_and_end[1] - 1)
+            raise json.JSONDecodeError(
+                f'"{twice[0]}" is written twice in the block that starts here',
+                self.text,
+                s_and_end[1] - 1,
+            )
         return dict(pairs), end

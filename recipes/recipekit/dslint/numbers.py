@@ -35,8 +35,11 @@ def literals(config: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for field, path in SHARED.items():
         block, _, last = path.rpartition(".")
-        value = at(clean, block)[int(last)] if last.isdigit() and at(clean, block) else at(clean, path)
-        if value is not None and value != "auto" and not isinstance(value, list):  # Adafactor's eps is a pair
+        value = (
+            at(clean, block)[int(last)] if last.isdigit() and at(clean, block) else at(clean, path)
+        )
+        # Adafactor's eps is a pair
+        if value is not None and value != "auto" and not isinstance(value, list):
             found[field] = value
     return found
 

@@ -24,7 +24,10 @@ def check_outputs(config: dict[str, Any]) -> list[Problem]:
 
 
 def expand_outputs(config: dict[str, Any], out: Path) -> None:
-    """Replace the paths in a checked `config` by what they mean. A relative `nvme_path` is a folder of `out`."""
+    """Replace the paths in a checked `config` by what they mean.
+
+    A relative `nvme_path` is a folder of `out`.
+    """
     for key in KEYS:
         if (path := _path_at(config, key)) is not None:
             block, _, name = key.rpartition(".")

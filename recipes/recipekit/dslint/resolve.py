@@ -1,4 +1,6 @@
-"""Fills a strategy's JSON in: numbers only, nothing "auto", every default that matters written out."""
+"""Fills a strategy's JSON in: numbers only, nothing "auto", every default that matters written
+out.
+"""
 
 from typing import Any
 
@@ -13,22 +15,31 @@ from .shapes import shape_of
 FREEZE_PERCENT = 15  # of the steps, which an "auto" of 1-bit Adam's freeze_step stands for
 
 
-def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """Returns the JSON as DeepSpeed gets it, and one line for each recipe default that a literal of the JSON beats.
+def resolve(
+    config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the JSON as DeepSpeed gets it, and one line for each recipe default that a literal of
+    the JSON beats.
 
-    Every "auto" becomes a number, and the recipe's numbers that the JSON does not mention are added. The JSON's degrees
-    are taken out, since the recipes lay out the ranks themselves. From `mesh` come back sp, because DeepSpeed's batch
-    arithmetic counts ranks, and ep, which DeepSpeed carries out. `config` must have passed `check`.
+    Every "auto" becomes a number, and the recipe's numbers that the JSON does not mention are
+    added. The JSON's degrees are taken out, since the recipes lay out the ranks themselves. From
+    `mesh` come back sp, because DeepSpeed's batch arithmetic counts ranks, and ep, which DeepSpeed
+    carries out. `config` must have passed `check`.
     """
     found, resolved = walk(config)
     assert not found, found
     said = literals(resolved)
     beaten = said | degrees_in(resolved)
     lines = [
-        f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}" for field, value in beaten.items() if value != getattr(recipe, field)
+        f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}"
+        for field, value in beaten.items()
+        if value != getattr(recipe, field)
     ]
 
-    global_batch, micro_batch = said.get("global_batch", recipe.global_batch), said.get("micro_batch", recipe.micro_batch)
+    global_batch, micro_batch = (
+        said.get("global_batch", recipe.global_batch),
+        said.get("micro_batch", recipe.micro_batch),
+    )
     resolved["train_batch_size"] = global_batch
     resolved["train_micro_batch_size_per_gpu"] = micro_batch
     resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
@@ -36,14 +47,25 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
 
     steps, facts = max(global_batch, recipe.ramp.most) // (micro_batch * mesh.dp), Facts(resolved)
     if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
-        lines.append(f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype}; zero1.json sums them in fp32")
+        lines.append(
+            f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype};"
+            " zero1.json sums them in fp32"
+        )
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
-        resolved["optimizer"] = {"type": "AdamW", "params": {} if offloaded else {"torch_adam": True, "fused": True}}
+        resolved["optimizer"] = {
+            "type": "AdamW",
+            "params": {} if offloaded else {"torch_adam": True, "fused": True},
+        }
         lines.append("optimizer: the JSON names no optimizer, so the run uses AdamW")
     params = resolved["optimizer"].setdefault("params", {})
     takes = optimizer_params(resolved, optimizer_name(resolved))
-    numbers = {"lr": recipe.lr, "weight_decay": recipe.weight_decay, "betas": [recipe.beta1, recipe.beta2], "eps": recipe.eps}
+    numbers = {
+        "lr": recipe.lr,
+        "weight_decay": recipe.weight_decay,
+        "betas": [recipe.beta1, recipe.beta2],
+        "eps": recipe.eps,
+    }
     for key, number in numbers.items():
         if takes_number(takes, key) and params.get(key, "auto") == "auto":
             params[key] = number
@@ -51,21 +73,30 @@ def resolve(config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: di
     if params.get("freeze_step") == "auto":
         params["freeze_step"] = max(1, recipe.steps * FREEZE_PERCENT // 100)
     if params.get("freeze_step", 0) >= recipe.steps > 0:
-        lines.append(f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so the run never sends 1-bit signs")
+        lines.append(
+            f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so the"
+            " run never sends 1-bit signs"
+        )
 
     kept = facts_of(resolved)
     if facts.stage > 0 and not kept.tested:
-        resolved["zero_allow_untested_optimizer"] = True  # the rules let no optimizer pass that ZeRO's flat pieces would change
+        # the rules let no optimizer pass that ZeRO's flat pieces would change
+        resolved["zero_allow_untested_optimizer"] = True
     if kept.ours and facts.offload != "none":
         resolved["zero_force_ds_cpu_optimizer"] = False  # ours is updated on the host by torch
 
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
-    zero |= {key: size for key, size in _sizes(model_config, facts.stage, mesh.tp).items() if zero.get(key) == "auto"}
+    zero |= {
+        key: size
+        for key, size in _sizes(model_config, facts.stage, mesh.tp).items()
+        if zero.get(key) == "auto"
+    }
 
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
-    if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":  # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
+    # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
+    if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":
         resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mesh.sp > 1:
         resolved["sequence_parallel_size"] = mesh.sp
@@ -78,8 +109,15 @@ def _sizes(model_config: dict[str, Any] | None, stage: int, tp: int) -> dict[str
     """Gives the numbers, in elements, that an "auto" stands for."""
     hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
     bucket = max(hidden, 4096) ** 2  # smaller buckets waste the network on many short messages
-    # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition)
-    widest = hidden * (shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * hidden) // tp if stage == 2 else 0
+    # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed
+    # 0.19.8: copy_grads_in_partition)
+    widest = (
+        hidden
+        * (shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * hidden)
+        // tp
+        if stage == 2
+        else 0
+    )
     return {
         "reduce_bucket_size": max(bucket, widest),
         "stage3_prefetch_bucket_size": int(0.9 * bucket),

@@ -1,7 +1,8 @@
 """Lists what DeepSpeed 0.19.8 combines, cannot combine and ignores, as one table.
 
-`check` applies the table, and `recipekit lint --table` prints it into ds_configs/README.md. `source` is the place in
-DeepSpeed that decides, or its documentation; "run" says that the outcome was seen by running.
+`check` applies the table, and `recipekit lint --table` prints it into ds_configs/README.md.
+`source` is the place in DeepSpeed that decides, or its documentation; "run" says that the outcome
+was seen by running.
 """
 
 import importlib.util
@@ -21,7 +22,9 @@ PARAM = f"{ZERO}.offload_param"
 
 @dataclass(frozen=True)
 class Facts:
-    """Holds a configuration whose keys and types are right, with what else is known about the run."""
+    """Holds a configuration whose keys and types are right, with what else is known about the
+    run.
+    """
 
     config: dict[str, Any]
     optimizer: str | None = None  # the name as the schema spells it
@@ -42,7 +45,9 @@ class Facts:
 
     @property
     def dtype(self) -> str:
-        return "fp16" if self.get("fp16.enabled") else "bf16" if self.get("bf16.enabled") else "fp32"
+        return (
+            "fp16" if self.get("fp16.enabled") else "bf16" if self.get("bf16.enabled") else "fp32"
+        )
 
     @property
     def offload(self) -> str:
@@ -54,13 +59,24 @@ class Facts:
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Returns True where DeepSpeed takes BF16_Optimizer in place of its ZeRO optimizer (engine.py:2299)."""
+        """Returns True where DeepSpeed takes BF16_Optimizer in place of its ZeRO optimizer
+        (engine.py:2299).
+        """
         accumulates = canonical_dtype(self.get("data_types.grad_accum_dtype"), self.dtype)
-        return self.stage == 1 and self.dtype == "bf16" and accumulates == "fp32" and self.offload == "none"
+        return (
+            self.stage == 1
+            and self.dtype == "bf16"
+            and accumulates == "fp32"
+            and self.offload == "none"
+        )
 
     @property
     def cpu_adam(self) -> bool:
-        return self.offload != "none" and self.optimizer in ("Adam", "AdamW") and not self.get("optimizer.params.torch_adam", False)
+        return (
+            self.offload != "none"
+            and self.optimizer in ("Adam", "AdamW")
+            and not self.get("optimizer.params.torch_adam", False)
+        )
 
 
 class Rule(NamedTuple):
@@ -91,17 +107,28 @@ def _stages(stages: set[int], keys: str) -> list[Rule]:
     rule = f"is read only at ZeRO stage {listed} and ignored otherwise"
     fix = f"delete it, or use a JSON with stage {listed}"
     source = "engine.py, _configure_zero_optimizer; run"
-    return [Rule(f"{ZERO}.{key}", lambda facts: facts.stage not in stages, rule, fix, IGNORES, source) for key in keys.split()]
+    return [
+        Rule(f"{ZERO}.{key}", lambda facts: facts.stage not in stages, rule, fix, IGNORES, source)
+        for key in keys.split()
+    ]
 
 
 def _nvme_only(block: str, keys: str) -> list[Rule]:
     """Makes rules for keys of an offload block that only a swap file uses."""
 
     def broken(facts: Facts) -> bool:
-        return facts.get(f"{block}.device", "none") != "nvme" or (block == OPTIMIZER and facts.stage != 3)
+        return facts.get(f"{block}.device", "none") != "nvme" or (
+            block == OPTIMIZER and facts.stage != 3
+        )
 
-    rule, fix = "is read only with NVMe offload at ZeRO stage 3 and ignored otherwise", 'delete it, or set "device": "nvme" and use stage 3'
-    return [Rule(f"{block}.{key}", broken, rule, fix, IGNORES, "zero/offload_config.py; run") for key in keys.split()]
+    rule, fix = (
+        "is read only with NVMe offload at ZeRO stage 3 and ignored otherwise",
+        'delete it, or set "device": "nvme" and use stage 3',
+    )
+    return [
+        Rule(f"{block}.{key}", broken, rule, fix, IGNORES, "zero/offload_config.py; run")
+        for key in keys.split()
+    ]
 
 
 def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNORES) -> Rule:
@@ -109,23 +136,43 @@ def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNOR
 
 
 def _of_an_op(key: str, name: str, why: str) -> Rule:
-    """Makes a rule for an option that only the code has which a recipe's own optimizer stands in for."""
-    return Rule(f"optimizer.params.{key}", lambda f: _ours(f, name) and bool(f.get(f"optimizer.params.{key}")), why, "delete it", APPLIES, "")
+    """Makes a rule for an option that only the code has which a recipe's own optimizer stands in
+    for.
+    """
+    return Rule(
+        f"optimizer.params.{key}",
+        lambda f: _ours(f, name) and bool(f.get(f"optimizer.params.{key}")),
+        why,
+        "delete it",
+        APPLIES,
+        "",
+    )
 
 
-def _packaged(key: str, package: str, on: Callable[[Facts], Any], without: str, source: str) -> Rule:
-    """Make the rule for a key that makes DeepSpeed import a package which its own installation does not bring."""
-    rule, fix = f"requires the package {package}, which is not installed", f"{without}, or run pip install {package}"
+def _packaged(
+    key: str, package: str, on: Callable[[Facts], Any], without: str, source: str
+) -> Rule:
+    """Make the rule for a key that makes DeepSpeed import a package which its own installation does
+    not bring.
+    """
+    rule, fix = (
+        f"requires the package {package}, which is not installed",
+        f"{without}, or run pip install {package}",
+    )
     return Rule(key, lambda facts: on(facts) and not installed(package), rule, fix, FAILS, source)
 
 
 def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
-    """Makes a row of the support table that no JSON can break, because the script or the model decides."""
+    """Makes a row of the support table that no JSON can break, because the script or the model
+    decides.
+    """
     return Rule("", lambda facts: False, rule, fix, outcome, source, together)
 
 
 def _untested(facts: Facts) -> bool:
-    """Returns True where DeepSpeed alone wants zero_allow_untested_optimizer for an optimizer that ZeRO's flat pieces do not change."""
+    """Returns True where DeepSpeed alone wants zero_allow_untested_optimizer for an optimizer that
+    ZeRO's flat pieces do not change.
+    """
     if facts.stage == 0 or facts.optimizer is None or FACTS[facts.optimizer].acts_on == TENSOR:
         return False
     return not (FACTS[facts.optimizer].tested or FACTS[facts.optimizer].host)
@@ -142,7 +189,9 @@ def _ours(facts: Facts, *names: str) -> bool:
 
 
 def _hpz(facts: Facts) -> int:
-    """Returns the ranks over which ZeRO-3 divides its second partition of the weights; 1: it has none."""
+    """Returns the ranks over which ZeRO-3 divides its second partition of the weights; 1: it has
+    none.
+    """
     return facts.get(f"{ZERO}.zero_hpz_partition_size", 1) if facts.stage == 3 else 1
 
 
@@ -153,14 +202,23 @@ def _autocast(facts: Facts, *dtypes: str) -> bool:
 
 
 def _reads_as_fp16(facts: Facts) -> bool:
-    """Returns True where qgZ's kernel, which takes any bits for fp16, gets gradients of another dtype."""
+    """Returns True where qgZ's kernel, which takes any bits for fp16, gets gradients of another
+    dtype.
+    """
     sent = canonical_dtype(facts.get("communication_data_type"), facts.dtype)
-    return facts.stage == 3 and bool(facts.get(f"{ZERO}.zero_quantized_gradients")) and sent != "fp16"
+    return (
+        facts.stage == 3 and bool(facts.get(f"{ZERO}.zero_quantized_gradients")) and sent != "fp16"
+    )
 
 
 def _flat_masters(facts: Facts) -> bool:
-    """Returns True where DeepSpeed's own Adam keeps the masters of a whole group in one tensor, without ZeRO."""
-    own = facts.optimizer in ("Adam", "AdamW") and facts.get("optimizer.params.torch_adam") is not True
+    """Returns True where DeepSpeed's own Adam keeps the masters of a whole group in one tensor,
+    without ZeRO.
+    """
+    own = (
+        facts.optimizer in ("Adam", "AdamW")
+        and facts.get("optimizer.params.torch_adam") is not True
+    )
     return own and facts.stage == 0 and facts.dtype != "fp32"
 
 
@@ -184,7 +242,13 @@ def installed(package: str) -> bool:
 RULES: tuple[Rule, ...] = (
     # packages that DeepSpeed imports for a block, and does not install
     *(
-        _packaged(f"{block}.enabled", package, lambda f, block=block: f.get(f"{block}.enabled"), f'set "{block}.enabled": false', source)
+        _packaged(
+            f"{block}.enabled",
+            package,
+            lambda f, block=block: f.get(f"{block}.enabled"),
+            f'set "{block}.enabled": false',
+            source,
+        )
         for block, package, source in (
             ("tensorboard", "tensorboard", "monitor/utils.py:13; run"),
             ("wandb", "wandb", "monitor/utils.py:21"),
@@ -194,7 +258,9 @@ RULES: tuple[Rule, ...] = (
     _packaged(
         "expert_parallel.comm_backend",
         "deep_ep",
-        lambda f: f.get("expert_parallel.comm_backend") == "deepep" and f.get("expert_parallel.enabled"),
+        lambda f: (
+            f.get("expert_parallel.comm_backend") == "deepep" and f.get("expert_parallel.enabled")
+        ),
         'set it to "comm"',
         "module_inject/auto_ep_comm.py:166",
     ),
@@ -217,7 +283,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "data_types.grad_accum_dtype",
-        lambda f: f.stage == 0 and canonical_dtype(f.get("data_types.grad_accum_dtype"), f.dtype) != f.dtype,
+        lambda f: (
+            f.stage == 0
+            and canonical_dtype(f.get("data_types.grad_accum_dtype"), f.dtype) != f.dtype
+        ),
         "ZeRO stage 0 can accumulate gradients only in the model's dtype",
         "delete it, or use ZeRO stage 1, 2 or 3",
         FAILS,
@@ -242,7 +311,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bf16.bf16_optimizer_states",
-        lambda f: f.get("bf16.bf16_optimizer_states") and not f.get("bf16.bf16_master_weights_and_grads"),
+        lambda f: (
+            f.get("bf16.bf16_optimizer_states") and not f.get("bf16.bf16_master_weights_and_grads")
+        ),
         "requires bf16.bf16_master_weights_and_grads",
         "set that key to true, or set this key to false",
         FAILS,
@@ -251,7 +322,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "bf16.immediate_grad_update",
         lambda f: not f.bf16_optimizer,
-        "is read only at ZeRO stage 1 with grad_accum_dtype fp32 and without offload, and ignored otherwise",
+        "is read only at ZeRO stage 1 with grad_accum_dtype fp32 and without offload, and ignored"
+        " otherwise",
         "delete it",
         IGNORES,
         "engine.py:2299",
@@ -267,7 +339,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.enabled",
         lambda f: f.dtype == "fp16" and f.stage == 0 and f.get("fp16.loss_scale", 0) != 1,
-        "DeepSpeed divides the gradients by a loss scale that the loss never had, so the weights hardly change",
+        "DeepSpeed divides the gradients by a loss scale that the loss never had, so the weights"
+        " hardly change",
         f'set "{ZERO}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled": true}}',
         WRONG,
         "engine.py:3417, fp16/unfused_optimizer.py:210; run",
@@ -276,7 +349,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "torch_autocast.dtype",
         lambda f: _autocast(f, "fp16") and f.stage > 0,
-        "under ZeRO DeepSpeed clips the gradients before it unscales them, and the loss scale never falls after an overflow",
+        "under ZeRO DeepSpeed clips the gradients before it unscales them, and the loss scale never"
+        " falls after an overflow",
         'set it to "bfloat16", or use the fp16 block',
         WRONG,
         "zero/stage_1_and_2.py:2976, zero/stage3.py:1240; run",
@@ -301,7 +375,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradient_allreduce_op",
-        lambda f: f.get("gradient_allreduce_op").lower() == "sum" and (f.stage == 3 or f.get(f"{ZERO}.zenflow") or f.get("compile.deepcompile")),
+        lambda f: (
+            f.get("gradient_allreduce_op").lower() == "sum"
+            and (f.stage == 3 or f.get(f"{ZERO}.zenflow") or f.get("compile.deepcompile"))
+        ),
         "sum cannot be combined with ZeRO stage 3, ZenFlow or DeepCompile",
         'set it to "mean", or delete it',
         FAILS,
@@ -310,20 +387,35 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{ZERO}.compute_grad_norm",
-        lambda f: f.get(f"{ZERO}.compute_grad_norm") is False and f.stage in (1, 2) and f.get("gradient_clipping", 1.0) != 0,
+        lambda f: (
+            f.get(f"{ZERO}.compute_grad_norm") is False
+            and f.stage in (1, 2)
+            and f.get("gradient_clipping", 1.0) != 0
+        ),
         "must be true with gradient clipping, which requires the norm",
         'set it to true, or set "gradient_clipping": 0',
         FAILS,
         "zero/stage_1_and_2.py:213",
     ),
     # ZeRO
-    _told("ZeRO-0, 1, 2, 3 in fp32 and bf16", APPLIES, "the losses agree within 1e-6 on one to eight ranks", "", "run"),
-    *_stages({1, 2, 3}, "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm load_from_fp32_weights zenflow"),
+    _told(
+        "ZeRO-0, 1, 2, 3 in fp32 and bf16",
+        APPLIES,
+        "the losses agree within 1e-6 on one to eight ranks",
+        "",
+        "run",
+    ),
+    *_stages(
+        {1, 2, 3},
+        "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm load_from_fp32_weights"
+        " zenflow",
+    ),
     *(
         Rule(
             f"{ZERO}.{key}",
             lambda f: f.bf16_optimizer,
-            "is ignored at stage 1 in bf16 with grad_accum_dtype fp32, because BF16_Optimizer reduces gradients in a different way",
+            "is ignored at stage 1 in bf16 with grad_accum_dtype fp32, because BF16_Optimizer"
+            " reduces gradients in a different way",
             "delete it",
             IGNORES,
             "engine.py, _configure_bf16_optimizer; run",
@@ -341,14 +433,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.contiguous_gradients",
         lambda f: f.stage in (1, 2) and f.offload != "none",
-        "is ignored with optimizer offload at stages 1 and 2, where gradients are always contiguous",
+        "is ignored with optimizer offload at stages 1 and 2, where gradients are always"
+        " contiguous",
         "delete it",
         IGNORES,
         "zero/stage_1_and_2.py:300; run",
     ),
     Rule(
         f"{ZERO}.allgather_bucket_size",
-        lambda f: f.stage in (1, 2) and isinstance(size := f.get(f"{ZERO}.allgather_bucket_size"), int) and size % 2 == 1,
+        lambda f: (
+            f.stage in (1, 2)
+            and isinstance(size := f.get(f"{ZERO}.allgather_bucket_size"), int)
+            and size % 2 == 1
+        ),
         "must be even, because DeepSpeed aligns its buckets to 2 elements",
         "add 1",
         FAILS,
@@ -366,11 +463,31 @@ RULES: tuple[Rule, ...] = (
     ),
     *_stages({1}, "legacy_stage1"),
     *_stages({2}, "ignore_unused_parameters"),
-    *_stages({3}, "sub_group_size zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients"),
-    *_stages({3}, "memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks leaf_module"),
-    *_stages({3}, "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold"),
-    *_stages({3}, "stage3_model_persistence_threshold stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params"),
-    *_stages({3}, "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save save_muon_momentum_buffer_in_memory"),
+    *_stages(
+        {3},
+        "sub_group_size zero_hpz_partition_size zero_quantized_weights"
+        " zero_quantized_nontrainable_weights zero_quantized_gradients",
+    ),
+    *_stages(
+        {3},
+        "memory_efficient_linear pipeline_loading_checkpoint override_module_apply"
+        " log_trace_cache_warnings enable_sanity_checks leaf_module",
+    ),
+    *_stages(
+        {3},
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size"
+        " stage3_param_persistence_threshold",
+    ),
+    *_stages(
+        {3},
+        "stage3_model_persistence_threshold stage3_module_granularity_threshold"
+        " stage3_use_all_reduce_for_fetch_params",
+    ),
+    *_stages(
+        {3},
+        "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save"
+        " save_muon_momentum_buffer_in_memory",
+    ),
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and f.world and f.world % min(_hpz(f), f.world),
@@ -383,7 +500,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and f.world and _hpz(f) >= f.world,
-        "must be smaller than the number of ranks, because otherwise each rank keeps its shard of the weights twice",
+        "must be smaller than the number of ranks, because otherwise each rank keeps its shard of"
+        " the weights twice",
         "use zero3.json, or delete it",
         APPLIES,
         "utils/groups.py:925; run",
@@ -391,7 +509,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and f.local and f.local % _hpz(f) and f.world and f.world > f.local,
-        "must divide the number of ranks on this host, because otherwise weights are gathered from other hosts",
+        "must divide the number of ranks on this host, because otherwise weights are gathered from"
+        " other hosts",
         "set it to the number of GPUs per host",
         APPLIES,
         "utils/groups.py:925",
@@ -399,7 +518,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{ZERO}.zero_hpz_partition_size",
         lambda f: _hpz(f) > 1 and (f.degree("tp") > 1 or f.degree("ep") > 1),
-        "cannot be combined with tensor or expert parallelism, where the neighbouring ranks of a group hold different weights",
+        "cannot be combined with tensor or expert parallelism, where the neighbouring ranks of a"
+        " group hold different weights",
         "delete it, or use --tp 1 and --ep 1",
         FAILS,
         "utils/groups.py:925, engine.py:2225",
@@ -407,7 +527,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{ZERO}.zero_quantized_gradients",
-        lambda f: f.stage == 3 and f.get(f"{ZERO}.zero_quantized_gradients") and f.get(f"{ZERO}.reduce_scatter") is False,
+        lambda f: (
+            f.stage == 3
+            and f.get(f"{ZERO}.zero_quantized_gradients")
+            and f.get(f"{ZERO}.reduce_scatter") is False
+        ),
         "requires reduce_scatter",
         f'set "{ZERO}.reduce_scatter": true',
         FAILS,
@@ -424,7 +548,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{ZERO}.zero_quantized_gradients",
-        lambda f: f.stage == 3 and f.get(f"{ZERO}.zero_quantized_gradients") and _autocast(f, "fp16", "bf16") and not _reads_as_fp16(f),
+        lambda f: (
+            f.stage == 3
+            and f.get(f"{ZERO}.zero_quantized_gradients")
+            and _autocast(f, "fp16", "bf16")
+            and not _reads_as_fp16(f)
+        ),
         "requires gradients in fp16 for its kernel, but torch_autocast sends some in another dtype",
         'set "torch_autocast.enabled": false, or delete it',
         WRONG,
@@ -432,8 +561,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{ZERO}.reduce_scatter",
-        lambda f: f.stage == 2 and f.get(f"{ZERO}.reduce_scatter") is False and f.get(f"{ZERO}.overlap_comm") is True,
-        "cannot be combined with overlap_comm, which frees a gradient larger than the bucket while the other stream still reduces it",
+        lambda f: (
+            f.stage == 2
+            and f.get(f"{ZERO}.reduce_scatter") is False
+            and f.get(f"{ZERO}.overlap_comm") is True
+        ),
+        "cannot be combined with overlap_comm, which frees a gradient larger than the bucket while"
+        " the other stream still reduces it",
         f'set "{ZERO}.reduce_scatter": true, or "{ZERO}.overlap_comm": false',
         WRONG,
         "zero/stage_1_and_2.py:1600, clear_grad_attribute",
@@ -443,7 +577,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         OPTIMIZER,
         lambda f: f.offload != "none" and f.stage == 0,
-        "requires ZeRO stage 1, 2 or 3, because at stage 0 nothing is offloaded and AdamW becomes DeepSpeed's CPU Adam",
+        "requires ZeRO stage 1, 2 or 3, because at stage 0 nothing is offloaded and AdamW becomes"
+        " DeepSpeed's CPU Adam",
         "delete the block or use a JSON with stage 1, 2 or 3",
         IGNORES,
         "engine.py, zero_use_cpu_optimizer; run",
@@ -461,14 +596,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{OPTIMIZER}.device",
         lambda f: f.offload == "nvme" and f.stage in (1, 2),
-        "requires ZeRO stage 3, because stages 1 and 2 ignore nvme and keep the optimizer states in CPU memory",
+        "requires ZeRO stage 3, because stages 1 and 2 ignore nvme and keep the optimizer states in"
+        " CPU memory",
         'set it to "cpu", or use a JSON with stage 3',
         REPLACES,
         "zero/stage_1_and_2.py:220; run",
         "ZeRO-1, 2 + optimizer offload to NVMe",
     ),
     _told(
-        "ZeRO-2 with optimizer offload to CPU, ZeRO-3 with optimizer and parameter offload to CPU or NVMe",
+        "ZeRO-2 with optimizer offload to CPU, ZeRO-3 with optimizer and parameter offload to CPU"
+        " or NVMe",
         APPLIES,
         "the losses are the same as without offload",
         "",
@@ -490,7 +627,9 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             f"{block}.device",
-            lambda f, block=block: f.get(f"{block}.device") == "nvme" and not f.get(f"{block}.nvme_path"),
+            lambda f, block=block: (
+                f.get(f"{block}.device") == "nvme" and not f.get(f"{block}.nvme_path")
+            ),
             "requires a folder in nvme_path",
             f'set "{block}.nvme_path" to a folder on a local drive',
             FAILS,
@@ -508,7 +647,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         f"{OPTIMIZER}.ratio",
-        lambda f: not (f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3) and (f.stage != 3 or not f.cpu_adam),
+        lambda f: (
+            not (f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3)
+            and (f.stage != 3 or not f.cpu_adam)
+        ),
         "is read only at ZeRO stage 3 with DeepSpeed's CPU Adam, and ignored otherwise",
         "delete it",
         IGNORES,
@@ -541,7 +683,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "aio",
-        lambda f: "nvme" not in (f.offload if f.stage == 3 else "none", f.param_offload) and f.get("checkpoint.writer") is None,
+        lambda f: (
+            "nvme" not in (f.offload if f.stage == 3 else "none", f.param_offload)
+            and f.get("checkpoint.writer") is None
+        ),
         "is read only by NVMe offload and checkpoint.writer, and ignored otherwise",
         "delete the block or use NVMe offload",
         IGNORES,
@@ -560,7 +705,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and f.stage > 0 and f.optimizer in ("Lamb", "Adafactor"),
-        "requires sums over full tensors, but ZeRO flattens the weights, so this would silently become another algorithm",
+        "requires sums over full tensors, but ZeRO flattens the weights, so this would silently"
+        " become another algorithm",
         "use AdamW, or a recipe, which computes LAMB and Adafactor over full tensors",
         REPLACES,
         "zero/stage_1_and_2.py, zero/stage3.py; run",
@@ -586,7 +732,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.stock and f.optimizer == "Muon" and f.get(f"{ZERO}.reduce_scatter", True) and (f.stage == 3 or (f.stage > 0 and f.offload != "none")),
+        lambda f: (
+            f.stock
+            and f.optimizer == "Muon"
+            and f.get(f"{ZERO}.reduce_scatter", True)
+            and (f.stage == 3 or (f.stage > 0 and f.offload != "none"))
+        ),
         "Muon cannot be combined with reduce_scatter at ZeRO stage 3 or with offload",
         f'set "{ZERO}.reduce_scatter": false',
         FAILS,
@@ -615,7 +766,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.params.etas",
-        lambda f: not 0 < min(f.get("optimizer.params.etas")) < 1 < f.get("optimizer.params.etas")[1],
+        lambda f: (
+            not 0 < min(f.get("optimizer.params.etas")) < 1 < f.get("optimizer.params.etas")[1]
+        ),
         "the first number must be between 0 and 1, and the second must be above 1",
         "write [0.5, 1.2]",
         FAILS,
@@ -623,7 +776,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.params.foreach",
-        lambda f: f.get("optimizer.params.foreach") is True and f.get("optimizer.params.fused") is True,
+        lambda f: (
+            f.get("optimizer.params.foreach") is True and f.get("optimizer.params.fused") is True
+        ),
         "cannot be combined with fused, which is another implementation of the same step",
         "delete one of the two",
         FAILS,
@@ -648,8 +803,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stock and f.optimizer == "OneBitAdam",
-        "was removed from DeepSpeed together with 0/1 Adam and 1-bit LAMB, and older versions refuse all three under ZeRO",
-        "use AdamW, or a DeepSpeed version below 0.19, or a recipe, which has its own 1-bit Adam without ZeRO",
+        "was removed from DeepSpeed together with 0/1 Adam and 1-bit LAMB, and older versions"
+        " refuse all three under ZeRO",
+        "use AdamW, or a DeepSpeed version below 0.19, or a recipe, which has its own 1-bit Adam"
+        " without ZeRO",
         FAILS,
         "config.py, DEEPSPEED_OPTIMIZERS; run",
         "1-bit Adam, 0/1 Adam, 1-bit LAMB",
@@ -663,7 +820,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scheduler.params.warmup_num_steps",
-        lambda f: f.get("scheduler.params.warmup_num_steps") > f.get("scheduler.params.total_num_steps", float("inf")),
+        lambda f: (
+            f.get("scheduler.params.warmup_num_steps")
+            > f.get("scheduler.params.total_num_steps", float("inf"))
+        ),
         "must not exceed total_num_steps",
         "set it to a smaller number",
         APPLIES,
@@ -671,7 +831,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scheduler.type",
-        lambda f: f.get("scheduler.type") == "WarmupDecayLR" and f.get("scheduler.params.warmup_max_lr") is None,
+        lambda f: (
+            f.get("scheduler.type") == "WarmupDecayLR"
+            and f.get("scheduler.params.warmup_max_lr") is None
+        ),
         "WarmupDecayLR without warmup_max_lr peaks at 0.001 for every learning rate",
         'add "warmup_max_lr" to scheduler.params',
         APPLIES,
@@ -679,15 +842,25 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scheduler.type",
-        lambda f: f.get("scheduler.type") in schema()["torch_schedulers"] and (f.stage > 0 or f.dtype != "fp32"),
+        lambda f: (
+            f.get("scheduler.type") in schema()["torch_schedulers"]
+            and (f.stage > 0 or f.dtype != "fp32")
+        ),
         "requires a PyTorch optimizer, but DeepSpeed wraps the optimizer under ZeRO, bf16 and fp16",
-        f"set it to one of {', '.join(schema()['schedulers'])}, or create the schedule in the script",
+        f"set it to one of {', '.join(schema()['schedulers'])}, or create the schedule in the"
+        " script",
         FAILS,
         "engine.py, _scheduler_from_config; run",
         "a PyTorch schedule + ZeRO-1, 2, 3, bf16 or fp16",
     ),
     # parallelism
-    _told("pipeline + ZeRO-0, 1", APPLIES, "the losses are the same as without a pipeline", "", "pipe/engine.py:76; run"),
+    _told(
+        "pipeline + ZeRO-0, 1",
+        APPLIES,
+        "the losses are the same as without a pipeline",
+        "",
+        "pipe/engine.py:76; run",
+    ),
     Rule(
         f"{ZERO}.stage",
         lambda f: f.degree("pp") > 1 and f.stage > 1,
@@ -708,15 +881,30 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "managed_gradient_accumulation",
-        lambda f: f.get("managed_gradient_accumulation") is False and (f.degree("pp") > 1 or f.get("compile.deepcompile")),
+        lambda f: (
+            f.get("managed_gradient_accumulation") is False
+            and (f.degree("pp") > 1 or f.get("compile.deepcompile"))
+        ),
         "false cannot be combined with pipeline parallelism or DeepCompile",
         "set it to true, or delete it",
         FAILS,
         "engine.py:2033",
         "pipeline or DeepCompile + managed_gradient_accumulation false",
     ),
-    _told("pipeline + an mpu of the script", FAILS, "mpu must be None, because PipelineModule creates its own grid", "omit mpu", "deepspeed/__init__.py"),
-    _told("pipeline + coalesce_grad_reduction", FAILS, "a pipeline reduces its gradients itself", "do not call it", "engine.py:3261"),
+    _told(
+        "pipeline + an mpu of the script",
+        FAILS,
+        "mpu must be None, because PipelineModule creates its own grid",
+        "omit mpu",
+        "deepspeed/__init__.py",
+    ),
+    _told(
+        "pipeline + coalesce_grad_reduction",
+        FAILS,
+        "a pipeline reduces its gradients itself",
+        "do not call it",
+        "engine.py:3261",
+    ),
     _told(
         "pipeline + Megatron-style tensor-parallel layers",
         APPLIES,
@@ -727,22 +915,42 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tensor_parallel.autotp_size",
         lambda f: f.stock and f.get("tensor_parallel.autotp_size", 1) > 1 and f.degree("pp") > 1,
-        "AutoTP cannot be combined with a pipeline, because it lays out (dp, tp) over all ranks and overwrites mpu",
+        "AutoTP cannot be combined with a pipeline, because it lays out (dp, tp) over all ranks and"
+        " overwrites mpu",
         "set it to 1, or use --pp 1. The recipes have their own tensor-parallel layers",
         FAILS,
         "engine.py, _configure_tensor_parallel_states; run",
         "pipeline + AutoTP",
     ),
-    _told("AutoTP + ZeRO-0, 1, 2, 3", APPLIES, "the losses agree within 1e-6, although the AutoTP tutorial still lists only 0, 1 and 2", "", "run"),
+    _told(
+        "AutoTP + ZeRO-0, 1, 2, 3",
+        APPLIES,
+        "the losses agree within 1e-6, although the AutoTP tutorial still lists only 0, 1 and 2",
+        "",
+        "run",
+    ),
     _told(
         "AutoTP + a data loader by global rank",
         FAILS,
-        "all ranks of a tensor group must receive the same batch, which the first forward pass checks",
+        "all ranks of a tensor group must receive the same batch, which the first forward pass"
+        " checks",
         "shard the sampler by data-parallel rank",
         "engine.py:994; DeepSpeed#7199",
     ),
-    _told("AutoTP + tied output layer", APPLIES, "both layers stay unsharded on every rank and save no memory", "untie them", "docs, autotp-training"),
-    _told("AutoTP degree above the key-value heads", APPLIES, "DeepSpeed warns, and the surplus ranks stay idle", "lower the degree", "docs, autotp-training"),
+    _told(
+        "AutoTP + tied output layer",
+        APPLIES,
+        "both layers stay unsharded on every rank and save no memory",
+        "untie them",
+        "docs, autotp-training",
+    ),
+    _told(
+        "AutoTP degree above the key-value heads",
+        APPLIES,
+        "DeepSpeed warns, and the surplus ranks stay idle",
+        "lower the degree",
+        "docs, autotp-training",
+    ),
     _told(
         "AutoTP + transformers 5 weight conversions (fused experts) under ZeRO-3",
         FAILS,
@@ -757,16 +965,28 @@ RULES: tuple[Rule, ...] = (
         "load it at the same degree, or convert it to the Hugging Face format first",
         "DeepSpeed#8474",
     ),
-    _told("AutoEP + ZeRO-0, 1, 2", APPLIES, "the losses agree with the dense run within 1e-6", "", "run"),
+    _told(
+        "AutoEP + ZeRO-0, 1, 2",
+        APPLIES,
+        "the losses agree with the dense run within 1e-6",
+        "",
+        "run",
+    ),
     Rule(
         "expert_parallel.autoep_size",
         lambda f: (
             f.stock
             and f.degree("ep") > 1
             and f.stage == 3
-            and (f.degree("tp") > 1 or f.degree("sp") > 1 or f.get(f"{ZERO}.zero_hpz_partition_size", 1) > 1 or f.get(f"{ZERO}.zero_quantized_gradients"))
+            and (
+                f.degree("tp") > 1
+                or f.degree("sp") > 1
+                or f.get(f"{ZERO}.zero_hpz_partition_size", 1) > 1
+                or f.get(f"{ZERO}.zero_quantized_gradients")
+            )
         ),
-        "with ZeRO stage 3 cannot be combined with AutoTP, sequence parallelism, hpZ or quantised gradients",
+        "with ZeRO stage 3 cannot be combined with AutoTP, sequence parallelism, hpZ or quantised"
+        " gradients",
         "use ZeRO stage 0, 1 or 2, or remove the other feature",
         FAILS,
         "engine.py:2220",
@@ -778,9 +998,16 @@ RULES: tuple[Rule, ...] = (
             f.stock
             and f.degree("ep") > 1
             and f.degree("tp") > 1
-            and (f.degree("pp") > 1 or f.degree("sp") > 1 or f.offload != "none" or f.param_offload != "none" or f.get("compile.deepcompile"))
+            and (
+                f.degree("pp") > 1
+                or f.degree("sp") > 1
+                or f.offload != "none"
+                or f.param_offload != "none"
+                or f.get("compile.deepcompile")
+            )
         ),
-        "AutoEP with AutoTP cannot be combined with a pipeline, sequence parallelism, offload or DeepCompile",
+        "AutoEP with AutoTP cannot be combined with a pipeline, sequence parallelism, offload or"
+        " DeepCompile",
         "remove the other feature, or set tensor_parallel.autotp_size to 1",
         FAILS,
         "module_inject/auto_ep_folding.py",
@@ -794,7 +1021,13 @@ RULES: tuple[Rule, ...] = (
         FAILS,
         "module_inject/auto_ep_folding.py",
     ),
-    _told("deepspeed.moe.MoE + ZeRO-3", FAILS, "stage 3 has no placement for the experts of this layer", "use ZeRO-1 or 2, or AutoEP", "engine.py:2215"),
+    _told(
+        "deepspeed.moe.MoE + ZeRO-3",
+        FAILS,
+        "stage 3 has no placement for the experts of this layer",
+        "use ZeRO-1 or 2, or AutoEP",
+        "engine.py:2215",
+    ),
     _told(
         "ZeRO-3 + a mixture-of-experts model without leaf modules",
         HANGS,
@@ -805,7 +1038,8 @@ RULES: tuple[Rule, ...] = (
     _told(
         "Ulysses sequence parallelism",
         APPLIES,
-        "attention heads and row length must be divisible by the degree, and every batch requires position_ids",
+        "attention heads and row length must be divisible by the degree, and every batch requires"
+        " position_ids",
         "reduce sequence_parallel_size and use UlyssesSPDataLoaderAdapter",
         "sequence_parallel/ulysses_sp.py",
     ),
@@ -852,7 +1086,13 @@ RULES: tuple[Rule, ...] = (
         "run ds_to_universal --inject_missing_state, then set checkpoint.load_universal",
         "engine.py:4749; run",
     ),
-    _told("DataStates checkpoints + ZeRO-2, 3 or universal checkpoints", IGNORES, "DataStates was tested only with ZeRO-1", "use ZeRO-1", "docs, datastates"),
+    _told(
+        "DataStates checkpoints + ZeRO-2, 3 or universal checkpoints",
+        IGNORES,
+        "DataStates was tested only with ZeRO-1",
+        "use ZeRO-1",
+        "docs, datastates",
+    ),
     _told(
         "AutoEP at ZeRO-3 + zero_to_fp32",
         FAILS,
@@ -861,36 +1101,125 @@ RULES: tuple[Rule, ...] = (
         "docs, universal-checkpointing",
     ),
     # read by DeepSpeed without any effect
-    _unused(f"{ZERO}.allgather_partitions", "DeepSpeed 0.19.8 reads this key and ignores it", "delete it", "engine.py:1745, which nothing calls; run"),
-    _unused("vocabulary_size", "DeepSpeed warns about this key and ignores it", "delete it", "config.py:717; run"),
-    _unused("disable_allgather", "DeepSpeed 0.19.8 reads this key and ignores it", "delete it", "config.py:491; run"),
+    _unused(
+        f"{ZERO}.allgather_partitions",
+        "DeepSpeed 0.19.8 reads this key and ignores it",
+        "delete it",
+        "engine.py:1745, which nothing calls; run",
+    ),
+    _unused(
+        "vocabulary_size",
+        "DeepSpeed warns about this key and ignores it",
+        "delete it",
+        "config.py:717; run",
+    ),
+    _unused(
+        "disable_allgather",
+        "DeepSpeed 0.19.8 reads this key and ignores it",
+        "delete it",
+        "config.py:491; run",
+    ),
 )
 
 OURS = "the recipes"
 
-# Keys that work in a script that leaves more to DeepSpeed, but have no effect, or a wrong one, in a recipe.
+# Keys that work in a script that leaves more to DeepSpeed, but have no effect, or a wrong one, in a
+# recipe.
 RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "zero_allow_untested_optimizer",
-        lambda f: f.stage > 0 and not _kept(f).tested and f.get("zero_allow_untested_optimizer") is False,
+        lambda f: (
+            f.stage > 0 and not _kept(f).tested and f.get("zero_allow_untested_optimizer") is False
+        ),
         "forbids this optimizer under ZeRO, although ZeRO does not change its results",
         "delete the key",
         FAILS,
         "",
     ),
-    *(Rule("optimizer.type", lambda f, name=name: f.optimizer == name, facts.lacks, "use AdamW", APPLIES, "") for name, facts in FACTS.items() if facts.lacks),
+    *(
+        Rule(
+            "optimizer.type",
+            lambda f, name=name: f.optimizer == name,
+            facts.lacks,
+            "use AdamW",
+            APPLIES,
+            "",
+        )
+        for name, facts in FACTS.items()
+        if facts.lacks
+    ),
     *(
         _of_an_op(key, name, why)
         for key, name, why in (
-            ("max_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB, but a recipe's LAMB follows the paper and does not clamp"),
-            ("min_coeff", "Lamb", "clamps the trust ratio in DeepSpeed's LAMB, but a recipe's LAMB follows the paper and does not clamp"),
-            ("eps_inside_sqrt", "Lamb", "is an option of DeepSpeed's LAMB, but a recipe's LAMB follows the paper and adds eps outside the root"),
-            ("set_grad_none", "Lion", "is an option of DeepSpeed's CUDA Lion, but a recipe's Lion leaves gradients to the engine"),
-            ("fused", "Adagrad", "is an option of torch's Adagrad, which DeepSpeed recreates without its groups, and a recipe's Adagrad has no fused step"),
-            ("foreach", "Adafactor", "is an option of torch's Adafactor, but a recipe's Adafactor updates a part of one tensor at a time"),
-            ("differentiable", "Adagrad", "records the step for a second gradient, which model weights do not need"),
-            ("muon_lr", "Muon", "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which lr_scale changes by name"),
-            ("adam_lr", "Muon", "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which lr_scale changes by name"),
+            (
+                "max_coeff",
+                "Lamb",
+                (
+                    "clamps the trust ratio in DeepSpeed's LAMB, but a recipe's LAMB follows the"
+                    " paper and does not clamp"
+                ),
+            ),
+            (
+                "min_coeff",
+                "Lamb",
+                (
+                    "clamps the trust ratio in DeepSpeed's LAMB, but a recipe's LAMB follows the"
+                    " paper and does not clamp"
+                ),
+            ),
+            (
+                "eps_inside_sqrt",
+                "Lamb",
+                (
+                    "is an option of DeepSpeed's LAMB, but a recipe's LAMB follows the paper and"
+                    " adds eps outside the root"
+                ),
+            ),
+            (
+                "set_grad_none",
+                "Lion",
+                (
+                    "is an option of DeepSpeed's CUDA Lion, but a recipe's Lion leaves gradients to"
+                    " the engine"
+                ),
+            ),
+            (
+                "fused",
+                "Adagrad",
+                (
+                    "is an option of torch's Adagrad, which DeepSpeed recreates without its groups,"
+                    " and a recipe's Adagrad has no fused step"
+                ),
+            ),
+            (
+                "foreach",
+                "Adafactor",
+                (
+                    "is an option of torch's Adafactor, but a recipe's Adafactor updates a part of"
+                    " one tensor at a time"
+                ),
+            ),
+            (
+                "differentiable",
+                "Adagrad",
+                "records the step for a second gradient, which model weights do not need",
+            ),
+            (
+                "muon_lr",
+                "Muon",
+                (
+                    "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which"
+                    " lr_scale changes by name"
+                ),
+            ),
+            (
+                "adam_lr",
+                "Muon",
+                (
+                    "is an option of DeepSpeed's Muon, but a recipe's Muon has one rate, which"
+                    " lr_scale changes by name"
+                ),
+            ),
             *(
                 (key, "Muon", "is an option of DeepSpeed's Muon, but a recipe uses torch's Muon")
                 for key in ("torch_adam", "ns_method", "per_head_muon", "foreach")
@@ -901,7 +1230,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
         Rule(
             f"optimizer.params.{key}",
             lambda f, key=key: _ours(f, "Muon") and f.get(f"optimizer.params.{key}") is False,
-            "is an option of DeepSpeed's Muon, but a recipe's Muon decays weights as AdamW does and keeps its states in fp32",
+            "is an option of DeepSpeed's Muon, but a recipe's Muon decays weights as AdamW does and"
+            " keeps its states in fp32",
             "delete it",
             APPLIES,
             "",
@@ -911,8 +1241,14 @@ RECIPE_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             f"{ZERO}.{key}",
-            lambda f, key=key: f.get(f"{ZERO}.{key}") and f.stage > 0 and _kept(f).acts_on == TENSOR and _kept(f).ours,
-            "moves tensor boundaries inside ZeRO's flat partitions, but this optimizer sums over each tensor",
+            lambda f, key=key: (
+                f.get(f"{ZERO}.{key}")
+                and f.stage > 0
+                and _kept(f).acts_on == TENSOR
+                and _kept(f).ours
+            ),
+            "moves tensor boundaries inside ZeRO's flat partitions, but this optimizer sums over"
+            " each tensor",
             "delete it",
             APPLIES,
             "",
@@ -922,7 +1258,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.stage > 0 and _kept(f).acts_on == GRADIENT,
-        "requires each rank's gradients before they are reduced, but ZeRO reduces gradients while it partitions them",
+        "requires each rank's gradients before they are reduced, but ZeRO reduces gradients while"
+        " it partitions them",
         "use a JSON with stage 0, or AdamW",
         APPLIES,
         "",
@@ -941,7 +1278,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "fp16.enabled",
         lambda f: f.dtype == "fp16" and _kept(f).acts_on == GRADIENT,
-        "fp16 skips a step after an overflow, but with this optimizer the gradients differ between ranks",
+        "fp16 skips a step after an overflow, but with this optimizer the gradients differ between"
+        " ranks",
         'set "fp16": {"enabled": false}, "bf16": {"enabled": true}',
         APPLIES,
         "",
@@ -949,7 +1287,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "torch_autocast.dtype",
         lambda f: _autocast(f, "fp16") and f.stage == 0,
-        f"with fp16 autocast {OURS} would clip and report scaled gradients, and checkpoints would lack the loss scale",
+        f"with fp16 autocast {OURS} would clip and report scaled gradients, and checkpoints would"
+        " lack the loss scale",
         'set it to "bfloat16", or set "torch_autocast.enabled" to false',
         APPLIES,
         "",
@@ -965,7 +1304,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: f.degree("ep") > 1 and _kept(f).acts_on == TENSOR and _kept(f).ours,
-        "requires sums over full tensors, but DeepSpeed splits the weights of sharded experts into other tensors",
+        "requires sums over full tensors, but DeepSpeed splits the weights of sharded experts into"
+        " other tensors",
         "use --ep 1, or AdamW",
         APPLIES,
         "",
@@ -973,7 +1313,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.params.bias_correction",
         _flat_masters,
-        "is an option of DeepSpeed's own Adam, but without ZeRO a recipe requires torch's Adam, which always corrects the bias",
+        "is an option of DeepSpeed's own Adam, but without ZeRO a recipe requires torch's Adam,"
+        " which always corrects the bias",
         "delete it",
         FAILS,
         "",
@@ -981,14 +1322,19 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         _flat_masters,
-        "DeepSpeed's own Adam keeps the master weights of a group in one tensor here, which checkpoints cannot store",
+        "DeepSpeed's own Adam keeps the master weights of a group in one tensor here, which"
+        " checkpoints cannot store",
         'add "optimizer.params.torch_adam": true',
         APPLIES,
         "",
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.offload == "nvme" and f.optimizer is not None and (FACTS[f.optimizer].family not in SWAPPED or f.get("optimizer.params.amsgrad")),
+        lambda f: (
+            f.offload == "nvme"
+            and f.optimizer is not None
+            and (FACTS[f.optimizer].family not in SWAPPED or f.get("optimizer.params.amsgrad"))
+        ),
         "NVMe offload requires Adam, because the swap files here hold only Adam's two moments",
         f'use AdamW, or "{OPTIMIZER}.device": "cpu"',
         APPLIES,
@@ -1002,8 +1348,18 @@ RECIPE_RULES: tuple[Rule, ...] = (
         APPLIES,
         "",
     ),
-    _unused("data_efficiency", f"{OURS} stream their own data and ignore this setting", "delete the block", outcome=APPLIES),
-    _unused("dataloader_drop_last", f"{OURS} stream their own data and ignore this setting", "delete it", outcome=APPLIES),
+    _unused(
+        "data_efficiency",
+        f"{OURS} stream their own data and ignore this setting",
+        "delete the block",
+        outcome=APPLIES,
+    ),
+    _unused(
+        "dataloader_drop_last",
+        f"{OURS} stream their own data and ignore this setting",
+        "delete it",
+        outcome=APPLIES,
+    ),
     _unused(
         "activation_checkpointing",
         f"{OURS} recompute activations with the model's own method and ignore this block",
@@ -1014,18 +1370,41 @@ RECIPE_RULES: tuple[Rule, ...] = (
         "scheduler.type",
         lambda f: f.get("scheduler.type") in schema()["torch_schedulers"],
         f"{OURS} accept only DeepSpeed's schedules",
-        f"set it to one of {', '.join(schema()['schedulers'])}, or delete the block and use --schedule",
+        f"set it to one of {', '.join(schema()['schedulers'])}, or delete the block and use"
+        " --schedule",
         APPLIES,
         "",
     ),
     _unused(
-        "wandb", f"{OURS} record their own W&B run, and this block would start a second run", "delete the block and use --wandb --project NAME", outcome=APPLIES
+        "wandb",
+        f"{OURS} record their own W&B run, and this block would start a second run",
+        "delete the block and use --wandb --project NAME",
+        outcome=APPLIES,
     ),
-    _unused("hybrid_engine", "is used only for generation during reinforcement learning", "delete the block", outcome=APPLIES),
-    _unused("autotuning", "is read only by `deepspeed --autotuning`, which does not start recipes", "delete the block"),
+    _unused(
+        "hybrid_engine",
+        "is used only for generation during reinforcement learning",
+        "delete the block",
+        outcome=APPLIES,
+    ),
+    _unused(
+        "autotuning",
+        "is read only by `deepspeed --autotuning`, which does not start recipes",
+        "delete the block",
+    ),
     _unused("weight_quantization", "is used only for inference", "delete the block"),
-    _unused("datastates_ckpt", f"{OURS} write their own checkpoints and ignore this block", "delete the block", outcome=APPLIES),
-    _unused("use_data_before_expert_parallelism", f"{OURS} lay out the ranks themselves", "delete it", outcome=APPLIES),
+    _unused(
+        "datastates_ckpt",
+        f"{OURS} write their own checkpoints and ignore this block",
+        "delete the block",
+        outcome=APPLIES,
+    ),
+    _unused(
+        "use_data_before_expert_parallelism",
+        f"{OURS} lay out the ranks themselves",
+        "delete it",
+        outcome=APPLIES,
+    ),
     _unused(
         "seq_parallel_communication_data_type",
         f"{OURS} also reduce gradients over sequence ranks in communication_data_type",
@@ -1060,7 +1439,13 @@ RECIPE_RULES: tuple[Rule, ...] = (
 
 # Keys that a recipe honours and DeepSpeed alone ignores.
 STOCK_RULES: tuple[Rule, ...] = (
-    _packaged("datastates_ckpt", "datastates", lambda f: f.get("datastates_ckpt") is not False, "delete the block", "datastates_checkpoint_engine.py:21; run"),
+    _packaged(
+        "datastates_ckpt",
+        "datastates",
+        lambda f: f.get("datastates_ckpt") is not False,
+        "delete the block",
+        "datastates_checkpoint_engine.py:21; run",
+    ),
     Rule(
         "weight_quantization",
         lambda f: f.get("weight_quantization") and f.stage != 3,
@@ -1071,7 +1456,10 @@ STOCK_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "activation_checkpointing.contiguous_memory_optimization",
-        lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and not f.get("activation_checkpointing.partition_activations"),
+        lambda f: (
+            f.get("activation_checkpointing.contiguous_memory_optimization")
+            and not f.get("activation_checkpointing.partition_activations")
+        ),
         "requires partition_activations if the script calls deepspeed.checkpointing.configure",
         'set "partition_activations": true, or "contiguous_memory_optimization": false',
         FAILS,
@@ -1079,7 +1467,10 @@ STOCK_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "activation_checkpointing.contiguous_memory_optimization",
-        lambda f: f.get("activation_checkpointing.contiguous_memory_optimization") and f.get("activation_checkpointing.number_checkpoints") is None,
+        lambda f: (
+            f.get("activation_checkpointing.contiguous_memory_optimization")
+            and f.get("activation_checkpointing.number_checkpoints") is None
+        ),
         "requires number_checkpoints if the script calls deepspeed.checkpointing.configure",
         "set it to false, or set number_checkpoints to the model's number of layers",
         FAILS,
@@ -1087,7 +1478,10 @@ STOCK_RULES: tuple[Rule, ...] = (
     ),
     *(
         _unused(
-            f"pipeline.{key}", "is decided by the script's PipelineModule, so DeepSpeed reads this key and ignores it", "delete it", "pipe/engine.py:135; run"
+            f"pipeline.{key}",
+            "is decided by the script's PipelineModule, so DeepSpeed reads this key and ignores it",
+            "delete it",
+            "pipe/engine.py:135; run",
         )
         for key in ("stages", "partition", "seed_layers")
     ),
@@ -1113,5 +1507,7 @@ RECIPE_HONOURS = {
 
 
 def _scatters(facts: Facts) -> bool:
-    """Returns True where DeepSpeed averages gradients by reduce-scatter, which allows no other scaling."""
+    """Returns True where DeepSpeed averages gradients by reduce-scatter, which allows no other
+    scaling.
+    """
     return facts.stage >= 2 and facts.get(f"{ZERO}.reduce_scatter", True)

@@ -12,7 +12,8 @@ from typing import Any
 from ..spec.refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
 from .values import Node, converted, example, fits, shown, wrong
 
-# Keys that Trainer, accelerate and the recipes all fill; DeepSpeed drops an "auto" anywhere else without a word.
+# Keys that Trainer, accelerate and the recipes all fill; DeepSpeed drops an "auto" anywhere else
+# without a word.
 AUTO = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -28,7 +29,9 @@ AUTO = (
 
 
 def at(config: dict[str, Any], path: str, default: Any = None) -> Any:
-    """Returns the value at a dotted path; `default` if the configuration does not mention the path."""
+    """Returns the value at a dotted path; `default` if the configuration does not mention the
+    path.
+    """
     value: Any = config
     for key in path.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -43,37 +46,65 @@ def schema() -> Node:
 
 
 def optimizer_name(config: dict[str, Any]) -> str | None:
-    """Returns the optimizer's name as the schema spells it; None if there is no optimizer, or none of that name."""
+    """Returns the optimizer's name as the schema spells it; None if there is no optimizer, or none
+    of that name.
+    """
     name = at(config, "optimizer.type")
     if not isinstance(name, str):
         return None
     known = schema()["optimizers"]
-    return next((spelled for spelled in known if spelled == name or (known[spelled].get("any_case") and spelled.lower() == name.lower())), None)
+    return next(
+        (
+            spelled
+            for spelled in known
+            if spelled == name
+            or (known[spelled].get("any_case") and spelled.lower() == name.lower())
+        ),
+        None,
+    )
 
 
 def optimizer_params(config: dict[str, Any], name: str | None) -> dict[str, Node]:
-    """Finds the keys of optimizer.params, for the implementation of the optimizer `name` that DeepSpeed will choose."""
+    """Finds the keys of optimizer.params, for the implementation of the optimizer `name` that
+    DeepSpeed will choose.
+    """
     if name is None:
         return {}
     variants = schema()["optimizers"][name]
     offload = at(config, "zero_optimization.offload_optimizer")
-    offloaded = isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"  # a block without a device is at fault
+    # a block without a device is at fault
+    offloaded = (
+        isinstance(offload, dict) and offload.get("device", "cpu" if offload else "none") != "none"
+    )
     params = at(config, "optimizer.params")
-    switched_on = [key for key, value in params.items() if value is True] if isinstance(params, dict) and "torch_adam" not in params else []
+    switched_on = (
+        [key for key, value in params.items() if value is True]
+        if isinstance(params, dict) and "torch_adam" not in params
+        else []
+    )
     meant = resembled("torch_adam", switched_on)  # what hangs on a misspelt key is not told as well
-    chosen = "torch" if meant or at(config, "optimizer.params.torch_adam") is True else "cpu" if offloaded else "device"
+    chosen = (
+        "torch"
+        if meant or at(config, "optimizer.params.torch_adam") is True
+        else "cpu"
+        if offloaded
+        else "device"
+    )
     return variants.get(chosen) or variants.get("device", {})
 
 
 def takes_number(takes: dict[str, Node], key: str) -> bool:
-    """Returns True if a recipe's number goes into the key `key` of optimizer.params; Adafactor's eps is a pair, which only a JSON states."""
+    """Returns True if a recipe's number goes into the key `key` of optimizer.params; Adafactor's
+    eps is a pair, which only a JSON states.
+    """
     return key in takes and (key != "eps" or "array" not in takes[key]["type"])
 
 
 # Names of keys that an older DeepSpeed read and this one does not.
 FORMER = {"aio.thread_count": "intra_op_parallelism"}
 
-# Keys of optimizer.params that DeepSpeed removes for optimizers without a use for them (engine.py, _configure_basic_optimizer).
+# Keys of optimizer.params that DeepSpeed removes for optimizers without a use for them (engine.py,
+# _configure_basic_optimizer).
 TAKEN_OUT = {"adam_w_mode": ("AdamW",), "fp32_optimizer_states": ("Adam", "AdamW")}
 
 # Blocks whose keys DeepSpeed checks only while the block is switched on.
@@ -82,21 +113,34 @@ UNCHECKED = ("autotuning", "data_efficiency", "expert_parallel", "flops_profiler
 # Program -> the further keys that it fills; "": nobody fills anything.
 # (transformers 5.22 integrations/deepspeed.py, accelerate 1.15 accelerator.py and dataclasses.py)
 _BOTH = {*AUTO, "fp16.enabled", "bf16.enabled"} - {"optimizer.params.freeze_step"} | {
-    f"scheduler.params.{key}" for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    f"scheduler.params.{key}"
+    for key in ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 }
-_PLUGIN = {f"zero_optimization.offload_{what}.{key}" for what in ("optimizer", "param") for key in ("device", "nvme_path")}
+_PLUGIN = {
+    f"zero_optimization.offload_{what}.{key}"
+    for what in ("optimizer", "param")
+    for key in ("device", "nvme_path")
+}
 FILLED_BY: dict[str, frozenset[str]] = {
     "": frozenset(),
     "trainer": frozenset(_BOTH | {"optimizer.params.betas", "optimizer.params.eps"}),
-    "accelerate": frozenset(_BOTH | _PLUGIN | {"zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"}),
+    "accelerate": frozenset(
+        _BOTH
+        | _PLUGIN
+        | {"zero_optimization.stage", "zero_optimization.stage3_gather_16bit_weights_on_model_save"}
+    ),
 }
 
 
-def walk(config: dict[str, Any], auto: Collection[str] = AUTO, stock: bool = False) -> tuple[list[Problem], dict[str, Any]]:
-    """Finds the mistakes that single keys show; returns them and the configuration without the keys at fault.
+def walk(
+    config: dict[str, Any], auto: Collection[str] = AUTO, stock: bool = False
+) -> tuple[list[Problem], dict[str, Any]]:
+    """Finds the mistakes that single keys show; returns them and the configuration without the keys
+    at fault.
 
-    `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and a value that DeepSpeed
-    would replace by a default becomes that default. With `stock`, a word or number that DeepSpeed converts is converted.
+    `auto` holds the keys that somebody fills. Whole numbers written as 5e8 become integers, and a
+    value that DeepSpeed would replace by a default becomes that default. With `stock`, a word or
+    number that DeepSpeed converts is converted.
     """
     found: list[Problem] = []
     root = copy.copy(schema()["config"])
@@ -107,58 +151,122 @@ def walk(config: dict[str, Any], auto: Collection[str] = AUTO, stock: bool = Fal
             continue
         given = config[block].get("type")
         params = root["keys"][block]["keys"]["params"]
-        name = optimizer_name(config) if block == "optimizer" else given if isinstance(given, str) and given in names else None
+        name = (
+            optimizer_name(config)
+            if block == "optimizer"
+            else given
+            if isinstance(given, str) and given in names
+            else None
+        )
         if name is None:
-            if isinstance(given, str) or (given is None and not resembled("type", config[block].keys() - root["keys"][block]["keys"].keys())):
+            if isinstance(given, str) or (
+                given is None
+                and not resembled("type", config[block].keys() - root["keys"][block]["keys"].keys())
+            ):
                 found.append(_unknown_name(block, given, list(names)))
         elif "needs_package" in names[name]:
             package = names[name]["needs_package"]
-            found.append(Problem(f"{block}.type = {given}", f"requires the package {package}, which is not installed", "use AdamW", FAILS))
+            found.append(
+                Problem(
+                    f"{block}.type = {given}",
+                    f"requires the package {package}, which is not installed",
+                    "use AdamW",
+                    FAILS,
+                )
+            )
         else:
             params["keys"] = optimizer_params(config, name) if block == "optimizer" else names[name]
             params["of"], params["strict"] = name, True
-            if "params" not in config[block] and (needed := [key for key, node in params["keys"].items() if node.get("required")] or block == "scheduler"):
+            if "params" not in config[block] and (
+                needed := [key for key, node in params["keys"].items() if node.get("required")]
+                or block == "scheduler"
+            ):
                 listed = ", ".join(needed) if isinstance(needed, list) else "an object"
-                found.append(Problem(f"{block}.params = (missing)", f"{name} requires it", f'add "params" with {listed}', FAILS))
-    root["keys"] |= {key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]}
+                found.append(
+                    Problem(
+                        f"{block}.params = (missing)",
+                        f"{name} requires it",
+                        f'add "params" with {listed}',
+                        FAILS,
+                    )
+                )
+    root["keys"] |= {
+        key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]
+    }
     clean = _block(root, config, "", found, auto)
     if stock:
         _convert(root, config, clean, found)
     fixes = _fixes_by_the_file(config)
-    found = [replace(problem, fix=fixes.get((problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')), problem.fix)) for problem in found]
+    found = [
+        replace(
+            problem,
+            fix=fixes.get(
+                (problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')),
+                problem.fix,
+            ),
+        )
+        for problem in found
+    ]
     for block in ("optimizer", "scheduler"):
-        if "keys" not in root["keys"][block]["keys"]["params"]:  # its type is at fault, so nothing is known about its parameters
+        # its type is at fault, so nothing is known about its parameters
+        if "keys" not in root["keys"][block]["keys"]["params"]:
             clean.get(block, {}).pop("params", None)
     return found, clean
 
 
 def meant_by_auto(config: dict[str, Any]) -> dict[str, bool]:
-    """Returns what "auto" stands for in bf16.enabled and fp16.enabled: whoever wrote it trains in one of the two."""
+    """Returns what "auto" stands for in bf16.enabled and fp16.enabled: whoever wrote it trains in
+    one of the two.
+    """
     fp16, bf16 = (at(config, f"{name}.enabled") for name in ("fp16", "bf16"))
     return {"bf16.enabled": fp16 is not True, "fp16.enabled": bf16 not in (True, "auto")}
 
 
 def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
-    """Returns the fixes that depend on the rest of the file: (path, whether it holds "auto") -> fix."""
+    """Returns the fixes that depend on the rest of the file: (path, whether it holds "auto") ->
+    fix.
+    """
     zero, lr = at(config, "zero_optimization"), at(config, "optimizer.params.lr")
-    stage3 = isinstance(zero, dict) and any(key.startswith(("stage3_", "offload_param")) for key in zero)
+    stage3 = isinstance(zero, dict) and any(
+        key.startswith(("stage3_", "offload_param")) for key in zero
+    )
     number = isinstance(lr, (int, float))
-    fixes = {path: f"set it to {json.dumps(value)}" for path, value in meant_by_auto(config).items()}
+    fixes = {
+        path: f"set it to {json.dumps(value)}" for path, value in meant_by_auto(config).items()
+    }
     fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
     fixes |= {"zero_optimization.stage": f"set it to {3 if stage3 else 2}"}
-    fixes |= dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1")  # then the rows of a step are known
+    # then the rows of a step are known
+    fixes |= dict.fromkeys(
+        ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "write 1"
+    )
     fixes |= {"train_batch_size": "delete it"} if "train_micro_batch_size_per_gpu" in config else {}
     # WarmupLR takes the optimizer's rate itself, WarmupDecayLR would take 0.001
     fixes |= {
-        "scheduler.params.warmup_max_lr": f"set it to {lr}" if number else "delete it" if at(config, "scheduler.type") == "WarmupLR" else "set it to 0.001"
+        "scheduler.params.warmup_max_lr": (
+            f"set it to {lr}"
+            if number
+            else "delete it"
+            if at(config, "scheduler.type") == "WarmupLR"
+            else "set it to 0.001"
+        )
     }
     clipping = (
-        "delete it" if "gradient_clipping" in config else f'write "gradient_clipping": {json.dumps(at(config, "optimizer.params.max_grad_norm"))} instead'
+        "delete it"
+        if "gradient_clipping" in config
+        else (
+            f'write "gradient_clipping": {json.dumps(at(config, "optimizer.params.max_grad_norm"))}'
+            " instead"
+        )
     )
-    return {(path, True): fix for path, fix in fixes.items()} | {("optimizer.params.max_grad_norm", False): clipping}
+    return {(path, True): fix for path, fix in fixes.items()} | {
+        ("optimizer.params.max_grad_norm", False): clipping
+    }
 
 
-def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]) -> dict[str, Any]:
+def _block(
+    node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]
+) -> dict[str, Any]:
     clean = {}
     strict = bool(node.get("strict"))
     off = path in UNCHECKED and not config.get("enabled")
@@ -168,17 +276,33 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
         if known is None:
             found.append(_unknown_key(node, key, value, path))
         elif "removed" in known:
-            found.append(Problem(f"{here} = {shown(value)}", f"was removed from DeepSpeed {schema()['deepspeed']}", "delete it", FAILS))
+            found.append(
+                Problem(
+                    f"{here} = {shown(value)}",
+                    f"was removed from DeepSpeed {schema()['deepspeed']}",
+                    "delete it",
+                    FAILS,
+                )
+            )
         elif "use_instead" in known:
             works, fix, renamed = (
-                known.get("works", True) or (key == "allgather_size" and config.get("zero_optimization") is True),
+                known.get("works", True)
+                or (key == "allgather_size" and config.get("zero_optimization") is True),
                 *_renamed(known["use_instead"], key, value, config),
             )
-            found.append(Problem(f"{here} = {shown(value)}", "is an old or alternative name", fix, APPLIES if works else IGNORES))
+            found.append(
+                Problem(
+                    f"{here} = {shown(value)}",
+                    "is an old or alternative name",
+                    fix,
+                    APPLIES if works else IGNORES,
+                )
+            )
             clean |= renamed if works else {}
         elif problem := wrong(known, value, here, auto, strict):
             if off and key != "enabled":
-                problem = replace(problem, outcome=APPLIES)  # DeepSpeed reads it without a look at what it is
+                # DeepSpeed reads it without a look at what it is
+                problem = replace(problem, outcome=APPLIES)
             found.append(problem)
             if problem.outcome == REPLACES and value == "auto" and "default" in known:
                 clean[key] = known["default"]
@@ -187,31 +311,65 @@ def _block(node: Node, config: dict[str, Any], path: str, found: list[Problem], 
         elif "keys" in known and isinstance(value, dict):
             clean[key] = _block(known, value, here, found, auto)
         else:
-            clean[key] = int(value) if isinstance(value, float) and "integer" in known["type"] and "number" not in known["type"] else copy.deepcopy(value)
+            clean[key] = (
+                int(value)
+                if isinstance(value, float)
+                and "integer" in known["type"]
+                and "number" not in known["type"]
+                else copy.deepcopy(value)
+            )
     for key, known in node["keys"].items():
         if known.get("required") and key not in config:
-            found.append(Problem(f"{path}.{key} = (missing)", f"{node.get('of', path)} requires it", f'add "{key}": {example(known)}', FAILS))
+            found.append(
+                Problem(
+                    f"{path}.{key} = (missing)",
+                    f"{node.get('of', path)} requires it",
+                    f'add "{key}": {example(known)}',
+                    FAILS,
+                )
+            )
     enabled = node["keys"].get("enabled", {})
     unknown = config.keys() - node["keys"].keys()
-    if config and "enabled" not in config and enabled.get("default") is False and not resembled("enabled", unknown):
+    if (
+        config
+        and "enabled" not in config
+        and enabled.get("default") is False
+        and not resembled("enabled", unknown)
+    ):
         rule = 'has no "enabled", so DeepSpeed disables the block and ignores its other keys'
-        found.append(Problem(f"{path} = {shown(config)}", rule, 'add "enabled": true or delete the block', IGNORES))
+        found.append(
+            Problem(
+                f"{path} = {shown(config)}",
+                rule,
+                'add "enabled": true or delete the block',
+                IGNORES,
+            )
+        )
     return clean
 
 
-def _convert(node: Node, config: dict[str, Any], clean: dict[str, Any], found: list[Problem], path: str = "") -> None:
+def _convert(
+    node: Node, config: dict[str, Any], clean: dict[str, Any], found: list[Problem], path: str = ""
+) -> None:
     """Put values of another type into `clean`, as what DeepSpeed takes them for."""
     works = {problem.where.partition(" = ")[0] for problem in found if problem.outcome == APPLIES}
     for key, value in config.items():
         known, here = node["keys"].get(key, {}), f"{path}.{key}".lstrip(".")
         if isinstance(value, dict) and isinstance(clean.get(key), dict) and "keys" in known:
             _convert(known, value, clean[key], found, here)
-        elif key not in clean and here in works and "type" in known and (meant := converted(known, value)) is not None:
+        elif (
+            key not in clean
+            and here in works
+            and "type" in known
+            and (meant := converted(known, value)) is not None
+        ):
             clean[key] = meant
 
 
 def _renamed(new: str, key: str, value: Any, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the fix for an old name, and the key and value after the fix; `config` is the block."""
+    """Returns the fix for an old name, and the key and value after the fix; `config` is the
+    block.
+    """
     name = new.rpartition(".")[2]
     if " or " in new:
         return f"delete it, and write it as pin_memory in {new}", {}
@@ -231,11 +389,25 @@ def resembled(key: str, names: Iterable[str]) -> bool:
 
 def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     here = f"{path}.{key}" if path else key
-    kind = f"{node['of']} does not take this key" if "of" in node else "DeepSpeed has no such key here"
-    valid = [name for name, known in node["keys"].items() if "removed" not in known and "use_instead" not in known]
-    near = difflib.get_close_matches(key, [name for name in valid if fits(node["keys"][name], value)], 1, 0.7)
-    old = [name for name in difflib.get_close_matches(key, node["keys"], 1, 0.9) if "use_instead" in node["keys"][name]]
-    elsewhere = [place for place in _paths() if place.rpartition(".")[2] == key and fits(_node(place), value)]
+    kind = (
+        f"{node['of']} does not take this key" if "of" in node else "DeepSpeed has no such key here"
+    )
+    valid = [
+        name
+        for name, known in node["keys"].items()
+        if "removed" not in known and "use_instead" not in known
+    ]
+    near = difflib.get_close_matches(
+        key, [name for name in valid if fits(node["keys"][name], value)], 1, 0.7
+    )
+    old = [
+        name
+        for name in difflib.get_close_matches(key, node["keys"], 1, 0.9)
+        if "use_instead" in node["keys"][name]
+    ]
+    elsewhere = [
+        place for place in _paths() if place.rpartition(".")[2] == key and fits(_node(place), value)
+    ]
     if old and key not in elsewhere:
         fix, _ = _renamed(node["keys"][old[0]]["use_instead"], old[0], value, {})
     elif former := FORMER.get(here):
@@ -243,10 +415,17 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     elif near:
         fix = f"did you mean {near[0]}?"
     elif elsewhere:
-        fix = f"it belongs in {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
+        fix = (
+            "it belongs in"
+            f" {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
+        )
     elif "of" in node:
         fix = f"delete it. {node['of']} takes {', '.join(valid)}"
-    elif far := [name for name in difflib.get_close_matches(key, _paths_by_name(), 1, 0.8) if fits(_node(_paths_by_name()[name]), value)]:
+    elif far := [
+        name
+        for name in difflib.get_close_matches(key, _paths_by_name(), 1, 0.8)
+        if fits(_node(_paths_by_name()[name]), value)
+    ]:
         fix = f"did you mean {_paths_by_name()[far[0]]}?"
     else:
         near = difflib.get_close_matches(key, valid, 1, 0.0)
@@ -254,7 +433,12 @@ def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     outcome = FAILS if node.get("strict") else IGNORES
     if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
         outcome = IGNORES
-    elif path == "optimizer.params" and key == "amsgrad" and value is False and node["of"] in ("Adam", "AdamW"):
+    elif (
+        path == "optimizer.params"
+        and key == "amsgrad"
+        and value is False
+        and node["of"] in ("Adam", "AdamW")
+    ):
         outcome = APPLIES  # every Adam takes this argument, but only PyTorch's can do it
     return Problem(f"{here} = {shown(value)}", kind, fix, outcome)
 
@@ -269,9 +453,18 @@ def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:
         )
     by_lower = {name.lower(): name for name in names}
     inside = [name for name in by_lower if name in given.lower()]  # DeepSpeed_Adam, adamw_torch
-    near = [max(inside, key=len)] if inside else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
+    near = (
+        [max(inside, key=len)]
+        if inside
+        else difflib.get_close_matches(given.lower(), by_lower, 1, 0.5)
+    )
     fix = f"did you mean {by_lower[near[0]]}?" if near else f"set it to one of {', '.join(names)}"
-    return Problem(f"{block}.type = {shown(given)}", f"DeepSpeed {schema()['deepspeed']} supports no such {block} in a JSON", fix, FAILS)
+    return Problem(
+        f"{block}.type = {shown(given)}",
+        f"DeepSpeed {schema()['deepspeed']} supports no such {block} in a JSON",
+        fix,
+        FAILS,
+    )
 
 
 def _node(path: str) -> Node:

@@ -11,11 +11,17 @@ from .schema import at
 
 
 def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
-    """Refuses NVMe folders that cannot be used on this host; a relative `nvme_path` lies under `out`."""
+    """Refuses NVMe folders that cannot be used on this host; a relative `nvme_path` lies under
+    `out`.
+    """
     found = []
     for path in BLOCKS:
         block = at(config, path)
-        if not isinstance(block, dict) or block.get("device") != "nvme" or not isinstance(block.get("nvme_path"), str):
+        if (
+            not isinstance(block, dict)
+            or block.get("device") != "nvme"
+            or not isinstance(block.get("nvme_path"), str)
+        ):
             continue
         where = f"{path}.nvme_path = {block['nvme_path']}"
         try:
@@ -28,11 +34,26 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
         while relative and not there.exists():  # the run makes folders under `out`
             there = there.parent
         if not there.is_dir():
-            found.append(Problem(where, f"the folder {folder} does not exist on this host", "use a folder on a local drive"))
+            found.append(
+                Problem(
+                    where,
+                    f"the folder {folder} does not exist on this host",
+                    "use a folder on a local drive",
+                )
+            )
         elif not os.access(there, os.W_OK):
-            found.append(Problem(where, f"{there} is not writable", "use a folder that you can write to"))
+            found.append(
+                Problem(where, f"{there} is not writable", "use a folder that you can write to")
+            )
         elif file_system(there) in ("tmpfs", "ramfs"):
-            found.append(Problem(where, f"{there} is in memory ({file_system(there)}), so offloading there frees no memory", "use a folder on a local drive"))
+            found.append(
+                Problem(
+                    where,
+                    f"{there} is in memory ({file_system(there)}), so offloading there frees no"
+                    " memory",
+                    "use a folder on a local drive",
+                )
+            )
     return found
 
 

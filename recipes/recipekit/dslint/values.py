@@ -27,14 +27,17 @@ NULLS = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")  # words of pydantic's lax mode
+# words of pydantic's lax mode
+YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 
 
 def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool) -> Problem | None:
-    """Finds what is wrong with one value: an "auto" that nobody fills, its type, its range, its name.
+    """Finds what is wrong with one value: an "auto" that nobody fills, its type, its range, its
+    name.
 
-    `strict` blocks are pydantic models: they drop "auto", convert a word or number that can be meant for another type,
-    and refuse the rest. All other blocks take any value, and fail when they use it.
+    `strict` blocks are pydantic models: they drop "auto", convert a word or number that can be
+    meant for another type, and refuse the rest. All other blocks take any value, and fail when they
+    use it.
     """
     where, types = f"{path} = {shown(value)}", node["type"]
     if value == "auto" and path in auto:
@@ -44,29 +47,61 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
     if value == "auto" and node.get("default") != "auto":
         drops = strict and not path.startswith(("optimizer.", "scheduler."))
         word = "boolean" in types and path not in CHECKED  # any word counts as true
-        return Problem(where, '"auto" is not supported, because nothing fills it in', f"set it to {example(node)}", REPLACES if drops or word else FAILS)
+        return Problem(
+            where,
+            '"auto" is not supported, because nothing fills it in',
+            f"set it to {example(node)}",
+            REPLACES if drops or word else FAILS,
+        )
     if path == "zero_optimization" and isinstance(value, bool):
-        return Problem(where, "is the old format of 2020, which only switches between stage 0 and 1", f'set it to {{"stage": {int(value)}}}', APPLIES)
+        return Problem(
+            where,
+            "is the old format of 2020, which only switches between stage 0 and 1",
+            f'set it to {{"stage": {int(value)}}}',
+            APPLIES,
+        )
     if not any(_is(value, name) for name in types):
         names = " or ".join(
-            {"object": "a block {...}", "array": "a list [...]", "integer": "a whole number", "number": "a number", "null": "null"}.get(name, f"a {name}")
+            {
+                "object": "a block {...}",
+                "array": "a list [...]",
+                "integer": "a whole number",
+                "number": "a number",
+                "null": "null",
+            }.get(name, f"a {name}")
             for name in types
         )
-        fix = "delete it" if value is None and not node.get("required") else f"set it to {_meant(node, value)}"
+        fix = (
+            "delete it"
+            if value is None and not node.get("required")
+            else f"set it to {_meant(node, value)}"
+        )
         return Problem(where, f"must be {names}", fix, _converted(node, value, path, strict))
     if isinstance(value, str):
-        if "enum" in node and not (value in node["enum"] or (node.get("any_case") and value.lower() in [str(name).lower() for name in node["enum"]])):
+        if "enum" in node and not (
+            value in node["enum"]
+            or (
+                node.get("any_case")
+                and value.lower() in [str(name).lower() for name in node["enum"]]
+            )
+        ):
             near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
             return Problem(
                 where,
                 f"must be one of {', '.join(str(name) for name in node['enum'])}",
                 f"did you mean {near[0]}?" if near else f"set it to {example(node)}",
-                REPLACES if path == "scheduler.params.warmup_type" else FAILS,  # by its default, with a warning
+                # by its default, with a warning
+                REPLACES if path == "scheduler.params.warmup_type" else FAILS,
             )
         return None
     numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
     if numbers and value is not None and value not in numbers:
-        return Problem(where, f"must be {' or '.join(json.dumps(number) for number in numbers)}", f"set it to {_nearest(numbers, value)}", FAILS)
+        return Problem(
+            where,
+            f"must be {' or '.join(json.dumps(number) for number in numbers)}",
+            f"set it to {_nearest(numbers, value)}",
+            FAILS,
+        )
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         for word, bad, says in (
             ("min", lambda bound: value < bound, "at least"),
@@ -76,24 +111,56 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
         ):
             if word in node and bad(node[word]):
                 if path == "gradient_clipping":
-                    return Problem(where, "must be at least 0", "set it to 0, which also disables clipping", APPLIES)
-                outcome = {"activation_checkpointing.number_checkpoints": APPLIES, "flops_profiler.profile_step": IGNORES}.get(path, FAILS)
-                return Problem(where, f"must be {says} {node[word]:g}", f"set it to {example(node)}", outcome)
+                    return Problem(
+                        where,
+                        "must be at least 0",
+                        "set it to 0, which also disables clipping",
+                        APPLIES,
+                    )
+                outcome = {
+                    "activation_checkpointing.number_checkpoints": APPLIES,
+                    "flops_profiler.profile_step": IGNORES,
+                }.get(path, FAILS)
+                return Problem(
+                    where, f"must be {says} {node[word]:g}", f"set it to {example(node)}", outcome
+                )
     return _wrong_list(node, value, path, where) if isinstance(value, list) else None
 
 
 def _wrong_list(node: Node, value: list[Any], path: str, where: str) -> Problem | None:
     """Find what is wrong with the items of a list."""
     if not all(_is(item, node.get("items", "any")) for item in value):
-        return Problem(where, f"must contain only items of type {node['items']}", f"set it to {example(node)}", FAILS)
+        return Problem(
+            where,
+            f"must contain only items of type {node['items']}",
+            f"set it to {example(node)}",
+            FAILS,
+        )
     if "items_enum" in node and (odd := [item for item in value if item not in node["items_enum"]]):
-        return Problem(where, f"{shown(odd[0])} is not one of {', '.join(node['items_enum'])}", "use only these values", FAILS)
+        return Problem(
+            where,
+            f"{shown(odd[0])} is not one of {', '.join(node['items_enum'])}",
+            "use only these values",
+            FAILS,
+        )
     if "length" in node and len(value) != node["length"]:
-        return Problem(where, f"must contain {node['length']} numbers", f"set it to {example(node)}", FAILS)
+        return Problem(
+            where, f"must contain {node['length']} numbers", f"set it to {example(node)}", FAILS
+        )
     if path.endswith(".betas") and not all(0 <= item < 1 for item in value):
-        return Problem(where, "each number must be at least 0 and less than 1", "set it to [0.9, 0.95]", FAILS)
-    if path.endswith(".eps") and not all(_is(item, "number") and item >= 0 for item in (0 if value[0] is None else value[0], value[1])):
-        return Problem(where, "each number must be at least 0, and the first may be null", "set it to [null, 0.001]", FAILS)
+        return Problem(
+            where, "each number must be at least 0 and less than 1", "set it to [0.9, 0.95]", FAILS
+        )
+    if path.endswith(".eps") and not all(
+        _is(item, "number") and item >= 0
+        for item in (0 if value[0] is None else value[0], value[1])
+    ):
+        return Problem(
+            where,
+            "each number must be at least 0, and the first may be null",
+            "set it to [null, 0.001]",
+            FAILS,
+        )
     return None
 
 
@@ -104,23 +171,36 @@ def _converted(node: Node, value: Any, path: str, strict: bool) -> str:
         if "boolean" in types and (value in (0, 1) or text in YES + NO):
             return APPLIES
         number = r"[-+]?\d+" if "number" not in types else r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?"
-        if {"integer", "number"} & set(types) and (isinstance(value, bool) or (text is not None and re.fullmatch(number, text))):
+        if {"integer", "number"} & set(types) and (
+            isinstance(value, bool) or (text is not None and re.fullmatch(number, text))
+        ):
             return APPLIES
         return FAILS
     if "boolean" in types and path not in CHECKED:
-        return REPLACES if text is not None and text not in YES else APPLIES  # any word counts as true, as any other value in Python
-    if path == "activation_checkpointing.number_checkpoints":  # kept as it is, and read for contiguous checkpoints only
+        # any word counts as true, as any other value in Python
+        return REPLACES if text is not None and text not in YES else APPLIES
+    # kept as it is, and read for contiguous checkpoints only
+    if path == "activation_checkpointing.number_checkpoints":
         return REPLACES if text is not None else APPLIES
-    number = isinstance(value, bool) and {"integer", "number"} & set(types) and value >= node.get("min", 0)  # true is 1 in Python
+    # true is 1 in Python
+    number = (
+        isinstance(value, bool)
+        and {"integer", "number"} & set(types)
+        and value >= node.get("min", 0)
+    )
     return APPLIES if number or (path in NULLS and value is None) else FAILS
 
 
 def converted(node: Node, value: Any) -> Any:
-    """Return the value of the right type that DeepSpeed takes a word or number for; None if that is not known."""
+    """Return the value of the right type that DeepSpeed takes a word or number for; None if that is
+    not known.
+    """
     text = value.strip().lower() if isinstance(value, str) else None
     if "boolean" in node["type"] and (value in (0, 1) or text in YES + NO):
         return value == 1 or text in YES
-    if "integer" in node["type"] and (isinstance(value, bool) or (text is not None and re.fullmatch(r"[-+]?\d+", text))):
+    if "integer" in node["type"] and (
+        isinstance(value, bool) or (text is not None and re.fullmatch(r"[-+]?\d+", text))
+    ):
         return int(value)
     if "number" in node["type"] and isinstance(value, (bool, str)):
         with contextlib.suppress(ValueError):
@@ -134,13 +214,28 @@ def _is(value: Any, name: str) -> bool:
     if name in ("integer", "number"):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        return isinstance(value, int) or (math.isfinite(value) and (name == "number" or value == int(value)))  # some integers are too large for a float
-    return {"string": isinstance(value, str), "array": isinstance(value, list), "object": isinstance(value, dict), "null": value is None, "any": True}[name]
+        # some integers are too large for a float
+        return isinstance(value, int) or (
+            math.isfinite(value) and (name == "number" or value == int(value))
+        )
+    return {
+        "string": isinstance(value, str),
+        "array": isinstance(value, list),
+        "object": isinstance(value, dict),
+        "null": value is None,
+        "any": True,
+    }[name]
 
 
 def fits(node: Node, value: Any) -> bool:
-    """Return True if a value is of a type that the node takes, or reads like one: a misspelt key has such a value."""
-    return value == "auto" or any(_is(value, name) for name in node["type"]) or converted(node, value) is not None
+    """Return True if a value is of a type that the node takes, or reads like one: a misspelt key
+    has such a value.
+    """
+    return (
+        value == "auto"
+        or any(_is(value, name) for name in node["type"])
+        or converted(node, value) is not None
+    )
 
 
 def _meant(node: Node, value: Any) -> str:
@@ -149,7 +244,9 @@ def _meant(node: Node, value: Any) -> str:
         text = value.strip().lower()
         if "boolean" in node["type"] and text in ("true", "false", "yes", "no", "on", "off"):
             return "true" if text in ("true", "yes", "on") else "false"
-        if {"integer", "number"} & set(node["type"]) and re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", text):
+        if {"integer", "number"} & set(node["type"]) and re.fullmatch(
+            r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", text
+        ):
             return f"{value.strip()} without quotes"
     if "boolean" in node["type"] and value in (0, 1):
         return "true" if value else "false"

@@ -1,4 +1,6 @@
-"""Trains with torch alone: its DistributedDataParallel, or its FSDP2 (`fully_shard`), behind the same seam as DeepSpeed's engine."""
+"""Trains with torch alone: its DistributedDataParallel, or its FSDP2 (`fully_shard`), behind the
+same seam as DeepSpeed's engine.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,9 +32,10 @@ PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
 class TorchEngine:
     """Holds a model with torch's optimizer, whose fp32 weights are their own masters.
 
-    `called` is what computes: `module` itself under FSDP2, or DDP's wrapper of it. `autocast` is DDP's mixed precision; FSDP2
-    has its own policy. The number of micro-batches of a step is `accumulation`, at first, `clipping` the largest norm (0: any). A step
-    whose gradient overflows in fp16 is skipped, and the next loss is scaled by less.
+    `called` is what computes: `module` itself under FSDP2, or DDP's wrapper of it. `autocast` is
+    DDP's mixed precision; FSDP2 has its own policy. The number of micro-batches of a step is
+    `accumulation`, at first, `clipping` the largest norm (0: any). A step whose gradient overflows
+    in fp16 is skipped, and the next loss is scaled by less.
     """
 
     module: nn.Module
@@ -44,13 +47,24 @@ class TorchEngine:
     clipping: float
     autocast: torch.dtype | None
     scaler: torch.amp.GradScaler  # of the loss; switched off but in fp16
-    counts: dict[str, Any]  # what a checkpoint of DeepSpeed counts; `global_steps` is kept up to date
+    # what a checkpoint of DeepSpeed counts; `global_steps` is kept up to date
+    counts: dict[str, Any]
     micro_batches: int = 1  # of a pipeline, which there is none of
 
     def __post_init__(self) -> None:
-        self.trained = {name: parameter for name, parameter in self.module.named_parameters() if parameter.requires_grad}
-        self.scalars: list[Any] = [parameter for parameter in self.trained.values() if parameter.dim() == 0]
-        states = TorchStates(dict(self.module.named_parameters()) | _persistent_buffers(self.module), self.optimizer, self.counts)
+        self.trained = {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        }
+        self.scalars: list[Any] = [
+            parameter for parameter in self.trained.values() if parameter.dim() == 0
+        ]
+        states = TorchStates(
+            dict(self.module.named_parameters()) | _persistent_buffers(self.module),
+            self.optimizer,
+            self.counts,
+        )
         self.save_states, self._load_states = states.save, states.load
         self.taken = 0  # micro-batches of the step that runs
         self.grad_norm: torch.Tensor | None = None
@@ -60,7 +74,9 @@ class TorchEngine:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if isinstance(self.called, DistributedDataParallel):
             # as its no_sync() does around a forward
-            self.called.require_backward_grad_sync = self.is_gradient_accumulation_boundary() and not self.compresses
+            self.called.require_backward_grad_sync = (
+                self.is_gradient_accumulation_boundary() and not self.compresses
+            )
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
             return self.called(*inputs, **named)
 
@@ -73,7 +89,9 @@ class TorchEngine:
 
     @property
     def compresses(self) -> bool:
-        """Says whether the optimizer takes the gradients of the next step as each rank has them, not summed and not clipped."""
+        """Says whether the optimizer takes the gradients of the next step as each rank has them,
+        not summed and not clipped.
+        """
         return isinstance(self.optimizer, OneBitAdam) and self.optimizer.compresses
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -109,15 +127,24 @@ class TorchEngine:
         self.optimizer.zero_grad(set_to_none=self.called is self.module)
         skipped = self.scaler.get_scale() < scale
         if self.scaler.is_enabled():
-            self.counts |= {"loss_scale": self.scaler.state_dict(), "skipped_steps": self.counts["skipped_steps"] + skipped}
+            self.counts |= {
+                "loss_scale": self.scaler.state_dict(),
+                "skipped_steps": self.counts["skipped_steps"] + skipped,
+            }
         self.counts["global_steps"] += 1
         resolved = self.counts["ds_config"]
-        self.counts["global_samples"] += resolved["train_batch_size"] // resolved["gradient_accumulation_steps"] * self.accumulation
+        self.counts["global_samples"] += (
+            resolved["train_batch_size"]
+            // resolved["gradient_accumulation_steps"]
+            * self.accumulation
+        )
         for follow in self.followers:
             follow(not skipped)
 
     def _sum_scalars(self) -> None:
-        """Average the gradients of parameters without dimension, which FSDP2 does not shard, over the ranks (a collective if there are any)."""
+        """Average the gradients of parameters without dimension, which FSDP2 does not shard, over
+        the ranks (a collective if there are any).
+        """
         if self.called is self.module:
             for scalar in self.scalars:
                 dist.all_reduce(scalar.grad, group=self.group)
@@ -152,7 +179,11 @@ class TorchEngine:
         self.followers.append(act)
 
     def train(self) -> None:
-        """Makes the model train. FSDP2 leaves the root's weights gathered after a forward without a backward: they are divided again."""
+        """Makes the model train.
+
+        FSDP2 leaves the root's weights gathered after a forward without a backward: they are
+        divided again.
+        """
         self.module.train()
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
@@ -170,21 +201,42 @@ class TorchEngine:
     eval_batch = train_batch
 
 
-def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dict[str, Any], device: torch.device) -> Engine:
-    """Makes the engine of a kind, ddp or fsdp2, around the built model, which `divider` has divided for fsdp2 (a collective)."""
+def make(
+    built: Built,
+    groups: Groups,
+    kind: str,
+    precision: str,
+    ds_config: dict[str, Any],
+    device: torch.device,
+) -> Engine:
+    """Makes the engine of a kind, ddp or fsdp2, around the built model, which `divider` has divided
+    for fsdp2 (a collective).
+    """
     module: Any = built.model
     called, autocast = module, None
     if kind == "ddp":
         called, autocast = _ddp(module, groups, device), half(precision)
     else:
-        module.set_reduce_scatter_unused_params(True)  # a parameter that a rank does not use has a gradient of zeros
+        # a parameter that a rank does not use has a gradient of zeros
+        module.set_reduce_scatter_unused_params(True)
         if device.type == "cpu":
             module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
-    counts = {"global_steps": 0, "skipped_steps": 0, "global_samples": 0, "lr_scheduler": None, "ds_config": ds_config}
+    counts = {
+        "global_steps": 0,
+        "skipped_steps": 0,
+        "global_samples": 0,
+        "lr_scheduler": None,
+        "ds_config": ds_config,
+    }
     return TorchEngine(
         module=module,
         called=called,
-        optimizer=_optimizer(parameter_groups(module, built.blueprint.trained), ds_config, groups.dp_group, kind == "fsdp2"),
+        optimizer=_optimizer(
+            parameter_groups(module, built.blueprint.trained),
+            ds_config,
+            groups.dp_group,
+            kind == "fsdp2",
+        ),
         device=device,
         group=groups.dp_group,
         accumulation=ds_config["gradient_accumulation_steps"],
@@ -195,12 +247,23 @@ def make(built: Built, groups: Groups, kind: str, precision: str, ds_config: dic
     )
 
 
-def _optimizer(trained: list[dict[str, Any]], ds_config: dict[str, Any], ranks: Any, divided: bool) -> torch.optim.Optimizer:
-    """Makes torch's AdamW, or the optimizer of ours that a JSON names; `divided`: each of the data-parallel ranks has a part of every tensor."""
+def _optimizer(
+    trained: list[dict[str, Any]], ds_config: dict[str, Any], ranks: Any, divided: bool
+) -> torch.optim.Optimizer:
+    """Makes torch's AdamW, or the optimizer of ours that a JSON names; `divided`: each of the
+    data-parallel ranks has a part of every tensor.
+    """
     if (make := ours.maker(ds_config)) is None:
-        numbers = {key: value for key, value in ds_config["optimizer"]["params"].items() if key != "torch_adam"}
-        if divided and any(parameter.dim() == 0 for group in trained for parameter in group["params"]):
-            numbers |= {"foreach": False, "fused": False}  # torch 2.13 takes no list of whole and sharded tensors
+        numbers = {
+            key: value
+            for key, value in ds_config["optimizer"]["params"].items()
+            if key != "torch_adam"
+        }
+        if divided and any(
+            parameter.dim() == 0 for group in trained for parameter in group["params"]
+        ):
+            # torch 2.13 takes no list of whole and sharded tensors
+            numbers |= {"foreach": False, "fused": False}
         return torch.optim.AdamW(trained, **numbers)
     made: Any = make(trained)
     if hasattr(made, "borders"):  # it needs whole tensors
@@ -216,14 +279,21 @@ def half(precision: str) -> torch.dtype | None:
 
 
 def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Module], Any]:
-    """Returns what divides a module over the data-parallel ranks as FSDP2 does: computed in half precision, summed in fp32."""
+    """Returns what divides a module over the data-parallel ranks as FSDP2 does: computed in half
+    precision, summed in fp32.
+    """
     group: Any = groups.dp_group or dist.group.WORLD
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
     dtype = half(precision)
-    policy = MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = (
+        MixedPrecisionPolicy()
+        if dtype is None
+        else MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    )
 
     def divide(layer: nn.Module) -> None:
-        # fully_shard (torch 2.13) refuses parameters without dimension: they stay whole, and the engine sums their gradients
+        # fully_shard (torch 2.13) refuses parameters without dimension: they stay whole, and the
+        # engine sums their gradients
         scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=scalars)
 
@@ -231,10 +301,11 @@ def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Mo
 
 
 def _ddp(module: nn.Module, groups: Groups, device: torch.device) -> nn.Module:
-    """Wraps a model in DDP. Its buckets must stay as they are made: other buckets sum in another order, and a resume would differ.
+    """Wraps a model in DDP. Its buckets must stay as they are made: other buckets sum in another
+    order, and a resume would differ.
 
-    That is so with `find_unused_parameters` only, which a parameter that no rank uses needs, too: without it DDP (torch 2.13)
-    sorts its buckets anew after the first step.
+    That is so with `find_unused_parameters` only, which a parameter that no rank uses needs, too:
+    without it DDP (torch 2.13) sorts its buckets anew after the first step.
     """
     made = DistributedDataParallel(
         _Spare(module, device),
@@ -244,15 +315,19 @@ def _ddp(module: nn.Module, groups: Groups, device: torch.device) -> nn.Module:
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
-    # torch 2.13 multiplies a gradient by 1 / ranks while it becomes a view of its bucket, in the first step of a process, and divides
-    # it later (reducer.cpp, mark_variable_ready_dense): on 3 ranks a resumed run would differ. The hook always divides.
+    # torch 2.13 multiplies a gradient by 1 / ranks while it becomes a view of its bucket, in the
+    # first step of a process, and divides it later (reducer.cpp, mark_variable_ready_dense): on 3
+    # ranks a resumed run would differ. The hook always divides.
     made.register_comm_hook(groups.dp_group, allreduce_hook)
-    made._set_ddp_sink_clone(False)  # else torch 2.13 copies the logits, for losses that change them in place
+    # else torch 2.13 copies the logits, for losses that change them in place
+    made._set_ddp_sink_clone(False)
     return made
 
 
 class _Spare(nn.Module):
-    """Holds a model and a number that nothing reads: where every parameter is used, `find_unused_parameters` (torch 2.13) prints a warning."""
+    """Holds a model and a number that nothing reads: where every parameter is used,
+    `find_unused_parameters` (torch 2.13) prints a warning.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device):
         super().__init__()

@@ -9,7 +9,8 @@ import urllib.request
 from ..spec.refusal import Problem
 from .findings import Findings, Row
 
-DISABLED = "WANDB_DISABLED"  # a variable of transformers' Trainer (read by 4.x; 5.22 has --report_to only)
+# a variable of transformers' Trainer (read by 4.x; 5.22 has --report_to only)
+DISABLED = "WANDB_DISABLED"
 ON, OFF = ("1", "on", "yes", "true"), ("", "0", "off", "no", "false")
 
 
@@ -22,23 +23,45 @@ def check_wandb_disabled(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     """Refuse a WANDB_DISABLED that says neither yes nor no, and one beside --wandb."""
     value = os.environ.get(DISABLED, "")
     if wanted and value.lower() not in ON + OFF:
-        return [Problem(f"{DISABLED} = {value}", "must be true or false", "write true to record nothing in W&B, or unset it")]
+        return [
+            Problem(
+                f"{DISABLED} = {value}",
+                "must be true or false",
+                "write true to record nothing in W&B, or unset it",
+            )
+        ]
     if wanted and "wandb" in typed and wandb_disabled():
-        return [Problem(f"--wandb with {DISABLED} = {value}", "cannot be combined", f"leave out --wandb, or unset {DISABLED}")]
+        return [
+            Problem(
+                f"--wandb with {DISABLED} = {value}",
+                "cannot be combined",
+                f"leave out --wandb, or unset {DISABLED}",
+            )
+        ]
     return []
 
 
 def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
-    """Refuses a typed wish for W&B if its package is missing. `wanted`: the recipe records with W&B, which a run leaves out if nobody typed the wish."""
+    """Refuses a typed wish for W&B if its package is missing.
+
+    `wanted`: the recipe records with W&B, which a run leaves out if nobody typed the wish.
+    """
     mode = os.environ.get("WANDB_MODE", "")
-    wished = "--wandb" if "wandb" in typed else f"WANDB_MODE = {mode}" if mode in ("online", "shared") else ""
+    wished = (
+        "--wandb"
+        if "wandb" in typed
+        else f"WANDB_MODE = {mode}"
+        if mode in ("online", "shared")
+        else ""
+    )
     if not wanted or not wished or wandb_disabled() or importlib.util.find_spec("wandb"):
         return []
     return [
         Problem(
             wished,
             "the package wandb is not installed",
-            "run: pip install -r requirements.txt, or leave it out, because metrics.jsonl contains the same metrics",
+            "run: pip install -r requirements.txt, or leave it out, because metrics.jsonl contains"
+            " the same metrics",
         )
     ]
 
@@ -56,13 +79,26 @@ def check_wandb(wanted: bool) -> Findings:
         return  # `check_versions` reports that
     try:
         host = wandb.setup().settings.base_url
-        known = wbauth.authenticate_session(host=host, source="doctor", prompt=False, update_session=False) is not None
+        known = (
+            wbauth.authenticate_session(
+                host=host, source="doctor", prompt=False, update_session=False
+            )
+            is not None
+        )
     except (wandb.Error, ValueError) as error:  # the text of the error may hold a part of the key
-        yield Problem("W&B login", f"cannot be used ({type(error).__name__})", "run: wandb login --relogin, or set WANDB_API_KEY")
+        yield Problem(
+            "W&B login",
+            f"cannot be used ({type(error).__name__})",
+            "run: wandb login --relogin, or set WANDB_API_KEY",
+        )
         return
     yield Row("W&B", "logged in" if known else "not logged in: the run is recorded offline")
     if mode and not known:
-        yield Problem(f"WANDB_MODE = {mode}", "this host is not logged in to W&B", "run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline")
+        yield Problem(
+            f"WANDB_MODE = {mode}",
+            "this host is not logged in to W&B",
+            "run: wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline",
+        )
 
 
 def check_hub(model: str | None, patience: float = 10.0) -> Findings:
@@ -76,7 +112,9 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
         yield Row("Hugging Face", f"{'' if token else 'not '}logged in, no model to download")
         return
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    request = urllib.request.Request(f"{constants.ENDPOINT}/api/models/{model}/auth-check", headers=headers)
+    request = urllib.request.Request(
+        f"{constants.ENDPOINT}/api/models/{model}/auth-check", headers=headers
+    )
     answer: list[str] = []
 
     def ask() -> None:
@@ -93,11 +131,27 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
     asking.join(patience)  # a silent name server outlasts every timeout of a request
     found = answer[0] if answer else f"unreachable: no answer within {patience:.0f} s"
     page = f"https://huggingface.co/{model}"
-    yield Row("Hugging Face", f"{'' if token else 'not '}logged in, {model} {'may be read' if not found else 'may not be read'}")
+    yield Row(
+        "Hugging Face",
+        f"{'' if token else 'not '}logged in, {model}"
+        f" {'may be read' if not found else 'may not be read'}",
+    )
     if found.startswith("unreachable"):
-        yield Problem(f"model = {model}", f"is not on this host, and the hub is {found}", f"download it on a machine with network access: hf download {model}")
+        yield Problem(
+            f"model = {model}",
+            f"is not on this host, and the hub is {found}",
+            f"download it on a machine with network access: hf download {model}",
+        )
     elif found == "GatedRepo":
         fix = f"ask for access at {page}, then `hf auth login`"
-        yield Problem(f"model = {model}", "is gated, and this host is not logged in with an account that may read it", fix)
+        yield Problem(
+            f"model = {model}",
+            "is gated, and this host is not logged in with an account that may read it",
+            fix,
+        )
     elif found:
-        yield Problem(f"model = {model}", f"does not exist at {page}, or is private ({found})", "check the name. If it is right, run: hf auth login")
+        yield Problem(
+            f"model = {model}",
+            f"does not exist at {page}, or is private ({found})",
+            "check the name. If it is right, run: hf auth login",
+        )

@@ -1,4 +1,8 @@
-"""Reads what torch was built with and the driver's version: facts of run.json that no version number shows. Imports torch only inside functions."""
+"""Reads what torch was built with and the driver's version: facts of run.json that no version
+number shows.
+
+Imports torch only inside functions.
+"""
 
 import platform
 import re
@@ -12,7 +16,9 @@ PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "accelerate", "wan
 
 
 def versions() -> dict[str, str | None]:
-    """Reads the versions of packages and of Python: name -> version, None if a package is not installed."""
+    """Reads the versions of packages and of Python: name -> version, None if a package is not
+    installed.
+    """
     return {name: version_of(name) for name in PACKAGES} | {"python": platform.python_version()}
 
 
@@ -30,15 +36,21 @@ def driver(told: Path = DRIVER) -> str | None:
 
 
 def build_facts(told: Path = DRIVER) -> dict[str, Any]:
-    """Collects how this torch was built and what it runs on; None for what this build or host does not have."""
+    """Collects how this torch was built and what it runs on; None for what this build or host does
+    not have.
+    """
     import torch
 
     cuda = torch.version.cuda is not None
     cudnn, nccl = (
         torch.backends.cudnn.version() if cuda else None,
-        import_module("torch.cuda.nccl").version() if torch.distributed.is_nccl_available() else None,
+        import_module("torch.cuda.nccl").version()
+        if torch.distributed.is_nccl_available()
+        else None,
     )
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [
+        torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())
+    ]
     return {
         "torch_git": torch.version.git_version,
         "cuda": torch.version.cuda,

@@ -1,4 +1,8 @@
-"""Checks a host before a run starts: versions, compilers, memory, and what every rank checks at its start. Imports nothing heavy."""
+"""Checks a host before a run starts: versions, compilers, memory, and what every rank checks at its
+start.
+
+Imports nothing heavy.
+"""
 
 import contextlib
 import importlib.util
@@ -32,8 +36,14 @@ def check_versions(pins: list[str]) -> Findings:
             found = "not installed"
         matching += found == pinned
         if found != pinned:
-            yield Problem(f"{name} {found}", f"requirements.txt pins {pinned}", f"run: pip install {name}=={pinned}")
-        elif lost := [module for module in _modules(name) if importlib.util.find_spec(module) is None]:
+            yield Problem(
+                f"{name} {found}",
+                f"requirements.txt pins {pinned}",
+                f"run: pip install {name}=={pinned}",
+            )
+        elif lost := [
+            module for module in _modules(name) if importlib.util.find_spec(module) is None
+        ]:
             matching -= 1
             yield Problem(
                 f"{name} {found}",
@@ -49,7 +59,9 @@ def _modules(name: str) -> list[str]:
 
 
 def check_start(plan: Plan) -> list[Problem]:
-    """Finds in seconds what keeps a rank from starting on this host: unseen or missing GPUs, a taken port, ops that cannot be compiled, W&B."""
+    """Finds in seconds what keeps a rank from starting on this host: unseen or missing GPUs, a
+    taken port, ops that cannot be compiled, W&B.
+    """
     return [
         *check_gpus_seen(),
         *check_ordinal(plan.command.local_rank),
@@ -62,16 +74,28 @@ def check_start(plan: Plan) -> list[Problem]:
 
 
 def check_toolchain(config: dict[str, Any] | None) -> Findings:
-    """Checks what compiling the ops of a JSON takes, and finds locks that a killed compile has left."""
+    """Checks what compiling the ops of a JSON takes, and finds locks that a killed compile has
+    left.
+    """
     yield from check_ops(config) if config else []
     for left, who in op_cache.left_over(op_cache.folder()):
         if who or not _open_somewhere(left):
-            why = f"on {who} that was killed (nothing has changed beside it since)" if who else "that was killed (no process of this host has it open)"
-            yield Problem(f"{left}, {_age(left)} old", f"is left over from a compile {why}, and every later compile waits for it", f"run: rm -f {left}")
+            why = (
+                f"on {who} that was killed (nothing has changed beside it since)"
+                if who
+                else "that was killed (no process of this host has it open)"
+            )
+            yield Problem(
+                f"{left}, {_age(left)} old",
+                f"is left over from a compile {why}, and every later compile waits for it",
+                f"run: rm -f {left}",
+            )
 
 
 def _open_somewhere(path: Path) -> bool:
-    """Returns True if a process of this host has the file open: torch 2.13 holds its lock open while it compiles (FileBaton)."""
+    """Returns True if a process of this host has the file open: torch 2.13 holds its lock open
+    while it compiles (FileBaton).
+    """
     wanted = path.stat()
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
@@ -86,15 +110,25 @@ def _age(path: Path) -> str:
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
-    """Reads how many bytes this host, or this process's container, can still give to processes; None: not known."""
+    """Reads how many bytes this host, or this process's container, can still give to processes;
+    None: not known.
+    """
     found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
     free = [int(found[1]) * 1024] if found else []
     groups = root / "sys/fs/cgroup"
     for limit, used, files in (
         (groups / "memory.max", groups / "memory.current", groups / "memory.stat"),
-        (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes", groups / "memory/memory.stat"),  # version 1
+        # version 1
+        (
+            groups / "memory/memory.limit_in_bytes",
+            groups / "memory/memory.usage_in_bytes",
+            groups / "memory/memory.stat",
+        ),
     ):
         with contextlib.suppress(OSError, ValueError):  # no such limit: "max", or no file
-            kept = re.search(r"^(?:total_)?inactive_file (\d+)$", files.read_text(), re.M)  # cache that the kernel gives back when memory is needed
-            free.append(int(limit.read_text()) - int(used.read_text()) + (int(kept[1]) if kept else 0))
+            # cache that the kernel gives back when memory is needed
+            kept = re.search(r"^(?:total_)?inactive_file (\d+)$", files.read_text(), re.M)
+            free.append(
+                int(limit.read_text()) - int(used.read_text()) + (int(kept[1]) if kept else 0)
+            )
     return min(free, default=None)

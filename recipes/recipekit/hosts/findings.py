@@ -33,7 +33,14 @@ def amount(size: float) -> str:
 
 def to_json(findings: Findings) -> list[Any]:
     """Writes rows as two, problems as three strings."""
-    return json.loads(json.dumps([list(item) if isinstance(item, Row) else [item.where, item.rule, item.fix] for item in findings]))
+    return json.loads(
+        json.dumps(
+            [
+                list(item) if isinstance(item, Row) else [item.where, item.rule, item.fix]
+                for item in findings
+            ]
+        )
+    )
 
 
 def from_json(items: list[Any]) -> list[Row | Problem]:

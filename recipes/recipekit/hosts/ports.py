@@ -13,7 +13,9 @@ from .findings import Findings, Row
 
 
 def check_port(port: int) -> Findings:
-    """Checks that the master port, on which rank 0 lets the others join, is free; under torchrun the launcher itself holds it."""
+    """Checks that the master port, on which rank 0 lets the others join, is free; under torchrun
+    the launcher itself holds it.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield Row("master port", f"{port}, held by torchrun")
         return
@@ -21,7 +23,11 @@ def check_port(port: int) -> Findings:
         with socket.create_server(("", port)):
             yield Row("master port", f"{port} is free")
     except (OSError, OverflowError) as error:
-        why = "is in use" if getattr(error, "errno", 0) == errno.EADDRINUSE else f"cannot be used ({error})"
+        why = (
+            "is in use"
+            if getattr(error, "errno", 0) == errno.EADDRINUSE
+            else f"cannot be used ({error})"
+        )
         yield Problem(
             f"master port {port}",
             f"{why} on {socket.gethostname()}",
@@ -32,19 +38,30 @@ def check_port(port: int) -> Findings:
 def check_master_port(rank: int) -> list[Problem]:
     """Refuse the port that a launcher named for rank 0 if another program has it.
 
-    Without a launcher, a run takes a free port. A process that has joined its group already may hold the port itself.
+    Without a launcher, a run takes a free port. A process that has joined its group already may
+    hold the port itself.
     """
     if rank or "MASTER_PORT" not in os.environ or has_joined():
         return []
     if not (port := os.environ["MASTER_PORT"]).isdigit():
-        return [Problem(f"MASTER_PORT = {port}", "is not a valid port", "use a port number, or unset it if you start without a launcher")]
+        return [
+            Problem(
+                f"MASTER_PORT = {port}",
+                "is not a valid port",
+                "use a port number, or unset it if you start without a launcher",
+            )
+        ]
     flag = _flag_of_launcher(os.environ).format(_free_port(int(port)))
     fix = f"choose another: {flag} (`ss -ltnp 'sport = :{port}'` shows who has it)"
-    return [replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)]
+    return [
+        replace(found, fix=fix) for found in check_port(int(port)) if isinstance(found, Problem)
+    ]
 
 
 def _flag_of_launcher(variables: Mapping[str, str]) -> str:
-    """Return how the program that started this rank is given another port; deepspeed and torchrun overwrite MASTER_PORT."""
+    """Return how the program that started this rank is given another port; deepspeed and torchrun
+    overwrite MASTER_PORT.
+    """
     if "LAUNCH_LOGS" in variables:
         return "python -m launch --master_port {}"
     if "CROSS_SIZE" in variables:
@@ -53,13 +70,19 @@ def _flag_of_launcher(variables: Mapping[str, str]) -> str:
 
 
 def launcher_port(variables: Mapping[str, str]) -> tuple[int, str]:
-    """Return a free port for a launcher, and a line about it. MASTER_PORT comes first, if it is a free port."""
+    """Return a free port for a launcher, and a line about it.
+
+    MASTER_PORT comes first, if it is a free port.
+    """
     if not (wanted := variables.get("MASTER_PORT", "").strip()):
         return free_port(), ""
     if wanted.isdecimal() and int(wanted) and _is_free(int(wanted)):
         return int(wanted), f"master port {wanted}, from MASTER_PORT"
     port = free_port()
-    return port, f"master port {port}, because MASTER_PORT = {wanted} is in use or is not a valid port"
+    return (
+        port,
+        f"master port {port}, because MASTER_PORT = {wanted} is in use or is not a valid port",
+    )
 
 
 def free_port() -> int:

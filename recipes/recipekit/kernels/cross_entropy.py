@@ -1,9 +1,11 @@
-"""Computes the cross-entropy of a head's logits, which are never there as a whole: made block by block, and again in the backward.
+"""Computes the cross-entropy of a head's logits, which are never there as a whole: made block by
+block, and again in the backward.
 
 Where one block would hold them all, they are made at once and kept, which takes fewer operations.
 
-A block holds some columns of all rows, so that the gradient of a block's weights is complete when the block is done, without a
-sum over blocks in another dtype, and so that tensor parallelism, which cuts the columns too, adds two all-reduces in all.
+A block holds some columns of all rows, so that the gradient of a block's weights is complete when
+the block is done, without a sum over blocks in another dtype, and so that tensor parallelism, which
+cuts the columns too, adds two all-reduces in all.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +24,9 @@ from .compiled import compiles, fused
 
 @dataclass(frozen=True)
 class Part:
-    """Says which columns of the logits a tensor-parallel rank computes: as many as its weight has rows, from `start` on."""
+    """Says which columns of the logits a tensor-parallel rank computes: as many as its weight has
+    rows, from `start` on.
+    """
 
     start: int
     group: dist.ProcessGroup
@@ -40,13 +44,16 @@ def token_losses(
     part: Part | None = None,
     block: int | None = None,
 ) -> torch.Tensor:
-    """Computes the loss of each token, of the shape of `labels` and in fp32 (fp64 for fp64), 0 where the label is IGNORE.
+    """Computes the loss of each token, of the shape of `labels` and in fp32 (fp64 for fp64), 0
+    where the label is IGNORE.
 
-    `hidden` (..., D), `weight` (V, D), `bias` (V,) as for `nn.functional.linear`; `labels` (...) int64. It is
-    cross_entropy(chain(linear(hidden, weight, bias)).float(), labels), and the chain acts on each logit by itself. Keeps for the
-    backward pass what it was given and a number for each token, or the logits if one block holds them all. Under autocast it
-    computes in autocast's dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the losses are
-    those of all. A label that is no column gives an infinite loss. `block`: how many logits are there at a time.
+    `hidden` (..., D), `weight` (V, D), `bias` (V,) as for `nn.functional.linear`; `labels` (...)
+    int64. It is cross_entropy(chain(linear(hidden, weight, bias)).float(), labels), and the chain
+    acts on each logit by itself. Keeps for the backward pass what it was given and a number for
+    each token, or the logits if one block holds them all. Under autocast it computes in autocast's
+    dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the
+    losses are those of all. A label that is no column gives an infinite loss. `block`: how many
+    logits are there at a time.
     """
     return _computed(hidden, weight, bias, labels, chain, part, block, False)[0]
 
@@ -60,29 +67,56 @@ def losses_and_tokens(
     part: Part | None = None,
     block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `token_losses`, and for each token the column of the largest logit, int64: the first of equal ones, as torch's argmax."""
+    """Computes `token_losses`, and for each token the column of the largest logit, int64: the first
+    of equal ones, as torch's argmax.
+    """
     losses, tokens = _computed(hidden, weight, bias, labels, chain, part, block, True)
     return losses, tokens
 
 
-def _computed(hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, chain: Any, part: Any, block: int | None, likeliest: bool) -> Any:
+def _computed(
+    hidden: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    labels: torch.Tensor,
+    chain: Any,
+    part: Any,
+    block: int | None,
+    likeliest: bool,
+) -> Any:
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     block = block or (CPU_BLOCK if device == "cpu" else BLOCK)
     if part is None and columns_at_once(labels.numel(), len(weight), block) == len(weight):
         return _of_whole_logits(hidden, weight, bias, labels, chain, likeliest)
-    losses, tokens = _TokenLosses.apply(hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block, likeliest)  # type: ignore[misc]
+    losses, tokens = _TokenLosses.apply(
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block, likeliest
+    )  # type: ignore[misc]
     return losses.view(labels.shape), tokens.view(labels.shape) if likeliest else tokens
 
 
-def _of_whole_logits(hidden: torch.Tensor, weight: Any, bias: Any, labels: torch.Tensor, chain: Chain | None, likeliest: bool) -> Any:
+def _of_whole_logits(
+    hidden: torch.Tensor,
+    weight: Any,
+    bias: Any,
+    labels: torch.Tensor,
+    chain: Chain | None,
+    likeliest: bool,
+) -> Any:
     with torch.autocast(hidden.device.type, enabled=False):
-        # functional.linear, since ZeRO-3 (DeepSpeed 0.19.8) puts one there that keeps no gathered weight
-        logits = functional.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)).flatten(0, -2)
-        logits = (chain(logits) if chain else logits).to(torch.promote_types(hidden.dtype, torch.float32))
+        # functional.linear, since ZeRO-3 (DeepSpeed 0.19.8) puts one there that keeps no gathered
+        # weight
+        logits = functional.linear(
+            hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        ).flatten(0, -2)
+        logits = (chain(logits) if chain else logits).to(
+            torch.promote_types(hidden.dtype, torch.float32)
+        )
         words, inside = labels.flatten(), (labels >= 0).logical_and_(labels < len(weight)).flatten()
-        losses = functional.cross_entropy(logits, words.where(inside, IGNORE), ignore_index=IGNORE, reduction="none")
+        losses = functional.cross_entropy(
+            logits, words.where(inside, IGNORE), ignore_index=IGNORE, reduction="none"
+        )
         tokens = logits.detach().argmax(1).view(labels.shape) if likeliest else labels.new_empty(0)
         return losses.masked_fill(~inside & (words != IGNORE), torch.inf).view(labels.shape), tokens
 
@@ -92,10 +126,19 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, chain: Chain | None, part: Part | None, block: int, likeliest: bool
+        ctx: Any,
+        hidden: Any,
+        weight: Any,
+        bias: Any,
+        labels: Any,
+        chain: Chain | None,
+        part: Part | None,
+        block: int,
+        likeliest: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         exact = torch.promote_types(hidden.dtype, torch.float32)
-        peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)  # (N,) the largest logit so far; finite, as a block may hold -inf only
+        # (N,) the largest logit so far; finite, as a block may hold -inf only
+        peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)
         target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
         total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
         chosen = torch.zeros_like(labels) if likeliest else labels.new_empty(0)
@@ -103,7 +146,8 @@ class _TokenLosses(torch.autograd.Function):
             for columns in _blocks(hidden, weight, block):
                 logits = _logits(hidden, weight, bias, columns)
                 logits = chain(logits) if chain else logits  # (N, columns)
-                logits = logits if compiles() else logits.to(exact)  # which leaves none in the other dtype
+                # which leaves none in the other dtype
+                logits = logits if compiles() else logits.to(exact)
                 place, inside = _places(labels, columns, part)
                 largest, column = logits.max(1) if likeliest else (None, None)
                 if column is not None:
@@ -113,7 +157,11 @@ class _TokenLosses(torch.autograd.Function):
         if part:
             own = peak
             peak, target, total = _over_ranks(own, target, total, part.group)
-            chosen = _first_over_ranks(chosen + part.start, own == peak, part.group) if likeliest else chosen
+            chosen = (
+                _first_over_ranks(chosen + part.start, own == peak, part.group)
+                if likeliest
+                else chosen
+            )
         norm = peak + total.log()  # (N,) log of the sum of exp
         ctx.save_for_backward(hidden, weight, bias, labels, norm)
         ctx.chain, ctx.part, ctx.block = chain, part, block
@@ -132,7 +180,9 @@ class _TokenLosses(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for columns in _blocks(hidden, weight, ctx.block):
                 logits = _logits(hidden, weight, bias, columns)
-                gradient = _gradient(logits, norm, each, ctx.chain, *_places(labels, columns, ctx.part))
+                gradient = _gradient(
+                    logits, norm, each, ctx.chain, *_places(labels, columns, ctx.part)
+                )
                 if grad_hidden is not None:
                     _add_product(grad_hidden, gradient, weight[columns].to(hidden.dtype))
                 if grad_weight is not None:
@@ -153,14 +203,22 @@ def _blocks(hidden: torch.Tensor, weight: torch.Tensor, block: int) -> Iterator[
         yield slice(start, min(start + at_once, len(weight)))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice) -> torch.Tensor:
+def _logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: slice
+) -> torch.Tensor:
     """Computes some columns of the logits, (N, columns), in the dtype of `hidden`."""
     rows = weight[columns].to(hidden.dtype).t()
-    return hidden @ rows if bias is None else torch.addmm(bias[columns].to(hidden.dtype), hidden, rows)
+    return (
+        hidden @ rows if bias is None else torch.addmm(bias[columns].to(hidden.dtype), hidden, rows)
+    )
 
 
-def _places(labels: torch.Tensor, columns: slice, part: Part | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the labels in a block: (column of the block, (N, 1) int64, 0 where it is in none; whether it is in the block, (N,) bool)."""
+def _places(
+    labels: torch.Tensor, columns: slice, part: Part | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Finds the labels in a block: (column of the block, (N, 1) int64, 0 where it is in none;
+    whether it is in the block, (N,) bool).
+    """
     place = labels - (columns.start + (part.start if part else 0))
     inside = (place >= 0) & (place < columns.stop - columns.start)
     return place.where(inside, 0).unsqueeze(1), inside
@@ -168,17 +226,34 @@ def _places(labels: torch.Tensor, columns: slice, part: Part | None) -> tuple[to
 
 @fused
 def _seen(
-    logits: torch.Tensor, largest: Any, place: Any, inside: Any, peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor
+    logits: torch.Tensor,
+    largest: Any,
+    place: Any,
+    inside: Any,
+    peak: torch.Tensor,
+    target: torch.Tensor,
+    total: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Adds a block's logits, (N, columns), to the largest, the label's, and the sum of exponentials of each token so far, (N,)."""
+    """Adds a block's logits, (N, columns), to the largest, the label's, and the sum of exponentials
+    of each token so far, (N,).
+    """
     logits = logits.to(peak.dtype)
     target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
     before, peak = peak, torch.maximum(peak, logits.amax(1) if largest is None else largest)
     return peak, target, total * (before - peak).exp() + (logits - peak.unsqueeze(1)).exp_().sum(1)
 
 
-def _gradient(logits: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, chain: Chain | None, place: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """Computes the gradient of a block's logits, of their dtype: (probability - 1 at the label) times the gradient of the token's loss, through the chain."""
+def _gradient(
+    logits: torch.Tensor,
+    norm: torch.Tensor,
+    each: torch.Tensor,
+    chain: Chain | None,
+    place: torch.Tensor,
+    inside: torch.Tensor,
+) -> torch.Tensor:
+    """Computes the gradient of a block's logits, of their dtype: (probability - 1 at the label)
+    times the gradient of the token's loss, through the chain.
+    """
     if chain is None:
         changed = logits
     else:
@@ -189,14 +264,24 @@ def _gradient(logits: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, chai
 
 
 @fused
-def _of_changed(changed: torch.Tensor, norm: torch.Tensor, each: torch.Tensor, place: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+def _of_changed(
+    changed: torch.Tensor,
+    norm: torch.Tensor,
+    each: torch.Tensor,
+    place: torch.Tensor,
+    inside: torch.Tensor,
+) -> torch.Tensor:
     gradient = (changed - norm.unsqueeze(1)).exp_()  # of the dtype of `norm`
     if torch.compiler.is_compiling():  # a scatter would be a kernel of its own
-        label = (torch.arange(changed.shape[1], device=changed.device) == place) & inside.unsqueeze(1)
+        label = (torch.arange(changed.shape[1], device=changed.device) == place) & inside.unsqueeze(
+            1
+        )
         gradient = (gradient - label.to(gradient.dtype)) * each
     else:
         # no scatter_add_: of a CUDA tensor of two dimensions torch 2.13 has no deterministic one
-        gradient.scatter_(1, place, gradient.gather(1, place) - inside.unsqueeze(1).to(gradient.dtype)).mul_(each)
+        gradient.scatter_(
+            1, place, gradient.gather(1, place) - inside.unsqueeze(1).to(gradient.dtype)
+        ).mul_(each)
     return gradient.to(changed.dtype)
 
 
@@ -208,17 +293,24 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _over_ranks(peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _over_ranks(
+    peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Combines the columns of the tensor-parallel ranks (two all-reduces of N numbers)."""
-    largest = torch.stack([peak, target])  # the label is a column of one rank, and -inf on the others
+    # the label is a column of one rank, and -inf on the others
+    largest = torch.stack([peak, target])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     total = total * (peak - largest[0]).exp()
     dist.all_reduce(total, group=group)
     return largest[0], largest[1], total
 
 
-def _first_over_ranks(columns: torch.Tensor, largest: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Finds the lowest of the ranks' columns that hold the largest logit (an all-reduce of N numbers)."""
+def _first_over_ranks(
+    columns: torch.Tensor, largest: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Finds the lowest of the ranks' columns that hold the largest logit (an all-reduce of N
+    numbers).
+    """
     columns = columns.masked_fill(~largest, torch.iinfo(columns.dtype).max)
     dist.all_reduce(columns, dist.ReduceOp.MIN, group=group)
     return columns

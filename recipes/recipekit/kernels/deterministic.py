@@ -1,8 +1,8 @@
-"""Switches on, and reads back on every rank, the settings with which a run on the same GPUs gives the same bits
-(`--deterministic`).
+"""Switches on, and reads back on every rank, the settings with which a run on the same GPUs gives
+the same bits (`--deterministic`).
 
-A CPU does not need them: the same number of threads adds in the same order anyway. They are set there, too, so that the
-command means the same everywhere.
+A CPU does not need them: the same number of threads adds in the same order anyway. They are set
+there, too, so that the command means the same everywhere.
 """
 
 import os
@@ -24,15 +24,19 @@ VARIABLES = {
 def check_environment(environment: Mapping[str, str]) -> list[Problem]:
     """Refuses variables whose value, set by the user, allows another order of summation."""
     return [
-        Problem(f"{name}={environment[name]}", "contradicts --deterministic", f"unset it, or set it to {' or '.join(values)}")
+        Problem(
+            f"{name}={environment[name]}",
+            "contradicts --deterministic",
+            f"unset it, or set it to {' or '.join(values)}",
+        )
         for name, values in VARIABLES.items()
         if environment.get(name, values[0]) not in values
     ]
 
 
 def switch_on() -> None:
-    """Sets everything, before this process uses CUDA. Raises `Refusal` if that is too late, or if the environment
-    contradicts it.
+    """Sets everything, before this process uses CUDA. Raises `Refusal` if that is too late, or if
+    the environment contradicts it.
     """
     import torch
 
@@ -47,8 +51,8 @@ def switch_on() -> None:
     for name, values in VARIABLES.items():
         os.environ.setdefault(name, values[0])
     torch.use_deterministic_algorithms(True)
-    # If this were True, torch would fill every torch.empty with NaN: one more write for each buffer, and NaN in the padding
-    # of ZeRO's partitions, which nothing ever sets.
+    # If this were True, torch would fill every torch.empty with NaN: one more write for each
+    # buffer, and NaN in the padding of ZeRO's partitions, which nothing ever sets.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -60,7 +64,8 @@ def in_force() -> dict[str, Any]:
     import torch
 
     return {name: os.environ.get(name) for name in VARIABLES} | {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
         "fill_uninitialized_memory": torch.utils.deterministic.fill_uninitialized_memory,  # pyright: ignore[reportAttributeAccessIssue]
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
@@ -69,7 +74,10 @@ def in_force() -> dict[str, Any]:
 
 
 def check_in_force() -> dict[str, Any]:
-    """Returns the settings of this rank. Raises `Refusal` with those that something has changed back since `switch_on`."""
+    """Returns the settings of this rank.
+
+    Raises `Refusal` with those that something has changed back since `switch_on`.
+    """
     wanted = {
         "deterministic_algorithms": (True,),
         "fill_uninitialized_memory": (False,),
@@ -78,7 +86,11 @@ def check_in_force() -> dict[str, Any]:
         "cudnn_attention": (False,),
     }
     found = in_force()
-    if wrong := [f"{name}={found[name]}" for name, values in (VARIABLES | wanted).items() if found[name] not in values]:
+    if wrong := [
+        f"{name}={found[name]}"
+        for name, values in (VARIABLES | wanted).items()
+        if found[name] not in values
+    ]:
         where = f"--deterministic on rank {os.environ.get('RANK', '0')}"
         raise refuse(
             where,

@@ -4,12 +4,15 @@ import torch
 
 
 def documents_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Counts the tokens before each document of (B, T) positions, and all of them: (documents + 1,) int32, rows one after another."""
+    """Counts the tokens before each document of (B, T) positions, and all of them: (documents + 1,)
+    int32, rows one after another.
+    """
     return documents_from(document_starts(position_ids))
 
 
 def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
-    """Finds where documents begin, (B, T) bool: with a row, and where a position is not the one before it plus one.
+    """Finds where documents begin, (B, T) bool: with a row, and where a position is not the one
+    before it plus one.
 
     This is transformers' own rule (masking_utils.find_packed_sequence_indices).
     """
@@ -35,11 +38,13 @@ def documents_from(starts: torch.Tensor) -> torch.Tensor:
 
 
 def for_layers(documents: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Makes of `documents_of` what the layers of a model get as their attention_mask: (1, 1, tokens of the longest document, documents + 1).
+    """Makes of `documents_of` what the layers of a model get as their attention_mask: (1, 1, tokens
+    of the longest document, documents + 1).
 
-    transformers 5.22.2 hands a mask of four dimensions to the layers as it is (masking_utils._preprocess_mask_arguments). The
-    third says how long the longest document is without asking the device, and repeats one memory (stride 0). `documents`
-    are read here, so they should still lie on the CPU.
+    transformers 5.22.2 hands a mask of four dimensions to the layers as it is
+    (masking_utils._preprocess_mask_arguments). The third says how long the longest document is
+    without asking the device, and repeats one memory (stride 0). `documents` are read here, so they
+    should still lie on the CPU.
     """
     longest = int(documents.diff().max())
     return documents.to(device, non_blocking=True).expand(1, 1, longest, -1)

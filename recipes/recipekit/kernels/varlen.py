@@ -1,7 +1,9 @@
-"""Attention of documents that lie one after another, causal or both ways, without a mask and without a square of their length.
+"""Attention of documents that lie one after another, causal or both ways, without a mask and
+without a square of their length.
 
-On CUDA it is torch's own (torch.nn.attention.varlen, FlashAttention 2). On a CPU it is made here of torch's flash attention
-for CPUs, called for each document: FlashAttention's memory, so that what a GPU would hold can be counted without one.
+On CUDA it is torch's own (torch.nn.attention.varlen, FlashAttention 2). On a CPU it is made here of
+torch's flash attention for CPUs, called for each document: FlashAttention's memory, so that what a
+GPU would hold can be counted without one.
 """
 
 from collections.abc import Iterator
@@ -17,20 +19,46 @@ from torch.nn.attention.varlen import varlen_attn
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 BLOCK = 256  # queries that a window takes at a time on a CPU
-PADDED = 64  # tokens: documents of up to so many are padded to a common length on a CPU, so that one call computes them
-SHORT = 256  # tokens: of a document of up to so many torch 2.13 takes longer in bf16 than in fp32, 2 to 10 times in the backward pass
+# tokens: documents of up to so many are padded to a common length on a CPU, so that one call
+# computes them
+PADDED = 64
+# tokens: of a document of up to so many torch 2.13 takes longer in bf16 than in fp32, 2 to 10 times
+# in the backward pass
+SHORT = 256
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float, window: int, causal: bool = True) -> Tensor:
-    """Computes attention within documents: (tokens, heads, d) of queries and (tokens, key-value heads, d) of keys and values -> (tokens, heads, d).
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    longest: int,
+    scale: float,
+    window: int,
+    causal: bool = True,
+) -> Tensor:
+    """Computes attention within documents: (tokens, heads, d) of queries and (tokens, key-value
+    heads, d) of keys and values -> (tokens, heads, d).
 
-    `documents`: (documents + 1,) int32, the tokens before each and all of them; `longest`: tokens of the longest. A token
-    sees the `window` last tokens of its document, itself included; 0: all of them. Not `causal`: as many of those behind it, too.
+    `documents`: (documents + 1,) int32, the tokens before each and all of them; `longest`: tokens
+    of the longest. A token sees the `window` last tokens of its document, itself included; 0: all
+    of them. Not `causal`: as many of those behind it, too.
     """
     window = 0 if window >= longest else window
     if query.is_cuda:
         gqa, sides = query.shape[1] != key.shape[1], (window - 1, 0 if causal else window - 1)
-        found: Any = varlen_attn(query, key, value, documents, documents, longest, longest, scale=scale, window_size=sides, enable_gqa=gqa)
+        found: Any = varlen_attn(
+            query,
+            key,
+            value,
+            documents,
+            documents,
+            longest,
+            longest,
+            scale=scale,
+            window_size=sides,
+            enable_gqa=gqa,
+        )
         return found
     if type(query) is Tensor and query.device.type == "cpu" and not torch.compiler.is_compiling():
         return _ByDocument.apply(query, key, value, documents, scale, window, causal)  # type: ignore[no-any-return]
@@ -38,18 +66,27 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest
 
 
 class Batch(NamedTuple):
-    """Names documents that one call computes: so many, of up to `length` tokens, in the order of their first tokens."""
+    """Names documents that one call computes: so many, of up to `length` tokens, in the order of
+    their first tokens.
+    """
 
     first: int  # token of the first one
     documents: int
     length: int
-    tokens: Tensor | None  # (tokens of all,) int64, their places among all tokens; None if all are of `length` and lie one behind another
-    padded: Tensor | None  # (tokens of all,) int64, their places in (documents, length); None if no document is shorter than `length`
+    # (tokens of all,) int64, their places among all tokens; None if all are of `length` and lie one
+    # behind another
+    tokens: Tensor | None
+    # (tokens of all,) int64, their places in (documents, length); None if no document is shorter
+    # than `length`
+    padded: Tensor | None
 
 
 @lru_cache(maxsize=256)
 def _batches(bounds: tuple[int, ...], window: int) -> list[Batch]:
-    """Sorts documents into batches: those of one length, and short ones together. A document longer than the window is alone."""
+    """Sorts documents into batches: those of one length, and short ones together.
+
+    A document longer than the window is alone.
+    """
     spans = [(start, stop - start) for start, stop in pairwise(bounds) if stop > start]
     sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for start, length in spans:
@@ -62,30 +99,55 @@ def _batches(bounds: tuple[int, ...], window: int) -> list[Batch]:
             found.append(Batch(first, len(held), length, None, None))
             continue
         tokens = torch.cat([torch.arange(start, start + own) for start, own in held])
-        padded = torch.cat([torch.arange(number * length, number * length + own) for number, (_, own) in enumerate(held)])
-        found.append(Batch(first, len(held), length, tokens, None if len(tokens) == len(held) * length else padded))
+        padded = torch.cat(
+            [
+                torch.arange(number * length, number * length + own)
+                for number, (_, own) in enumerate(held)
+            ]
+        )
+        found.append(
+            Batch(
+                first,
+                len(held),
+                length,
+                tokens,
+                None if len(tokens) == len(held) * length else padded,
+            )
+        )
     return found
 
 
 def _take(tensor: Tensor, batch: Batch) -> Tensor:
-    """(tokens, ...) -> (documents, length, ...); a document's place behind its tokens is zero, which no token of it sees."""
+    """(tokens, ...) -> (documents, length, ...); a document's place behind its tokens is zero,
+    which no token of it sees.
+    """
     if batch.tokens is None:
-        return tensor[batch.first : batch.first + batch.documents * batch.length].unflatten(0, (batch.documents, batch.length))
+        return tensor[batch.first : batch.first + batch.documents * batch.length].unflatten(
+            0, (batch.documents, batch.length)
+        )
     taken = tensor.index_select(0, batch.tokens)
     if batch.padded is not None:
-        taken = tensor.new_zeros(batch.documents * batch.length, *tensor.shape[1:]).index_copy_(0, batch.padded, taken)
+        taken = tensor.new_zeros(batch.documents * batch.length, *tensor.shape[1:]).index_copy_(
+            0, batch.padded, taken
+        )
     return taken.unflatten(0, (batch.documents, batch.length))
 
 
 def _put(into: Tensor, tensor: Tensor, batch: Batch) -> Tensor:
-    """The way back of `_take`, into (tokens, ...); returns that, or `tensor` itself where the batch is of all tokens."""
+    """The way back of `_take`, into (tokens, ...); returns that, or `tensor` itself where the batch
+    is of all tokens.
+    """
     tensor = tensor.flatten(0, 1).to(into.dtype)
     if batch.tokens is None and len(tensor) == len(into):
         return tensor.contiguous()
     if batch.tokens is None:
         into[batch.first : batch.first + len(tensor)] = tensor
     else:
-        into.index_copy_(0, batch.tokens, tensor if batch.padded is None else tensor.index_select(0, batch.padded))
+        into.index_copy_(
+            0,
+            batch.tokens,
+            tensor if batch.padded is None else tensor.index_select(0, batch.padded),
+        )
     return into
 
 
@@ -95,7 +157,9 @@ def _faster(batch: Batch, *tensors: Tensor) -> Iterator[Tensor]:
 
 
 class Span(NamedTuple):
-    """Names a block of queries of one document, the keys that it sees through the window, and the bias that hides the others."""
+    """Names a block of queries of one document, the keys that it sees through the window, and the
+    bias that hides the others.
+    """
 
     queries: slice
     keys: slice
@@ -103,37 +167,76 @@ class Span(NamedTuple):
 
 
 def _spans(length: int, window: int, like: Tensor, causal: bool) -> Iterator[Span]:
-    """Cuts a document into blocks of `BLOCK` queries. All blocks share one bias, of as many keys as one sees, or a part of it."""
+    """Cuts a document into blocks of `BLOCK` queries.
+
+    All blocks share one bias, of as many keys as one sees, or a part of it.
+    """
     behind = 0 if causal else window - 1  # keys that a query sees behind its own
-    place = torch.arange(BLOCK + window - 1 + behind) - torch.arange(BLOCK).unsqueeze(1)  # of a key behind the first that the query sees
-    bias = like.new_zeros(place.shape).masked_fill_((place < 0) | (place >= window + behind), -torch.inf)
+    # of a key behind the first that the query sees
+    place = torch.arange(BLOCK + window - 1 + behind) - torch.arange(BLOCK).unsqueeze(1)
+    bias = like.new_zeros(place.shape).masked_fill_(
+        (place < 0) | (place >= window + behind), -torch.inf
+    )
     for first in range(0, length, BLOCK):
         stop, begin = min(first + BLOCK, length), first - window + 1
         end = min(stop + behind, length)
-        yield Span(slice(first, stop), slice(max(begin, 0), end), bias[: stop - first, max(-begin, 0) : end - begin])
+        yield Span(
+            slice(first, stop),
+            slice(max(begin, 0), end),
+            bias[: stop - first, max(-begin, 0) : end - begin],
+        )
 
 
 def _bias(batch: Batch, like: Tensor, causal: bool) -> dict[str, Tensor]:
-    """Hides from the queries that look both ways what is behind the tokens of their document, (documents, 1, length, length), as an argument of FLASH."""
+    """Hides from the queries that look both ways what is behind the tokens of their document,
+    (documents, 1, length, length), as an argument of FLASH.
+    """
     if causal or batch.padded is None:
         return {}
-    hidden = torch.ones(batch.documents * batch.length, dtype=torch.bool).index_fill_(0, batch.padded, False).view(batch.documents, 1, 1, batch.length)
-    return {"attn_mask": like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).expand(-1, -1, batch.length, -1)}
+    hidden = (
+        torch.ones(batch.documents * batch.length, dtype=torch.bool)
+        .index_fill_(0, batch.padded, False)
+        .view(batch.documents, 1, 1, batch.length)
+    )
+    return {
+        "attn_mask": like.new_zeros(hidden.shape)
+        .masked_fill_(hidden, -torch.inf)
+        .expand(-1, -1, batch.length, -1)
+    }
 
 
-def _computed(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int, causal: bool = True) -> tuple[Tensor, Tensor]:
-    """Computes `varlen` on a CPU; returns (its result, the logsumexp of each query's scores, (tokens, heads))."""
+def _computed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    scale: float,
+    window: int,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Computes `varlen` on a CPU; returns (its result, the logsumexp of each query's scores,
+    (tokens, heads)).
+    """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     sums = torch.empty(query.shape[:2], dtype=_exact(query))
     for batch in _batches(tuple(documents.tolist()), window):
-        q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))  # (documents, heads, length, d)
+        # (documents, heads, length, d)
+        q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))
         if not window or batch.length <= window:
             q, k, v = _faster(batch, q, k, v)
             o, s = FLASH(q, k, v, 0.0, causal, scale=scale, **_bias(batch, q, causal))
             out, sums = _put(out, o.transpose(1, 2), batch), _put(sums, s.transpose(1, 2), batch)
             continue
         for span in _spans(batch.length, window, query, causal):
-            o, s = FLASH(q[:, :, span.queries], k[:, :, span.keys], v[:, :, span.keys], 0.0, False, attn_mask=span.bias, scale=scale)
+            o, s = FLASH(
+                q[:, :, span.queries],
+                k[:, :, span.keys],
+                v[:, :, span.keys],
+                0.0,
+                False,
+                attn_mask=span.bias,
+                scale=scale,
+            )
             out[batch.first :][span.queries] = o[0].transpose(0, 1)
             sums[batch.first :][span.queries] = s[0].transpose(0, 1)
     return out, sums
@@ -144,43 +247,85 @@ def _exact(tensor: Tensor) -> torch.dtype:
 
 
 def _gradients(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, documents: Tensor, scale: float, window: int, causal: bool
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    documents: Tensor,
+    scale: float,
+    window: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
+    found = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in (query, key, value)
+    ]
     for batch in _batches(tuple(documents.tolist()), window):
-        g, q, k, v, o, s = (_take(tensor, batch).transpose(1, 2) for tensor in (grad, query, key, value, out, sums))
+        g, q, k, v, o, s = (
+            _take(tensor, batch).transpose(1, 2) for tensor in (grad, query, key, value, out, sums)
+        )
         if not window or batch.length <= window:
             g, q, k, v, o = _faster(batch, g, q, k, v, o)
-            made = FLASH_BACKWARD(g, q, k, v, o, s, 0.0, causal, scale=scale, **_bias(batch, q, causal))
-            found = [_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found, made, strict=True)]
+            made = FLASH_BACKWARD(
+                g, q, k, v, o, s, 0.0, causal, scale=scale, **_bias(batch, q, causal)
+            )
+            found = [
+                _put(into, tensor.transpose(1, 2), batch)
+                for into, tensor in zip(found, made, strict=True)
+            ]
             continue
-        summed = [torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v)]  # several blocks add to each
+        # several blocks add to each
+        summed = [torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v)]
         for span in _spans(batch.length, window, query, causal):
             mine = (tensor[:, :, span.queries] for tensor in (g, q))
             seen = (tensor[:, :, span.keys] for tensor in (k, v))
             given = (tensor[:, :, span.queries] for tensor in (o, s))
-            dq, dk, dv = FLASH_BACKWARD(*mine, *seen, *given, 0.0, False, attn_mask=span.bias, scale=scale)
+            dq, dk, dv = FLASH_BACKWARD(
+                *mine, *seen, *given, 0.0, False, attn_mask=span.bias, scale=scale
+            )
             found[0][batch.first :][span.queries] = dq[0].transpose(0, 1)
             summed[0][:, :, span.keys] += dk
             summed[1][:, :, span.keys] += dv
-        found[1:] = (_put(into, tensor.transpose(1, 2), batch) for into, tensor in zip(found[1:], summed, strict=True))
+        found[1:] = (
+            _put(into, tensor.transpose(1, 2), batch)
+            for into, tensor in zip(found[1:], summed, strict=True)
+        )
     of_query, of_key, of_value = found
     return of_query, of_key, of_value
 
 
 # For compilers and tensors without memory.
-by_document = torch.library.custom_op("recipekit::attention_by_document", _computed, mutates_args=())
-_by_document_backward = torch.library.custom_op("recipekit::attention_by_document_backward", _gradients, mutates_args=())
+by_document = torch.library.custom_op(
+    "recipekit::attention_by_document", _computed, mutates_args=()
+)
+_by_document_backward = torch.library.custom_op(
+    "recipekit::attention_by_document_backward", _gradients, mutates_args=()
+)
 
 
 @by_document.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scale: float, window: int, causal: bool = True) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(query.shape[:2], dtype=_exact(query))
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    scale: float,
+    window: int,
+    causal: bool = True,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
+        query.shape[:2], dtype=_exact(query)
+    )
 
 
 @_by_document_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value))
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        for tensor in (query, key, value)
+    )
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -189,14 +334,22 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_by_document_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.causal), None, None, None, None
+    return (
+        *_by_document_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.causal),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 by_document.register_autograd(_backward, setup_context=_keep)
 
 
 class _ByDocument(torch.autograd.Function):
-    """`by_document` without what torch 2.13 does around a custom op, which was 3 % of a tiny model's step at 256 tokens."""
+    """`by_document` without what torch 2.13 does around a custom op, which was 3 % of a tiny
+    model's step at 256 tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -208,4 +361,12 @@ class _ByDocument(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         query, key, value, out, sums, documents = ctx.saved_tensors
-        return *_gradients(grad, query, key, value, out, sums, documents, ctx.scale, ctx.window, ctx.causal), None, None, None, None
+        return (
+            *_gradients(
+                grad, query, key, value, out, sums, documents, ctx.scale, ctx.window, ctx.causal
+            ),
+            None,
+            None,
+            None,
+            None,
+        )

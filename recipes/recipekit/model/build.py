@@ -1,4 +1,6 @@
-"""From a model's config and weights to a model that an engine can train: built part by part, never whole on one rank."""
+"""From a model's config and weights to a model that an engine can train: built part by part, never
+whole on one rank.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -42,11 +44,13 @@ from .weights import Weights, open_weights
 class Built:
     """What an engine gets: the model, or this rank's pipeline stages of it.
 
-    `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what it wraps; `cuts` says
-    which of them are tensor-parallel shards and how. `weights` are the files they were read from, None after a random init.
-    `architecture` is the name of the model's class in transformers; `attention` is what it computes with, and `note` says why
-    that is not varlen, if it is not. `why_logits`: None where the model gives the losses of tokens if it gets labels, else
-    why not ("": as it was asked for). `has_norms`: the whole model has BatchNorm, which model/batch_norm.py computes.
+    `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what
+    it wraps; `cuts` says which of them are tensor-parallel shards and how. `weights` are the files
+    they were read from, None after a random init. `architecture` is the name of the model's class
+    in transformers; `attention` is what it computes with, and `note` says why that is not varlen,
+    if it is not. `why_logits`: None where the model gives the losses of tokens if it gets labels,
+    else why not ("": as it was asked for). `has_norms`: the whole model has BatchNorm, which
+    model/batch_norm.py computes.
     """
 
     architecture: str
@@ -75,37 +79,87 @@ def build_model(
     device: torch.device,
     divide: Callable[[nn.Module], Any] | None = None,
 ) -> Built:
-    """Builds the model of a recipe: its weights drawn or read, cut to this rank's stages and tensor shard and, under ZeRO-3, partitioned.
+    """Builds the model of a recipe: its weights drawn or read, cut to this rank's stages and tensor
+    shard and, under ZeRO-3, partitioned.
 
-    The weights are filled in one part (a layer, an embedding) after the other, so that no rank ever holds more than one
-    whole part besides what it keeps; without `groups` all on one process, and transformers' model as it is. `divide` is called with each layer that is filled,
-    and with the model at the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` if the files lack a parameter.
+    The weights are filled in one part (a layer, an embedding) after the other, so that no rank ever
+    holds more than one whole part besides what it keeps; without `groups` all on one process, and
+    transformers' model as it is. `divide` is called with each layer that is filled, and with the
+    model at the end. A collective under ZeRO-3 and with `divide`. Raises `Refusal` if the files
+    lack a parameter.
     """
-    dtype, facts, rows = dtype_of(ds_config), TASKS[recipe.task], (recipe.micro_batch, recipe.seq_len)
-    attention, note = choose_attention(recipe.attention, model_config, recipe.model, facts, computed_in(recipe.engine, recipe.precision, dtype), device, rows)
-    empty = partial(empty_model, model_config, attention, recipe.model, recipe.recompute, facts.auto_class, groups is not None)
+    dtype, facts, rows = (
+        dtype_of(ds_config),
+        TASKS[recipe.task],
+        (recipe.micro_batch, recipe.seq_len),
+    )
+    attention, note = choose_attention(
+        recipe.attention,
+        model_config,
+        recipe.model,
+        facts,
+        computed_in(recipe.engine, recipe.precision, dtype),
+        device,
+        rows,
+    )
+    empty = partial(
+        empty_model,
+        model_config,
+        attention,
+        recipe.model,
+        recipe.recompute,
+        facts.auto_class,
+        groups is not None,
+    )
     whole = empty()
     architecture = type(whole).__name__  # `divide` may give the model another class
     if groups and groups.mesh.sp > 1:
         sequence.apply(whole, attention, recipe.seq_len, groups)
     if groups and groups.mesh.ep > 1:
         expert.check(whole, groups.mesh.ep)
-    plans = plans_of(whole, recipe.plans, facts.plans, facts.matrices if by_matrix(ds_config) else ())
+    plans = plans_of(
+        whole, recipe.plans, facts.plans, facts.matrices if by_matrix(ds_config) else ()
+    )
     blueprint = draft(whole, plans)
     tp_mesh, summed = groups.tp_mesh if groups else None, frozenset[str]()
     if tp_mesh:
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
-    weights = None if recipe.init == "random" else open_weights(recipe.model, whole, recipe.labels > 0, recipe.model_revision)
+    weights = (
+        None
+        if recipe.init == "random"
+        else open_weights(recipe.model, whole, recipe.labels > 0, recipe.model_revision)
+    )
     split, models, absent, why_logits = None, [whole], [[]], ""
-    give = partial(give_losses_where_exact, recipe.loss, model_config=model_config, task=recipe.task, name=recipe.model, tp=(plans.tp, tp_mesh))
+    give = partial(
+        give_losses_where_exact,
+        recipe.loss,
+        model_config=model_config,
+        task=recipe.task,
+        name=recipe.model,
+        tp=(plans.tp, tp_mesh),
+    )
     if groups and groups.mesh.pp > 1:
         stages = stages_of(groups.coords["pp"], groups.mesh.pp, recipe.pipeline_schedule)
         split = pipeline.split(whole, blueprint, groups.mesh.pp * len(stages), plans.pp)
         models = [empty() for _ in stages]
-        why_logits = give(whole, [model for model, stage in zip(models, stages, strict=True) if stage == split.num_stages - 1])
-        absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in zip(models, stages, strict=True)]
-    cuts, filled, uncut = dict[str, Cut](), dict[str, nn.Parameter](), empty() if recipe.init == "random" or recipe.labels else None
+        why_logits = give(
+            whole,
+            [
+                model
+                for model, stage in zip(models, stages, strict=True)
+                if stage == split.num_stages - 1
+            ],
+        )
+        absent = [
+            pipeline.cut(model, split, stage, dtype, facts)
+            for model, stage in zip(models, stages, strict=True)
+        ]
+    cuts, filled, uncut = (
+        dict[str, Cut](),
+        dict[str, nn.Parameter](),
+        empty() if recipe.init == "random" or recipe.labels else None,
+    )
     for model, names in zip(models, absent, strict=True):
         for name, parameter in model.named_parameters():
             if name in filled:  # on both stages of a rank
@@ -122,21 +176,47 @@ def build_model(
     make_trainable(models)
     if recipe.adapt is not None:
         blueprint = _described(models[0], plans)
-    elif weights is not None and not recipe.labels:  # files with another head do not say how this model is written
+        # files with another head do not say how this model is written
+    elif weights is not None and not recipe.labels:
         blueprint = with_files(blueprint, weights)
     check_named(blueprint.trained, plans, recipe.matrices)
     by_id = {id(parameter): name for name, parameter in filled.items()}
-    return Built(architecture, attention, note, models, cuts, by_id, weights, split, blueprint, plans, why_logits, bool(norms_of(whole)))
+    return Built(
+        architecture,
+        attention,
+        note,
+        models,
+        cuts,
+        by_id,
+        weights,
+        split,
+        blueprint,
+        plans,
+        why_logits,
+        bool(norms_of(whole)),
+    )
 
 
 def dtype_of(ds_config: dict[str, Any]) -> torch.dtype:
     """Returns the dtype of the weights that an engine is given."""
-    return torch.bfloat16 if enabled(ds_config, "bf16") else torch.float16 if enabled(ds_config, "fp16") else torch.float32
+    return (
+        torch.bfloat16
+        if enabled(ds_config, "bf16")
+        else torch.float16
+        if enabled(ds_config, "fp16")
+        else torch.float32
+    )
 
 
 def computed_in(engine: str, precision: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns what the layers of an engine compute in, whose weights are of `dtype`: torch's have a `precision` of their own."""
-    return dtype if engine == "deepspeed" else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    """Returns what the layers of an engine compute in, whose weights are of `dtype`: torch's have a
+    `precision` of their own.
+    """
+    return (
+        dtype
+        if engine == "deepspeed"
+        else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    )
 
 
 def make_trainable(models: list[PreTrainedModel]) -> None:
@@ -147,16 +227,22 @@ def make_trainable(models: list[PreTrainedModel]) -> None:
             set_z3_leaf_module(module, True)
 
 
-def _with_adapter(whole: PreTrainedModel, request: AdapterRequest, seed: int, ds_config: dict[str, Any]) -> PreTrainedModel:
+def _with_adapter(
+    whole: PreTrainedModel, request: AdapterRequest, seed: int, ds_config: dict[str, Any]
+) -> PreTrainedModel:
     """Put the recipe's adapter around a model; its weights are drawn from the seed.
 
-    Raises `Refusal` as `adapted` does, and for an `adapt` that changes an attention that reads documents.
+    Raises `Refusal` as `adapted` does, and for an `adapt` that changes an attention that reads
+    documents.
     """
     torch.manual_seed(seed)
     attention = whole.config._attn_implementation
     made = adapted(whole, request, ds_config)
     if VARLEN in (attention or "") and whole.config._attn_implementation != attention:
-        rule = f"sets the attention to {whole.config._attn_implementation}, and varlen computes the documents of the rows as they are"
+        rule = (
+            f"sets the attention to {whole.config._attn_implementation}, and varlen computes the"
+            " documents of the rows as they are"
+        )
         raise refuse("adapt with attention = varlen", rule, "use --attention sdpa")
     return made
 
@@ -171,29 +257,45 @@ def _request_of(recipe: Recipe) -> AdapterRequest:
 def _described(model: PreTrainedModel, plans: Plans) -> Blueprint:
     """Draft the blueprint of a model with an adapter, with the keys of the adapter's file."""
     blueprint = draft(model, adapted_plans(model, plans))
-    keys = {key: blueprint.aliases.get(name, (name,))[0] for key, name in published_keys(model).items()}
+    keys = {
+        key: blueprint.aliases.get(name, (name,))[0] for key, name in published_keys(model).items()
+    }
     return replace(blueprint, adapter=keys)
 
 
 def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8) -> int:
-    """Compares sampled parameters in the engine with the files, bit for bit; returns how many. A collective.
+    """Compares sampled parameters in the engine with the files, bit for bit; returns how many.
 
-    Raises `Refusal` naming the first that differs: training from random weights by accident is found here.
+    A collective.
+
+    Raises `Refusal` naming the first that differs: training from random weights by accident is
+    found here.
     """
     if built.weights is None:
         return 0
     read = {key for key, name in built.names.items() if name not in built.weights.drawn}
-    published = [parameter for model in built.models for parameter in model.parameters() if id(parameter) in read]
+    published = [
+        parameter
+        for model in built.models
+        for parameter in model.parameters()
+        if id(parameter) in read
+    ]
     chosen = published[:: max(1, len(published) // samples)]
     for parameter in chosen:
         name = built.names[id(parameter)]
         expected = built.weights.whole(name).to(parameter.dtype)
         if name in built.cuts:
             assert groups.tp_mesh is not None
-            expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh).cpu()  # DTensor cuts on the device of its mesh
+            # DTensor cuts on the device of its mesh
+            expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh).cpu()
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # of FSDP2
+            # of FSDP2
+            value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             same = torch.equal(value.detach().cpu(), expected)
         if not same:
-            raise refuse(name, "in the engine differs from the model's files", "this is a bug in loading. Report it with the model and the versions")
+            raise refuse(
+                name,
+                "in the engine differs from the model's files",
+                "this is a bug in loading. Report it with the model and the versions",
+            )
     return len(chosen)

@@ -53,10 +53,18 @@ def card_of(
 ) -> str:
     """Return the card from run.json, metrics.jsonl up to `step` and data_files.json.
 
-    A fact that is missing is left out. The last line has a digest, which shows whether somebody has edited the card.
+    A fact that is missing is left out. The last line has a digest, which shows whether somebody has
+    edited the card.
     """
-    base, is_adapter = _base_of(facts), not merged and bool(_part(_part(facts, "identity"), ADAPTER))
-    rows = [*_base_rows(facts, base, merged), *_data_rows(facts, files), *_training_rows(facts, lines, step)]
+    base, is_adapter = (
+        _base_of(facts),
+        not merged and bool(_part(_part(facts, "identity"), ADAPTER)),
+    )
+    rows = [
+        *_base_rows(facts, base, merged),
+        *_data_rows(facts, files),
+        *_training_rows(facts, lines, step),
+    ]
     blocks = [
         "\n".join(["---", *_header(facts, base, is_adapter), "---"]),
         f"# {_part(facts, 'recipe').get('name') or 'Model'}",
@@ -77,7 +85,8 @@ def is_unchanged(card: Path) -> bool:
 
 
 def license_of(model: str, revision: str = "") -> dict[str, str]:
-    """Return what the card of a base model on this machine says about its licence; {} if it says nothing.
+    """Return what the card of a base model on this machine says about its licence; {} if it says
+    nothing.
 
     A header that cannot be read counts as no header.
     """
@@ -101,7 +110,10 @@ def _header(facts: Facts, base: Base, is_adapter: bool) -> list[str]:
     """Return the lines of YAML that the hub reads."""
     found: dict[str, str | list[str]] = {}
     if base.hub_id:
-        found |= {"base_model": base.hub_id, "base_model_relation": "adapter" if is_adapter else "finetune"}
+        found |= {
+            "base_model": base.hub_id,
+            "base_model_relation": "adapter" if is_adapter else "finetune",
+        }
     found["library_name"] = "peft" if is_adapter else "transformers"
     if datasets := _part(_part(facts, COMMITS), "datasets"):
         found["datasets"] = list(datasets)
@@ -117,8 +129,20 @@ def _yaml(key: str, value: str | list[str]) -> list[str]:
 
 
 def _scalar(value: str) -> str:
-    """Return a YAML scalar; a JSON string is one, and a name with a slash or a letter in it needs no quotes."""
-    plain = re.fullmatch(r"[A-Za-z][\w.-]*(/[\w.-]+)?", value) and value.lower() not in ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
+    """Return a YAML scalar; a JSON string is one, and a name with a slash or a letter in it needs
+    no quotes.
+    """
+    plain = re.fullmatch(r"[A-Za-z][\w.-]*(/[\w.-]+)?", value) and value.lower() not in (
+        "yes",
+        "no",
+        "on",
+        "off",
+        "true",
+        "false",
+        "null",
+        "y",
+        "n",
+    )
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
@@ -127,23 +151,38 @@ def _about(facts: Facts, base: Base, is_adapter: bool) -> str:
     recipe, name = _part(facts, "recipe"), base.name
     task = TASKS.get(str(recipe.get("task")))
     if recipe.get("init") == "random":
-        made = f"A model with the architecture of {name}, trained from random weights" if name else "A model trained from random weights"
+        made = (
+            f"A model with the architecture of {name}, trained from random weights"
+            if name
+            else "A model trained from random weights"
+        )
     elif is_adapter:
         made = f"An adapter for {name}" if name else "An adapter"
     else:
         made = f"{name}, trained further" if name and recipe.get("init") else "A trained model"
-    tiny = " `--tiny` has reduced its size: it is a trial, not a useful model." if recipe.get("tiny") else ""
+    tiny = (
+        " `--tiny` has reduced its size: it is a trial, not a useful model."
+        if recipe.get("tiny")
+        else ""
+    )
     about = f" (task `{recipe['task']}`: {task.about})" if task else ""
     return f"{made} with DeepSpeed recipes{about}.{tiny}"
 
 
 def _base_of(facts: Facts) -> Base:
-    """Return the base model. The identity of a run whose model is a folder has a hash of its config.json."""
+    """Return the base model.
+
+    The identity of a run whose model is a folder has a hash of its config.json.
+    """
     recipe = _part(facts, "recipe")
     model = str(recipe.get("model") or "")
     if not model:
         return Base("", "")
-    if "model_config" in _part(facts, "identity") or model.startswith((".", "/", "~")) or model.count("/") > 1:
+    if (
+        "model_config" in _part(facts, "identity")
+        or model.startswith((".", "/", "~"))
+        or model.count("/") > 1
+    ):
         return Base(f"`{Path(model).name}`", "")
     return Base(f"[{model}]({HUB}/{model})", model if recipe.get("init") == "pretrained" else "")
 
@@ -159,7 +198,16 @@ def _base_rows(facts: Facts, base: Base, merged: bool) -> list[tuple[str, str]]:
     link = licence.get("license_link", "")
     return [
         *([(what, f"{name} at commit `{commit}`" if commit else name)] if name else []),
-        *([("licence of the base model", f"{stated}, as its card says{f' ({link})' if link else ''}")] if stated else []),
+        *(
+            [
+                (
+                    "licence of the base model",
+                    f"{stated}, as its card says{f' ({link})' if link else ''}",
+                )
+            ]
+            if stated
+            else []
+        ),
         *_adapter_rows(_part(_part(facts, "identity"), ADAPTER), merged),
     ]
 
@@ -167,20 +215,37 @@ def _base_rows(facts: Facts, base: Base, merged: bool) -> list[tuple[str, str]]:
 def _adapter_rows(adapter: Mapping[str, Any], merged: bool) -> list[tuple[str, str]]:
     if not adapter.get("peft_type"):
         return []
-    numbers = [f"{name} {adapter[key]}" for name, key in (("rank", "r"), ("alpha", "lora_alpha")) if adapter.get(key)]
-    return [("adapter", ", ".join([str(adapter["peft_type"]), *numbers, *["merged into the weights"] * merged]))]
+    numbers = [
+        f"{name} {adapter[key]}"
+        for name, key in (("rank", "r"), ("alpha", "lora_alpha"))
+        if adapter.get(key)
+    ]
+    return [
+        (
+            "adapter",
+            ", ".join([str(adapter["peft_type"]), *numbers, *["merged into the weights"] * merged]),
+        )
+    ]
 
 
 def _data_rows(facts: Facts, files: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
     recipe, datasets = _part(facts, "recipe"), _part(_part(facts, COMMITS), "datasets")
-    rows = [("data set", f"[{name}]({HUB}/datasets/{name}) at commit `{commit}`") for name, commit in datasets.items()]
+    rows = [
+        ("data set", f"[{name}]({HUB}/datasets/{name}) at commit `{commit}`")
+        for name, commit in datasets.items()
+    ]
     rows += [("data set", "built-in text")] if recipe.get("dataset") == "builtin" else []
     if len(datasets) == 1 and recipe.get("dataset") in datasets:
         rows += [(name, str(recipe[name])) for name in ("subset", "split") if recipe.get(name)]
     listed = [(file, digest) for of_domain in files.values() for file, digest in of_domain.items()]
-    rows += [("data file", f"`{Path(file).name}`, fingerprint `{digest}`") for file, digest in listed[:MOST_FILES]]
+    rows += [
+        ("data file", f"`{Path(file).name}`, fingerprint `{digest}`")
+        for file, digest in listed[:MOST_FILES]
+    ]
     more = len(listed) - MOST_FILES
-    return rows + ([("data files", f"{more} more; data_files.json of the run lists all")] if more > 0 else [])
+    return rows + (
+        [("data files", f"{more} more; data_files.json of the run lists all")] if more > 0 else []
+    )
 
 
 def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tuple[str, str]]:
@@ -188,12 +253,29 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
     host, commit = _part(facts, "host"), facts.get("git_commit")
     last = lines[-1] if lines else {}
     unit = unit_of(last)
-    ranks = f"{mesh['world']} rank{'s' if mesh['world'] > 1 else ''}" if isinstance(mesh.get("world"), int) else ""
+    ranks = (
+        f"{mesh['world']} rank{'s' if mesh['world'] > 1 else ''}"
+        if isinstance(mesh.get("world"), int)
+        else ""
+    )
     strategy = recipe.get("ds_config") if recipe.get("engine") == "deepspeed" else None
     rows: list[tuple[str, Any]] = [
-        ("recipe", f"{recipe['name']}, commit `{commit}`" if recipe.get("name") and commit else recipe.get("name")),
-        ("steps", f"{step:,} of {recipe['steps']:,}" if isinstance(recipe.get("steps"), int) and recipe["steps"] else f"{step:,}"),
-        ("samples" if unit == "samples" else "tokens with a label", f"{last[unit]:,}" if isinstance(last.get(unit), int) else None),
+        (
+            "recipe",
+            f"{recipe['name']}, commit `{commit}`"
+            if recipe.get("name") and commit
+            else recipe.get("name"),
+        ),
+        (
+            "steps",
+            f"{step:,} of {recipe['steps']:,}"
+            if isinstance(recipe.get("steps"), int) and recipe["steps"]
+            else f"{step:,}",
+        ),
+        (
+            "samples" if unit == "samples" else "tokens with a label",
+            f"{last[unit]:,}" if isinstance(last.get(unit), int) else None,
+        ),
         ("rows of a step", recipe.get("global_batch")),
         ("batch ramp", recipe.get("batch_ramp")),
         ("tokens of a row", recipe.get("seq_len") if unit == "tokens" else None),
@@ -201,11 +283,21 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
         ("learning-rate schedule", recipe.get("schedule")),
         ("seed", recipe.get("seed")),
         ("strategy", Path(strategy).name if isinstance(strategy, str) else recipe.get("engine")),
-        ("layout", ", ".join(str(part) for part in (mesh.get("name"), ranks, host.get("device")) if part)),
-        ("versions", ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name))),
+        (
+            "layout",
+            ", ".join(str(part) for part in (mesh.get("name"), ranks, host.get("device")) if part),
+        ),
+        (
+            "versions",
+            ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name)),
+        ),
         ("first start", facts.get("date")),
     ]
-    return [(name, str(value)) for name, value in rows if isinstance(value, (str, int, float)) and value != ""]
+    return [
+        (name, str(value))
+        for name, value in rows
+        if isinstance(value, (str, int, float)) and value != ""
+    ]
 
 
 def _held_out(lines: Sequence[Metrics]) -> list[str]:
@@ -214,13 +306,20 @@ def _held_out(lines: Sequence[Metrics]) -> list[str]:
     if not measured:
         return []
     last = measured[-1]
-    values = {key: value for key, value in last.items() if key.startswith("eval_") and key != "eval_s"}
-    rows = [(f"`{key}`", f"{value:.6g}" if isinstance(value, float) else str(value)) for key, value in values.items()]
+    values = {
+        key: value for key, value in last.items() if key.startswith("eval_") and key != "eval_s"
+    }
+    rows = [
+        (f"`{key}`", f"{value:.6g}" if isinstance(value, float) else str(value))
+        for key, value in values.items()
+    ]
     return [f"## Held-out metrics at step {last['step']:,}", _table(("metric", "value"), rows)]
 
 
 def _strategy(facts: Facts) -> list[str]:
-    """Return the section with the DeepSpeed JSON as the run has resolved it, without folders of its machine; [] for other engines."""
+    """Return the section with the DeepSpeed JSON as the run has resolved it, without folders of its
+    machine; [] for other engines.
+    """
     config = _part(facts, "ds_config")
     if not config or _part(facts, "recipe").get("engine", "deepspeed") != "deepspeed":
         return []
@@ -228,7 +327,9 @@ def _strategy(facts: Facts) -> list[str]:
 
 
 def _published(value: Any) -> Any:
-    """Return a value of the JSON in which a path of the machine is only the name of its last folder or file."""
+    """Return a value of the JSON in which a path of the machine is only the name of its last folder
+    or file.
+    """
     if isinstance(value, dict):
         return {key: _published(inner) for key, inner in value.items()}
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value

@@ -15,18 +15,24 @@ READS_AHEAD_FROM = 1e-5  # a change of an earlier logit, as a share of the large
 
 
 def check_causal(model_config: dict[str, Any], attention: str = "sdpa", name: str = "") -> str:
-    """Raises `Refusal` for a model whose logits depend on tokens that come later: it would learn to copy its labels.
+    """Raises `Refusal` for a model whose logits depend on tokens that come later: it would learn to
+    copy its labels.
 
-    A tiny copy with random weights reads a row twice, the second time with another last token; before that token nothing may
-    change. The same on every rank, and no collective. Returns "", or why this could not be looked at.
+    A tiny copy with random weights reads a row twice, the second time with another last token;
+    before that token nothing may change. The same on every rank, and no collective. Returns "", or
+    why this could not be looked at.
     """
     config = config_of(model_config, name)
     unknown = f"not known whether a {config.model_type} looks back only"
-    on_cpu = "eager" if attention in ("eager", "flash_attention_2") else "sdpa"  # flash attention is for GPUs; varlen is compared with sdpa
+    # flash attention is for GPUs; varlen is compared with sdpa
+    on_cpu = "eager" if attention in ("eager", "flash_attention_2") else "sdpa"
     try:
         tiny = tiny_copy(config, CAUSAL_VOCABULARY)
     except WRONG_VALUE as error:  # a Refusal of `shrink` is a ValueError
-        return f"{unknown}: {error.problems[0].rule if isinstance(error, Refusal) else f'it cannot be made small ({type(error).__name__}: {error})'}"
+        return (
+            f"{unknown}:"
+            f" {error.problems[0].rule if isinstance(error, Refusal) else f'it cannot be made small ({type(error).__name__}: {error})'}"
+        )
     try:
         logits, changed = _two_readings(tiny, on_cpu, name)
     except WRONG_VALUE as error:
@@ -37,15 +43,23 @@ def check_causal(model_config: dict[str, Any], attention: str = "sdpa", name: st
     if not logits.isfinite().all() or not last.any():
         return f"{unknown}: the logits of a tiny copy do not tell"
     if before.max() > READS_AHEAD_FROM * logits.abs().max():
-        rule = f"a {config.model_type} reads the tokens that it should predict: with another token at the end the logits before it change"
+        rule = (
+            f"a {config.model_type} reads the tokens that it should predict: with another token at"
+            " the end the logits before it change"
+        )
         raise refuse(f"model = {name}", rule, f"{OTHERS}, with causal attention")
     return ""
 
 
-def _two_readings(tiny: dict[str, Any], attention: str, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the logits, (T, V) fp32, of a model with random weights for a row, and for the same row with another last token."""
+def _two_readings(
+    tiny: dict[str, Any], attention: str, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes the logits, (T, V) fp32, of a model with random weights for a row, and for the same
+    row with another last token.
+    """
     if tiny.get("initializer_range"):
-        tiny = tiny | {"initializer_range": 0.1}  # what is read must be seen, however small the weights of its real width begin
+        # what is read must be seen, however small the weights of its real width begin
+        tiny = tiny | {"initializer_range": 0.1}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)
         model = construct(config_of(tiny, name), attention, name).eval()
@@ -54,6 +68,11 @@ def _two_readings(tiny: dict[str, Any], attention: str, name: str) -> tuple[torc
         other[0, -1] += 1
         logits = []
         for row in (ids, other):
-            torch.default_generator.manual_seed(0)  # Reformer draws its hashes anew in every forward
-            logits.append(model(input_ids=row, position_ids=torch.arange(32).unsqueeze(0), use_cache=False).logits[0].float())
+            # Reformer draws its hashes anew in every forward
+            torch.default_generator.manual_seed(0)
+            logits.append(
+                model(input_ids=row, position_ids=torch.arange(32).unsqueeze(0), use_cache=False)
+                .logits[0]
+                .float()
+            )
     return logits[0], logits[1]

@@ -15,8 +15,12 @@ def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.d
     if device.type != "cuda":
         return f"not made for a device of type {device.type}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"FlashAttention computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.is_available() and (torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0)):
+        return (
+            f"FlashAttention computes in bf16 or fp16, not in {str(dtype).removeprefix('torch.')}"
+        )
+    if torch.cuda.is_available() and (
+        torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0)
+    ):
         return "FlashAttention 2 is for NVIDIA's cards of compute capability 8.0 and above"
     if (size := largest_head(model_config)) > MOST_HEAD_DIM:
         return f"heads of {size} numbers, and FlashAttention takes {MOST_HEAD_DIM}"
@@ -24,11 +28,22 @@ def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.d
 
 
 def largest_head(model_config: dict[str, Any]) -> int:
-    """Finds the most numbers that a head of the model has, under whatever name its config.json has them."""
+    """Finds the most numbers that a head of the model has, under whatever name its config.json has
+    them.
+    """
     config: Any = config_of(model_config)
     inner = config.get_text_config(decoder=True)
     text: dict[str, Any] = inner.to_dict()
-    named = [value for key, value in text.items() if key.endswith("head_dim") and isinstance(value, int)]
-    hidden, heads = getattr(inner, "hidden_size", None), getattr(inner, "num_attention_heads", None)  # gpt2 calls them n_embd and n_head
-    derived = hidden // heads if not named and isinstance(hidden, int) and isinstance(heads, int) and heads else 0
-    return max([derived, (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0), *named])
+    named = [
+        value for key, value in text.items() if key.endswith("head_dim") and isinstance(value, int)
+    ]
+    # gpt2 calls them n_embd and n_head
+    hidden, heads = getattr(inner, "hidden_size", None), getattr(inner, "num_attention_heads", None)
+    derived = (
+        hidden // heads
+        if not named and isinstance(hidden, int) and isinstance(heads, int) and heads
+        else 0
+    )
+    return max(
+        [derived, (text.get("qk_nope_head_dim") or 0) + (text.get("qk_rope_head_dim") or 0), *named]
+    )

@@ -31,21 +31,29 @@ from .card import is_unchanged
 from .small_files import SmallFiles
 
 
-def whole_parameters(model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor on the CPU) of every parameter of this rank's stages, one at a time, on every rank (a collective).
+def whole_parameters(
+    model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor on the CPU) of every parameter of this rank's stages, one at a
+    time, on every rank (a collective).
 
-    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the training dtype is smaller than
-    `dtype`, the optimizer's fp32 master weights are given.
+    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the
+    training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
     """
-    return expert.published(model, _joined(model.named_parameters(), dtype, built=built, groups=groups))
+    return expert.published(
+        model, _joined(model.named_parameters(), dtype, built=built, groups=groups)
+    )
 
 
-def _joined(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, built: Built, groups: Groups) -> Iterator[tuple[str, torch.Tensor]]:
+def _joined(
+    parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, built: Built, groups: Groups
+) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in parameters:
         if getattr(parameter, "ds_pipe_replicated", False):
             continue  # an earlier stage has it too
         master = None
-        kept = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")  # the marks of ZeRO-3, and of ZeRO-1 and -2
+        # the marks of ZeRO-3, and of ZeRO-1 and -2
+        kept = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
         if kept and parameter.requires_grad and dtype == torch.float32 and parameter.dtype != dtype:
             master = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -54,17 +62,28 @@ def _joined(parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, 
             cut = built.cuts.get(built.names.get(id(parameter), ""))
             if cut is not None:
                 assert groups.tp_mesh is not None
-                value = tensor.join(value.to(parameter.device).view_as(parameter), cut, groups.tp_mesh)
+                value = tensor.join(
+                    value.to(parameter.device).view_as(parameter), cut, groups.tp_mesh
+                )
             value = expert.whole(parameter, value.to(parameter.device)).to("cpu", dtype, copy=True)
         yield name, value
 
 
-def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype, merge: bool) -> None:
+def export(
+    engine: Engine,
+    built: Built,
+    groups: Groups,
+    small: SmallFiles,
+    folder: Path,
+    dtype: torch.dtype,
+    merge: bool,
+) -> None:
     """Write safetensors and the small files into `folder`, complete or not at all (a collective).
 
     The first rank of each pipeline stage writes its files.
 
-    A LoRA model writes its adapter, or the merged weights with `merge`. Tensors that transformers ties are written once.
+    A LoRA model writes its adapter, or the merged weights with `merge`. Tensors that transformers
+    ties are written once.
     """
     model: Any = engine.module  # maybe wrapped by an adapter
     adapter = hasattr(model, "peft_config")
@@ -73,7 +92,11 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
         return
     writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
     gather = partial(_joined, built=built, groups=groups)
-    tensors = merged(model, gather, dtype, writes) if adapter else whole_parameters(model, built, groups, dtype)
+    tensors = (
+        merged(model, gather, dtype, writes)
+        if adapter
+        else whole_parameters(model, built, groups, dtype)
+    )
     models = [] if adapter else built.models  # the merged tensors hold their buffers
     staging = folder.with_name(f".{folder.name}.tmp")
     rank0, disk = dist.get_rank() == 0, Disk(staging)
@@ -94,9 +117,22 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
         size += value.nbytes
         total += value.nbytes
     if writes:
-        parameters = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
-        for name in [name for model in models for name in model.state_dict() if name not in parameters]:
-            if (buffer := next((buffers[name] for model in models if name in (buffers := dict(model.named_buffers()))), None)) is not None:
+        parameters = {
+            name for model in models for name, _ in model.named_parameters(remove_duplicate=False)
+        }
+        for name in [
+            name for model in models for name in model.state_dict() if name not in parameters
+        ]:
+            if (
+                buffer := next(
+                    (
+                        buffers[name]
+                        for model in models
+                        if name in (buffers := dict(model.named_buffers()))
+                    ),
+                    None,
+                )
+            ) is not None:
                 shard[expert.own_name(models[0], name)] = buffer.cpu()
         files.append((f"part-{groups.coords['pp']}-{len(files)}", list(shard)))
         disk.do(write_file, shard, staging / files[-1][0])
@@ -105,7 +141,11 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
     dist.all_gather_object(everyone, (files, total))
 
     def complete() -> None:
-        name_files([file for written, _ in everyone for file in written], sum(size for _, size in everyone), staging)
+        name_files(
+            [file for written, _ in everyone for file in written],
+            sum(size for _, size in everyone),
+            staging,
+        )
         small.write(staging)
         if adapter:
             name_as_merged(model, staging)
@@ -117,7 +157,10 @@ def export(engine: Engine, built: Built, groups: Groups, small: SmallFiles, fold
 
 
 class Disk:
-    """What a rank writes of an export. After its first error a rank writes nothing more, and still takes part in every collective."""
+    """What a rank writes of an export.
+
+    After its first error a rank writes nothing more, and still takes part in every collective.
+    """
 
     def __init__(self, staging: Path):
         self.staging, self.error = staging, ""
@@ -130,16 +173,22 @@ class Disk:
             write(*arguments)
         except OSError as error:
             self.error = error.strerror or str(error)
-        except SafetensorError as error:  # safetensors 0.8 raises it for a full disk, with the text of the system in it
+            # safetensors 0.8 raises it for a full disk, with the text of the system in it
+        except SafetensorError as error:
             if "os error" not in str(error):
                 raise
             self.error = str(error)
 
     def check(self) -> None:
-        """Raise `Refusal` on every rank if a rank could not write (a collective). A later start of the same command may."""
+        """Raise `Refusal` on every rank if a rank could not write (a collective).
+
+        A later start of the same command may.
+        """
         errors: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(errors, self.error, group=waiting_group())
-        if not (failures := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]):
+        if not (
+            failures := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+        ):
             return
         if dist.get_rank() == 0:
             shutil.rmtree(self.staging, ignore_errors=True)
@@ -154,18 +203,28 @@ def make_empty(folder: Path) -> None:
 
 
 def name_files(files: list[tuple[str, list[str]]], size: int, folder: Path) -> None:
-    """Give the files of all ranks, (name, keys of its tensors), their published names; several files get an index."""
-    names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))] if len(files) > 1 else ["model.safetensors"]
+    """Give the files of all ranks, (name, keys of its tensors), their published names; several
+    files get an index.
+    """
+    names = (
+        [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+        if len(files) > 1
+        else ["model.safetensors"]
+    )
     for (part, _), name in zip(files, names, strict=True):
         os.rename(folder / part, folder / name)
     if len(files) > 1:
-        weight_map = {key: name for (_, keys), name in zip(files, names, strict=True) for key in keys}
+        weight_map = {
+            key: name for (_, keys), name in zip(files, names, strict=True) for key in keys
+        }
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
-    """Write the files of an export except weights, and the adapter's config if there is an adapter."""
+    """Write the files of an export except weights, and the adapter's config if there is an
+    adapter.
+    """
     model: Any = built.models[0]
     if hasattr(model, "peft_config"):
         next(iter(model.peft_config.values())).save_pretrained(folder)
@@ -177,7 +236,10 @@ def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
 
 
 def publish(staging: Path, folder: Path) -> None:
-    """Replace the folder by the staged one, whose files are on the disk first. A card that somebody has edited stays."""
+    """Replace the folder by the staged one, whose files are on the disk first.
+
+    A card that somebody has edited stays.
+    """
     if (card := folder / CARD).is_file() and not is_unchanged(card):
         shutil.copy2(card, staging / CARD)
     for path in [*staging.rglob("*"), staging]:
@@ -187,10 +249,17 @@ def publish(staging: Path, folder: Path) -> None:
     fsync(folder.parent)
 
 
-def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype) -> None:
-    """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json (a collective)."""
+def _export_adapter(
+    adapted: Any, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype
+) -> None:
+    """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json (a
+    collective).
+    """
     keys, rank0 = published_keys(adapted), dist.get_rank() == 0
-    named, buffers = dict(adapted.named_parameters(remove_duplicate=False)), dict(adapted.named_buffers())
+    named, buffers = (
+        dict(adapted.named_parameters(remove_duplicate=False)),
+        dict(adapted.named_buffers()),
+    )
     chosen = {id(named[name]): (name, named[name]) for name in keys.values() if name in named}
     gathered = zip(chosen, _joined(chosen.values(), dtype, built, groups), strict=True)
     values = {number: value for number, (_, value) in gathered if rank0}
@@ -198,7 +267,10 @@ def _export_adapter(adapted: Any, built: Built, groups: Groups, small: SmallFile
 
     def write() -> None:
         make_empty(staging)
-        tensors = {key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone() for key, name in keys.items()}
+        tensors = {
+            key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone()
+            for key, name in keys.items()
+        }
         write_file(tensors, staging / "adapter_model.safetensors")
         next(iter(adapted.peft_config.values())).save_pretrained(staging)
         small.write(staging, of_adapter=True)
@@ -228,7 +300,9 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, to
 
 
 def name_as_merged(model: Any, folder: Path, dtype: str = "") -> None:
-    """Make the small files of an adapted model describe the merged one, with weights of `dtype` if that is stated."""
+    """Make the small files of an adapted model describe the merged one, with weights of `dtype` if
+    that is stated.
+    """
     (folder / ADAPTER).unlink(missing_ok=True)
     config = folder / "config.json"
     own = json.loads(config.read_text())

@@ -18,26 +18,41 @@ from ..parallel.blueprint import Stored
 from ..spec.refusal import Refusal, refuse
 
 # Buffers that older versions of transformers saved, and that every model now computes.
-COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn)\.masked_bias)$")
-CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")  # of shape (1, 1, positions, positions)
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "module")
+COMPUTED = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn)\.masked_bias)$"
+)
+# of shape (1, 1, positions, positions)
+CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")
+WRAPPERS = (
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_checkpoint_wrapped_module",
+    "_forward_module",
+    "module",
+)
 DEEPEST = 6  # the most parts of a prefix that is looked for
 
 
 def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
-    """Map each parameter to its place in files with these `keys`, by the conversions that transformers publishes for the model.
+    """Map each parameter to its place in files with these `keys`, by the conversions that
+    transformers publishes for the model.
 
-    Published files of many mixtures have a matrix for each expert, where the model has one tensor of all of them.
+    Published files of many mixtures have a matrix for each expert, where the model has one tensor
+    of all of them.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     state = model.state_dict()
     found: dict[str, Stored] = {}
     joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
     for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        name, pattern = rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
         if key in state or pattern is None:
             found[key if key in state else name] = Stored(((key,),))
         else:
@@ -46,9 +61,15 @@ def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
         converter = by_pattern[next(iter(patterns))]
         operations: list[Any] = converter.operations
         kinds = [type(operation).__name__ for operation in operations]
-        if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]) or operations[0].dim != 0:
+        if (
+            kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+            or operations[0].dim != 0
+        ):
             rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
-            fix = "load and save it once with transformers' save_pretrained(..., save_original_format=False)"
+            fix = (
+                "load and save it once with transformers' save_pretrained(...,"
+                " save_original_format=False)"
+            )
             raise refuse(f"model = {model.config._name_or_path}", rule, fix)
         sources = [pattern for pattern in converter.source_patterns if pattern in patterns]
         parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in sources)
@@ -64,12 +85,20 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     """Map each further name of a tied parameter to its first name."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(named.items())}
-    return {name: first[id(parameter)] for name, parameter in named.items() if first[id(parameter)] != name}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in named.items()
+        if first[id(parameter)] != name
+    }
 
 
 def separated_names(model: PreTrainedModel, config: Path) -> dict[str, str]:
-    """Map parameters that the file `config` ties, but this model does not, to the parameters that they are tied to there."""
-    disk = type(model.config).from_dict(json.loads(config.read_bytes())) if config.is_file() else None
+    """Map parameters that the file `config` ties, but this model does not, to the parameters that
+    they are tied to there.
+    """
+    disk = (
+        type(model.config).from_dict(json.loads(config.read_bytes())) if config.is_file() else None
+    )
     if not ties(disk) or ties(model.config):
         return {}
     return dict(model._tied_weights_keys or {})
@@ -81,11 +110,18 @@ def ties(config: PreTrainedConfig | None) -> bool:
     return any(getattr(part, "tie_word_embeddings", False) for part in parts)
 
 
-def unused_keys(model: PreTrainedModel, keys: list[str], found: Mapping[str, Stored], unread: set[str], shape: Callable[[str], list[int]]) -> list[str]:
-    """List the keys that no parameter of the model uses, except keys that transformers ignores and computed buffers.
+def unused_keys(
+    model: PreTrainedModel,
+    keys: list[str],
+    found: Mapping[str, Stored],
+    unread: set[str],
+    shape: Callable[[str], list[int]],
+) -> list[str]:
+    """List the keys that no parameter of the model uses, except keys that transformers ignores and
+    computed buffers.
 
-    `found` is the result of `find_stored`. The parameters `unread` are not read from the files. `shape` returns the shape
-    of a key. Raises `Refusal` for layers that the model does not have.
+    `found` is the result of `find_stored`. The parameters `unread` are not read from the files.
+    `shape` returns the shape of a key. Raises `Refusal` for layers that the model does not have.
     """
     state = model.state_dict().keys() - unread
     name_of = {key: name for name, stored in found.items() for part in stored.parts for key in part}
@@ -94,7 +130,11 @@ def unused_keys(model: PreTrainedModel, keys: list[str], found: Mapping[str, Sto
     buffers = {name for name, _ in model.named_buffers()}
 
     def ignorable(key: str, name: str) -> bool:
-        if any(pattern.search(name) for pattern in ignored) or name in buffers or COMPUTED.search(name):
+        if (
+            any(pattern.search(name) for pattern in ignored)
+            or name in buffers
+            or COMPUTED.search(name)
+        ):
             return True
         return bool(CAUSAL_MASK.search(name)) and shape(key)[:2] == [1, 1]
 
@@ -110,17 +150,34 @@ def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
     """
     config: dict[str, Any] = model.config.to_dict()
     blocks = [config, *(block for block in config.values() if isinstance(block, dict))]
-    stated = [(str(key), value) for block in blocks for key, value in block.items() if type(value) is int]
+    stated = [
+        (str(key), value) for block in blocks for key, value in block.items() if type(value) is int
+    ]
     further = max((value for key, value in stated if NEXT_TOKEN_LAYERS.fullmatch(key)), default=0)
-    lists = [(place, module) for place, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    lengths = {place: len(module) for place, module in lists if all(child.isdecimal() for child, _ in module.named_children())}
+    lists = [
+        (place, module)
+        for place, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    ]
+    lengths = {
+        place: len(module)
+        for place, module in lists
+        if all(child.isdecimal() for child, _ in module.named_children())
+    }
     base = f"{model.base_model_prefix}."
     beyond = Counter[str]()  # list of layers -> how many the files hold
     for name in unused.values():
         parts = name.split(".")
         for end, number in enumerate(parts):
             around = ".".join(parts[:end])
-            place = next((place for place in (around, base + around, around.removeprefix(base)) if place in lengths), None)
+            place = next(
+                (
+                    place
+                    for place in (around, base + around, around.removeprefix(base))
+                    if place in lengths
+                ),
+                None,
+            )
             if number.isdecimal() and place is not None and int(number) >= lengths[place] + further:
                 beyond[place] = max(beyond[place], int(number) + 1)
     if not beyond:
@@ -149,14 +206,18 @@ class Affix:
 
 
 def foreign_affix(model: PreTrainedModel, keys: list[str], wanted: list[str]) -> Affix | None:
-    """Return the extra text in the names of files without which most of the `wanted` parameters are found, or None.
+    """Return the extra text in the names of files without which most of the `wanted` parameters are
+    found, or None.
 
-    A wrapper such as torch.compile's puts a word before all names, or before the names in each layer.
+    A wrapper such as torch.compile's puts a word before all names, or before the names in each
+    layer.
     """
     state = model.state_dict().keys()
 
     def found(affix: Affix) -> tuple[int, int]:
-        """Return (parameters found, parameters found by their full names): transformers also adds or removes the base model's name."""
+        """Return (parameters found, parameters found by their full names): transformers also adds
+        or removes the base model's name.
+        """
         renamed = [affix.without(key) for key in keys]
         try:
             return len(find_stored(model, renamed).keys() & set(wanted)), len(state & set(renamed))
@@ -188,5 +249,8 @@ def refuse_affix(model: PreTrainedModel, keys: list[str], affix: Affix) -> Refus
         replaced = "".join(f".replace('{word}.', '')" for word in affix.words)
         new = f"key.removeprefix({affix.prefix!r})" if affix.prefix else f"key{replaced}"
         renamed = f"{{{new}: value for key, value in load_file(FILE).items()}}"
-        fix = f"rename them in each file with safetensors.torch: save_file({renamed}, FILE, {{'format': 'pt'}})"
+        fix = (
+            f"rename them in each file with safetensors.torch: save_file({renamed}, FILE,"
+            " {'format': 'pt'})"
+        )
     return refuse(f"model = {model.config._name_or_path}", rule, fix)

@@ -1,8 +1,9 @@
-"""Lets a model give the loss of each token instead of its logits: its head computes it, inside its own forward, block by block.
+"""Lets a model give the loss of each token instead of its logits: its head computes it, inside its
+own forward, block by block.
 
-There the head's weights are at hand, whatever gathers or divides them (hooks of ZeRO-3, FSDP2, the cuts of tensor parallelism). What a
-model's own forward does to the logits afterwards, such as a soft cap, is found on a small copy, applied to each block, and
-let pass the losses unchanged.
+There the head's weights are at hand, whatever gathers or divides them (hooks of ZeRO-3, FSDP2, the
+cuts of tensor parallelism). What a model's own forward does to the logits afterwards, such as a
+soft cap, is found on a small copy, applied to each block, and let pass the losses unchanged.
 """
 
 import contextlib
@@ -24,26 +25,39 @@ from ..spec.task_specs import TASKS, Facts
 from .small import EXAMPLES, ROWS, TOKENS, once_a_config, small_copy
 
 FITS_WITHIN = 1e-5  # of the largest loss, and of the largest gradient
-SMALL_BLOCK = 64 * ROWS * TOKENS  # logits of a small copy at a time, so that its vocabulary takes several blocks
+# logits of a small copy at a time, so that its vocabulary takes several blocks
+SMALL_BLOCK = 64 * ROWS * TOKENS
 HERE = "the logits"  # stands for them in the arguments of an operation
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes what a model does to its logits after the head: a function of torch, with HERE among its arguments."""
+    """Describes what a model does to its logits after the head: a function of torch, with HERE
+    among its arguments.
+    """
 
     function: Callable[..., torch.Tensor]
     inputs: tuple[Any, ...]
     named: tuple[tuple[str, Any], ...]
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        return self.function(*(logits if value is HERE else value for value in self.inputs), **dict(self.named))
+        return self.function(
+            *(logits if value is HERE else value for value in self.inputs), **dict(self.named)
+        )
 
     @property
     def by_itself(self) -> bool:
-        """Says whether it can act on each logit by itself, as far as its arguments tell, and changes none in its place."""
-        values, name = [*self.inputs, *(value for _, value in self.named)], getattr(self.function, "__name__", "")
-        plain = all(value is HERE or value is None or isinstance(value, int | float | torch.dtype) for value in values)
+        """Says whether it can act on each logit by itself, as far as its arguments tell, and
+        changes none in its place.
+        """
+        values, name = (
+            [*self.inputs, *(value for _, value in self.named)],
+            getattr(self.function, "__name__", ""),
+        )
+        plain = all(
+            value is HERE or value is None or isinstance(value, int | float | torch.dtype)
+            for value in values
+        )
         in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
         return plain and values.count(HERE) == 1 and not in_place
 
@@ -56,18 +70,30 @@ Operations = tuple[Operation, ...]
 
 def _operation(function: Any, inputs: Sequence[Any], named: dict[str, Any] | None) -> Operation:
     """Describes a call of which the logits, or what came of them, are an argument."""
-    return Operation(function, tuple(HERE if torch.is_tensor(value) else value for value in inputs), tuple((named or {}).items()))
+    return Operation(
+        function,
+        tuple(HERE if torch.is_tensor(value) else value for value in inputs),
+        tuple((named or {}).items()),
+    )
 
 
 def _followed(act: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> type[torch.Tensor]:
-    """Makes a class of tensors whose operations `act` (function, inputs, named inputs) does; what it returns is of the class, too."""
+    """Makes a class of tensors whose operations `act` (function, inputs, named inputs) does; what
+    it returns is of the class, too.
+    """
 
     class Followed(torch.Tensor):
         @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 result = act(func, args, kwargs or {})
-                return result.as_subclass(cls) if torch.is_tensor(result) and not isinstance(result, cls) else result
+                return (
+                    result.as_subclass(cls)
+                    if torch.is_tensor(result) and not isinstance(result, cls)
+                    else result
+                )
 
     return Followed
 
@@ -76,11 +102,17 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
     """Returns the head. Raises ValueError if it is no plain linear layer."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
-        raise ValueError("it has no head" if head is None else f"its head is a {type(head).__module__}.{type(head).__name__}")
+        raise ValueError(
+            "it has no head"
+            if head is None
+            else f"its head is a {type(head).__module__}.{type(head).__name__}"
+        )
     return head
 
 
-def recorded(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> tuple[Operations, torch.Tensor]:
+def recorded(
+    model: PreTrainedModel, run: Callable[[], torch.Tensor]
+) -> tuple[Operations, torch.Tensor]:
     """Returns what a model does to its head's output before `run` returns it, and that result.
 
     Raises ValueError where losses cannot stand for the logits.
@@ -95,7 +127,9 @@ def recorded(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> tuple[O
         return result
 
     kind = _followed(record)
-    hook = head_of(model).register_forward_hook(lambda module, inputs, output: (made.append(output), output.as_subclass(kind))[1])
+    hook = head_of(model).register_forward_hook(
+        lambda module, inputs, output: (made.append(output), output.as_subclass(kind))[1]
+    )
     try:
         result = run()
     finally:
@@ -111,33 +145,57 @@ def recorded(model: PreTrainedModel, run: Callable[[], torch.Tensor]) -> tuple[O
 
 
 def give_losses_where_exact(
-    loss: str, whole: PreTrainedModel, models: Sequence[PreTrainedModel], model_config: dict[str, Any], task: str, name: str, tp: tuple[Mapping[str, str], Any]
+    loss: str,
+    whole: PreTrainedModel,
+    models: Sequence[PreTrainedModel],
+    model_config: dict[str, Any],
+    task: str,
+    name: str,
+    tp: tuple[Mapping[str, str], Any],
 ) -> str | None:
-    """Lets `models` give losses, as `--loss` says; returns None, or why they give logits: "" where that is asked for.
+    """Lets `models` give losses, as `--loss` says; returns None, or why they give logits: "" where
+    that is asked for.
 
-    `whole` is the model that they are parts of, `tp` (tensor-parallel plan, mesh of its ranks or None). Raises `Refusal` where
-    `loss` is "chunked" and they cannot.
+    `whole` is the model that they are parts of, `tp` (tensor-parallel plan, mesh of its ranks or
+    None). Raises `Refusal` where `loss` is "chunked" and they cannot.
     """
     if loss == "whole" or "loss" not in TASKS[task].reads:
         return ""
     try:
         head = head_of(whole)
-        cut = columns_of(next(place for place, module in whole.named_modules() if module is head), head.out_features, *tp)
+        cut = columns_of(
+            next(place for place, module in whole.named_modules() if module is head),
+            head.out_features,
+            *tp,
+        )
         operations = operations_of(model_config, task, name)
     except ValueError as error:
         if loss == "chunked":
-            raise refuse("loss = chunked", f"is not exact for this {model_config['model_type']}: {error}", "use --loss auto or --loss whole") from error
+            raise refuse(
+                "loss = chunked",
+                f"is not exact for this {model_config['model_type']}: {error}",
+                "use --loss auto or --loss whole",
+            ) from error
         return str(error)
     for model in models:
         give_losses(model, operations, Part(*cut) if cut else None, likeliest=TASKS[task].masked)
     return None
 
 
-def give_losses(model: PreTrainedModel, operations: Operations, part: Part | None = None, block: int | None = None, likeliest: bool = False) -> None:
-    """Lets the forward of `model` take labels as `losses_of`, (B, T) int64, and return the loss of each token, (B, T) fp32, where its logits were.
+def give_losses(
+    model: PreTrainedModel,
+    operations: Operations,
+    part: Part | None = None,
+    block: int | None = None,
+    likeliest: bool = False,
+) -> None:
+    """Lets the forward of `model` take labels as `losses_of`, (B, T) int64, and return the loss of
+    each token, (B, T) fp32, where its logits were.
 
-    With `likeliest` it returns (B, T, 2), the loss and the likeliest token, whose number fp32 holds. Without labels it stays what it is. `operations` are what it does after its head; `part`: which columns this rank's head has.
-    Each forward checks that they are: it raises `Refusal` if the model does something else to its logits.
+    With `likeliest` it returns (B, T, 2), the loss and the likeliest token, whose number fp32
+    holds. Without labels it stays what it is. `operations` are what it does after its head; `part`:
+    which columns this rank's head has. Each forward checks that they are: it raises `Refusal` if
+    the model does something else to its logits.
     """
     head, whole = head_of(model), model.forward
     ahead: list[Operation] = []  # what the model has yet to do, in a forward
@@ -157,7 +215,8 @@ def give_losses(model: PreTrainedModel, operations: Operations, part: Part | Non
             return next(value for value in inputs if torch.is_tensor(value))
         result = function(*inputs, **named)
         if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
-            return torch.Size((*result, head.out_features))  # a model may ask whether its logits are padded
+            # a model may ask whether its logits are padded
+            return torch.Size((*result, head.out_features))
         if torch.is_tensor(result) and function not in SAME:
             raise other(f"does {operation} to its logits")
         return result
@@ -170,13 +229,22 @@ def give_losses(model: PreTrainedModel, operations: Operations, part: Part | Non
             return whole(*args, **kwargs)
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
-            given = hidden, head.weight, head.bias, losses_of, chain if operations else None, part, block
+            given = (
+                hidden,
+                head.weight,
+                head.bias,
+                losses_of,
+                chain if operations else None,
+                part,
+                block,
+            )
             if likeliest:
                 found, told = losses_and_tokens(*given)
                 chosen.append(told)
             else:
                 found = token_losses(*given)
-            # a tensor that is of a class already (of a fake device, say) cannot be of another one, and has nothing to let pass here
+            # a tensor that is of a class already (of a fake device, say) cannot be of another one,
+            # and has nothing to let pass here
             return found.as_subclass(kind) if operations or type(found) is torch.Tensor else found
 
         ahead[:] = operations
@@ -186,18 +254,23 @@ def give_losses(model: PreTrainedModel, operations: Operations, part: Part | Non
             raise other(f"does not do {ahead[0]}")
         given = output.logits.as_subclass(torch.Tensor)
         # no view: of one torch 2.13's FSDP2 warns that its hooks may be lost
-        output["logits"] = torch.stack([given, chosen.pop().to(given.dtype)], -1) if chosen else given.clone()
+        output["logits"] = (
+            torch.stack([given, chosen.pop().to(given.dtype)], -1) if chosen else given.clone()
+        )
         return output
 
     model.forward = forward  # type: ignore[method-assign]
 
 
-SAME = (torch.Tensor.detach,)  # hooks of ZeRO-3 (DeepSpeed 0.19.8, parameter_offload.py) hand on what this gives
+# hooks of ZeRO-3 (DeepSpeed 0.19.8, parameter_offload.py) hand on what this gives
+SAME = (torch.Tensor.detach,)
 
 
 @contextlib.contextmanager
 def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Gives a module another forward for a while; its hooks stay, and what tensor parallelism has put around its own is left out."""
+    """Gives a module another forward for a while; its hooks stay, and what tensor parallelism has
+    put around its own is left out.
+    """
     own = module.__dict__.get("forward")
     module.forward = forward  # type: ignore[method-assign]
     try:
@@ -210,7 +283,8 @@ def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor])
 
 @once_a_config
 def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Operations:
-    """Finds on a small copy what a model does to its logits after its head; the copy's losses in blocks must be those of whole logits.
+    """Finds on a small copy what a model does to its logits after its head; the copy's losses in
+    blocks must be those of whole logits.
 
     Raises ValueError where they are not, or cannot be. The same on every rank, and no collective.
     """
@@ -218,13 +292,28 @@ def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Op
         torch.default_generator.manual_seed(0)
         try:
             return _found_on(small_copy(model_config, TASKS[task], name), TASKS[task])
-        except (ArithmeticError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError, Refusal) as error:
-            told = error.problems[0].rule if isinstance(error, Refusal) else f"{type(error).__name__}: {str(error)[:200]}"
+        except (
+            ArithmeticError,
+            RuntimeError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            AssertionError,
+            Refusal,
+        ) as error:
+            told = (
+                error.problems[0].rule
+                if isinstance(error, Refusal)
+                else f"{type(error).__name__}: {str(error)[:200]}"
+            )
             raise ValueError(f"no small copy of it runs, which would show it ({told})") from error
 
 
 def _found_on(model: PreTrainedModel, facts: Facts) -> Operations:
-    """Finds the operations of a small copy, and compares its losses and gradients both ways. Raises ValueError."""
+    """Finds the operations of a small copy, and compares its losses and gradients both ways.
+
+    Raises ValueError.
+    """
     inputs = {name: EXAMPLES[name](model.config) for name in facts.inputs}
     labels = inputs["input_ids"].roll(-1, 1)  # (B, T) int64
     labels[:, ::5] = IGNORE
@@ -241,11 +330,16 @@ def _found_on(model: PreTrainedModel, facts: Facts) -> Operations:
         found.append(operations)
     if found[0] != found[1]:
         raise ValueError("it does something else to its logits in training than in evaluation")
-    expected = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels)
+    expected = cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none"
+    ).view_as(labels)
     gradients = _gradients(model, expected)
     give_losses(model, found[0], block=SMALL_BLOCK)
     losses = output(losses_of=labels)
-    for what, mine, theirs in (("losses", [losses], [expected]), ("gradients", _gradients(model, losses), gradients)):
+    for what, mine, theirs in (
+        ("losses", [losses], [expected]),
+        ("gradients", _gradients(model, losses), gradients),
+    ):
         worst = max((one - other).abs().max() for one, other in zip(mine, theirs, strict=True))
         if not worst <= FITS_WITHIN * max(other.abs().max() for other in theirs):
             raise ValueError(f"its {what} differ by {worst:.1e}")

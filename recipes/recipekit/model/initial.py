@@ -36,10 +36,11 @@ def fill(
     divide: Callable[[nn.Module], Any] | None = None,
     whole: PreTrainedModel | None = None,
 ) -> None:
-    """Give every parameter that is still on the meta device its value: sampled with `seed`, or read from `weights`.
+    """Give every parameter that is still on the meta device its value: sampled with `seed`, or read
+    from `weights`.
 
-    `divide` is called with each layer that is filled, and with the model at the end. `whole` is the complete model on the
-    meta device. Random values need it (`initialised_from_outside`).
+    `divide` is called with each layer that is filled, and with the model at the end. `whole` is the
+    complete model on the meta device. Random values need it (`initialised_from_outside`).
     """
     outside = initialised_from_outside(whole) if whole is not None else {}
     tp_mesh = groups.tp_mesh if groups else None
@@ -49,7 +50,11 @@ def fill(
     layers = layers_of(model) if divide else []
     _return_freed_blocks(True)
     for part, deep in parts(model):
-        unfilled = [(name, parameter) for name, parameter in own_parameters(part, deep, names[id(part)]) if parameter.device.type == "meta"]
+        unfilled = [
+            (name, parameter)
+            for name, parameter in own_parameters(part, deep, names[id(part)])
+            if parameter.device.type == "meta"
+        ]
         if not unfilled:
             continue  # tied to a parameter that an earlier part filled
         read = weights is not None and not any(name in weights.drawn for name, _ in unfilled)
@@ -63,8 +68,11 @@ def fill(
                     value = draw_from_outside(whole, name, outside[name], value, seed)
                 if tp_mesh and name in cuts:
                     value = tensor_parallel.shard(value, cuts[name], tp_mesh)
-            # a copy: safetensors' tensors are views of the mapped file, which training must not write to
-            filled = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=parameter.requires_grad)
+            # a copy: safetensors' tensors are views of the mapped file, which training must not
+            # write to
+            filled = nn.Parameter(
+                value.to(device, dtype, copy=True), requires_grad=parameter.requires_grad
+            )
             if weights is not None and name not in weights.drawn:
                 weights.check_finite(name, value, filled)
             for mark, kept in vars(parameter).items():
@@ -95,9 +103,11 @@ def _fill_buffers(model: nn.Module, weights: Weights | None, device: torch.devic
 
 
 def parts(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Cuts the model into (module, deep): each element of an outermost ModuleList, and whatever holds no such list.
+    """Cuts the model into (module, deep): each element of an outermost ModuleList, and whatever
+    holds no such list.
 
-    `deep` False means the module's own parameters only. Every parameter is in one part; the order is the model's.
+    `deep` False means the module's own parameters only. Every parameter is in one part; the order
+    is the model's.
     """
     if not any(isinstance(module, nn.ModuleList) for module in model.modules()):
         yield model, True
@@ -112,40 +122,85 @@ def parts(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Lists the elements of the outermost ModuleLists that have parameters, and share none with the rest of the model."""
-    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    lists = [child for part, deep in parts(model) if not deep for child in part.children() if isinstance(child, nn.ModuleList)]
+    """Lists the elements of the outermost ModuleLists that have parameters, and share none with the
+    rest of the model.
+    """
+    owners = Counter(
+        id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False)
+    )
+    lists = [
+        child
+        for part, deep in parts(model)
+        if not deep
+        for child in part.children()
+        if isinstance(child, nn.ModuleList)
+    ]
     listed = [element for elements in lists for element in elements]
-    own = [Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False)) for layer in listed]
-    return [layer for layer, found in zip(listed, own, strict=True) if found and all(owners[key] == count for key, count in found.items())]
+    own = [
+        Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False))
+        for layer in listed
+    ]
+    return [
+        layer
+        for layer, found in zip(listed, own, strict=True)
+        if found and all(owners[key] == count for key, count in found.items())
+    ]
 
 
 def own_parameters(part: nn.Module, deep: bool, prefix: str) -> list[tuple[str, nn.Parameter]]:
     """Lists (full name, parameter) of one part."""
-    return [(f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in part.named_parameters(recurse=deep)]
+    return [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for name, parameter in part.named_parameters(recurse=deep)
+    ]
 
 
-def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts: dict[str, Cut], seed: int) -> dict[str, torch.Tensor]:
-    """Draws the initial values of one part, whole, fp32, on the CPU, by the model's own initialiser.
+def draw(
+    model: PreTrainedModel,
+    part: nn.Module,
+    deep: bool,
+    prefix: str,
+    cuts: dict[str, Cut],
+    seed: int,
+) -> dict[str, torch.Tensor]:
+    """Draws the initial values of one part, whole, fp32, on the CPU, by the model's own
+    initialiser.
 
-    Each module draws from a generator seeded by (seed, name of its first parameter), so the values depend on nothing
-    else: not on the layout, the order of modules, or what was drawn before.
+    Each module draws from a generator seeded by (seed, name of its first parameter), so the values
+    depend on nothing else: not on the layout, the order of modules, or what was drawn before.
     """
-    modules = [(".".join(filter(None, (prefix, name))), module) for name, module in part.named_modules()] if deep else [(prefix, part)]
-    meta, filled = dict[tuple[nn.Module, str], nn.Parameter](), dict[tuple[nn.Module, str], nn.Parameter]()
-    for name, module in modules:  # whole fp32 tensors take the place of the (maybe cut) meta parameters meanwhile
+    modules = (
+        [(".".join(filter(None, (prefix, name))), module) for name, module in part.named_modules()]
+        if deep
+        else [(prefix, part)]
+    )
+    meta, filled = (
+        dict[tuple[nn.Module, str], nn.Parameter](),
+        dict[tuple[nn.Module, str], nn.Parameter](),
+    )
+    # whole fp32 tensors take the place of the (maybe cut) meta parameters meanwhile
+    for name, module in modules:
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type == "meta":
                 full = f"{name}.{key}" if name else key
                 meta[module, key] = parameter
-                module._parameters[key] = nn.Parameter(torch.full(cuts[full].shape if full in cuts else parameter.shape, math.nan))
-            elif parameter is not None:  # tied to one of an earlier part, as BERT's head is, which an initialiser would draw again
+                module._parameters[key] = nn.Parameter(
+                    torch.full(cuts[full].shape if full in cuts else parameter.shape, math.nan)
+                )
+                # tied to one of an earlier part, as BERT's head is, which an initialiser would draw
+                # again
+            elif parameter is not None:
                 filled[module, key] = parameter
-                module._parameters[key] = nn.Parameter(torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta"))
+                module._parameters[key] = nn.Parameter(
+                    torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+                )
     owner = {id(module): nearest for nearest, module in _init_owners(model)}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
-        for name, module in reversed(modules):  # children before parents: a parent may draw a child's weight again (GPT-2's c_proj)
-            first = next((f"{name}.{key}" if name else key for key, _ in module.named_parameters()), None)
+        # children before parents: a parent may draw a child's weight again (GPT-2's c_proj)
+        for name, module in reversed(modules):
+            first = next(
+                (f"{name}.{key}" if name else key for key, _ in module.named_parameters()), None
+            )
             if first is not None:
                 torch.manual_seed(seed_of(seed, first))
                 owner[id(module)]._init_weights(module)
@@ -159,7 +214,11 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
             drawn = module._parameters[key].detach()  # type: ignore[union-attr]
             if drawn.isnan().any():  # no initialiser set it, so the constructor did
                 if full not in made:
-                    raise refuse("--init random", f"{type(model).__name__} has no initialiser for {full}", "give pretrained weights with --model")
+                    raise refuse(
+                        "--init random",
+                        f"{type(model).__name__} has no initialiser for {full}",
+                        "give pretrained weights with --model",
+                    )
                 drawn = made[full].float()
             values[full] = drawn
             module._parameters[key] = meta[module, key]
@@ -167,16 +226,24 @@ def draw(model: PreTrainedModel, part: nn.Module, deep: bool, prefix: str, cuts:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed for the values of one parameter. It depends on the run's seed and on the name only."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little") >> 1
+    """Return the seed for the values of one parameter.
+
+    It depends on the run's seed and on the name only.
+    """
+    return (
+        int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest(), "little")
+        >> 1
+    )
 
 
 def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any, nn.Module]]]:
-    """Map parameters whose first values come from the initialiser of a module outside their part to its calls.
+    """Map parameters whose first values come from the initialiser of a module outside their part to
+    its calls.
 
-    A call is (owner, module), for `owner._init_weights(module)`. The calls are in the order in which transformers makes
-    them. A parent may set weights far below it: Whisper's encoder sets its positions, CLIP's classifier its head. A tied
-    parameter has the values of the module that it is tied to, even if it comes first.
+    A call is (owner, module), for `owner._init_weights(module)`. The calls are in the order in
+    which transformers makes them. A parent may set weights far below it: Whisper's encoder sets its
+    positions, CLIP's classifier its head. A tied parameter has the values of the module that it is
+    tied to, even if it comes first.
     """
     owners = {id(module): owner for owner, module in _init_owners(whole)}
     names = {id(parameter): name for name, parameter in whole.named_parameters()}
@@ -189,7 +256,9 @@ def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any
     above = [part for part, deep in parts(whole) if not deep]
     for part in reversed(above):  # The innermost first.
         own = {id(parameter) for parameter in part.parameters(recurse=False)}
-        inner = {id(parameter): parameter for parameter in part.parameters() if id(parameter) not in own}
+        inner = {
+            id(parameter): parameter for parameter in part.parameters() if id(parameter) not in own
+        }
         versions = {key: parameter._version for key, parameter in inner.items()}
         with torch.no_grad(), guard_torch_init_functions(), _seen_on_meta(), _untied(whole):
             owners[id(part)]._init_weights(part)
@@ -201,7 +270,10 @@ def initialised_from_outside(whole: PreTrainedModel) -> dict[str, list[tuple[Any
 
 @contextlib.contextmanager
 def _seen_on_meta() -> Iterator[None]:
-    """Let `trunc_normal_` write to a meta tensor, so that its version shows the call. In torch 2.13 it returns early."""
+    """Let `trunc_normal_` write to a meta tensor, so that its version shows the call.
+
+    In torch 2.13 it returns early.
+    """
     own = TORCH_INIT_FUNCTIONS["trunc_normal_"]
     TORCH_INIT_FUNCTIONS["trunc_normal_"] = lambda tensor, *_, **__: tensor.zero_()
     try:
@@ -210,8 +282,16 @@ def _seen_on_meta() -> Iterator[None]:
         TORCH_INIT_FUNCTIONS["trunc_normal_"] = own
 
 
-def draw_from_outside(whole: PreTrainedModel, name: str, calls: list[tuple[Any, nn.Module]], value: torch.Tensor, seed: int) -> torch.Tensor:
-    """Sample a parameter again with calls of `initialised_from_outside`; `value` is the value from its own part."""
+def draw_from_outside(
+    whole: PreTrainedModel,
+    name: str,
+    calls: list[tuple[Any, nn.Module]],
+    value: torch.Tensor,
+    seed: int,
+) -> torch.Tensor:
+    """Sample a parameter again with calls of `initialised_from_outside`; `value` is the value from
+    its own part.
+    """
     meta, real = whole.get_parameter(name), nn.Parameter(value.clone())
     with _untied(whole):
         replace_parameter(whole, meta, real)
@@ -225,9 +305,14 @@ def draw_from_outside(whole: PreTrainedModel, name: str, calls: list[tuple[Any, 
 
 @contextlib.contextmanager
 def _untied(model: PreTrainedModel) -> Iterator[None]:
-    """Give each weight that is tied to another one a tensor that is not used: transformers ties weights after all are drawn."""
+    """Give each weight that is tied to another one a tensor that is not used: transformers ties
+    weights after all are drawn.
+    """
     tied = {alias: model.get_parameter(alias) for alias in model.all_tied_weights_keys}
-    places = {alias: (model.get_submodule(alias.rpartition(".")[0]), alias.rpartition(".")[2]) for alias in tied}
+    places = {
+        alias: (model.get_submodule(alias.rpartition(".")[0]), alias.rpartition(".")[2])
+        for alias in tied
+    }
     for alias, (module, key) in places.items():
         module._parameters[key] = nn.Parameter(torch.empty_like(tied[alias], device="meta"))
     try:
@@ -238,9 +323,12 @@ def _untied(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _draw_the_rest(module: nn.Module) -> None:
-    """Draws what transformers' initialiser leaves of a module of torch's own as its constructor does: the biases of RegNet's convolutions."""
+    """Draws what transformers' initialiser leaves of a module of torch's own as its constructor
+    does: the biases of RegNet's convolutions.
+    """
     own = dict(module.named_parameters(recurse=False))
-    left = [key for key, value in own.items() if not value.is_meta and value.isnan().any()]  # on the meta device: tied to an earlier part, and drawn
+    # on the meta device: tied to an earlier part, and drawn
+    left = [key for key, value in own.items() if not value.is_meta and value.isnan().any()]
     reset = getattr(module, "reset_parameters", None)
     if left and reset is not None and type(module).__module__.startswith("torch.nn."):
         drawn = {key: value.clone() for key, value in own.items() if key not in left}
@@ -250,7 +338,9 @@ def _draw_the_rest(module: nn.Module) -> None:
 
 
 def _init_owners(model: PreTrainedModel) -> Iterator[tuple[Any, nn.Module]]:
-    """Yields (owner, module) of every module: the innermost PreTrainedModel around it, which has the right `_init_weights`."""
+    """Yields (owner, module) of every module: the innermost PreTrainedModel around it, which has
+    the right `_init_weights`.
+    """
 
     def walk(module: nn.Module, owner: Any) -> Iterator[tuple[Any, nn.Module]]:
         owner = module if isinstance(module, transformers.PreTrainedModel) else owner
@@ -269,15 +359,22 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
                 module._parameters[key] = new
 
 
-def partition(parameter: nn.Parameter, ds_config: dict[str, Any], groups: Groups, swapper: Any) -> Any:
+def partition(
+    parameter: nn.Parameter, ds_config: dict[str, Any], groups: Groups, swapper: Any
+) -> Any:
     """Partitions one parameter over the data-parallel ranks as ZeRO-3 does (a collective).
 
-    Returns the NVMe swapper to pass on to the next one (None without NVMe), since each new swapper pins buffers.
+    Returns the NVMe swapper to pass on to the next one (None without NVMe), since each new swapper
+    pins buffers.
     """
     holder = nn.Module()
     holder.weight = parameter
-    if groups.mpu:  # DeepSpeed's own linear does not know DTensors; autograd's is right and as small with checkpointing
-        ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | {"memory_efficient_linear": False}}
+    # DeepSpeed's own linear does not know DTensors; autograd's is right and as small with
+    # checkpointing
+    if groups.mpu:
+        ds_config = ds_config | {
+            "zero_optimization": ds_config["zero_optimization"] | {"memory_efficient_linear": False}
+        }
     hpz = ds_config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
     with broadcasting_scalars():
         init = deepspeed.zero.Init(
@@ -286,16 +383,21 @@ def partition(parameter: nn.Parameter, ds_config: dict[str, Any], groups: Groups
             mpu=groups.mpu,
             data_parallel_group=groups.dp_group if groups.mpu else None,
             param_swapper=swapper,
-            zero_param_parallel_group=zero_groups._get_zero_param_intra_parallel_group() if hpz else None,  # the first one makes it, another would, too
+            # the first one makes it, another would, too
+            zero_param_parallel_group=zero_groups._get_zero_param_intra_parallel_group()
+            if hpz
+            else None,
         )
     return init.param_swapper
 
 
 def _return_freed_blocks(at_once: bool) -> None:
-    """Tells glibc to give freed blocks of 1 MiB and more back to the system at once, or (False) to keep up to 32 MiB for reuse.
+    """Tells glibc to give freed blocks of 1 MiB and more back to the system at once, or (False) to
+    keep up to 32 MiB for reuse.
 
-    By itself it starts with the one and drifts to the other, and then holes that whole parameters leave between their
-    partitions cost half as much memory again (1.0 GB in ZeRO-3 on 2 ranks: 0.8 to 1.1 GB a rank instead of 0.65).
+    By itself it starts with the one and drifts to the other, and then holes that whole parameters
+    leave between their partitions cost half as much memory again (1.0 GB in ZeRO-3 on 2 ranks: 0.8
+    to 1.1 GB a rank instead of 0.65).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; man 3 mallopt
     if mallopt is not None:

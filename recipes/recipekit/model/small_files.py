@@ -1,4 +1,6 @@
-"""The small files of an export: copies of the model's own files, with the values that training decides."""
+"""The small files of an export: copies of the model's own files, with the values that training
+decides.
+"""
 
 import codecs
 import json
@@ -20,13 +22,26 @@ from .weights import weights_folder
 
 # Keys of a generation config whose values are token ids (transformers 5.22.2), alone or in lists.
 TOKEN_IDS = (
-    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_bos_token_id"),
-    *("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids"),
+    *(
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+    ),
+    *(
+        "forced_eos_token_id",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "bad_words_ids",
+        "force_words_ids",
+    ),
     *("sequence_bias", "forced_decoder_ids"),
 )
 # Keys of a config that `construct` sets, or whose value depends on the export.
 OF_CONSTRUCTION = ("dtype", "use_cache", "_name_or_path", "transformers_version", "architectures")
-OF_METADATA = ("_from_model_config", "_original_object_hash")  # of a generation config that transformers derives
+# of a generation config that transformers derives
+OF_METADATA = ("_from_model_config", "_original_object_hash")
 
 
 @dataclass(frozen=True)
@@ -47,9 +62,15 @@ class Origin:
         return self.own_tokenizer and self.tokenizer is not None
 
 
-def origin_of(model: str, init: str, tokenizer: str, reads_text: bool, revision: str = "") -> Origin:
+def origin_of(
+    model: str, init: str, tokenizer: str, reads_text: bool, revision: str = ""
+) -> Origin:
     """Return the folders of a run's small files; the arguments are fields of the recipe."""
-    folder = weights_folder(model, revision) if init == "pretrained" else folder_of(model, revision=revision)
+    folder = (
+        weights_folder(model, revision)
+        if init == "pretrained"
+        else folder_of(model, revision=revision)
+    )
     if not reads_text or tokenizer == "bytes":  # the word, also where a folder has that name
         return Origin(folder, None, own_tokenizer=not reads_text)
     same = Path(tokenizer).is_dir() and Path(model).is_dir() and Path(tokenizer).samefile(model)
@@ -71,17 +92,25 @@ class SmallFiles:
     notes: tuple[str, ...] = ()
 
     def with_commits(self, model: str, commits: dict[str, Any]) -> "SmallFiles":
-        """Add a file that names the repositories of the hub that a run has read, and their commits; without any, add no file."""
+        """Add a file that names the repositories of the hub that a run has read, and their commits;
+        without any, add no file.
+        """
         if not commits:
             return self
-        return replace(self, contents={**self.contents, files.COMMITS: _json({"base_model": model, **commits})})
+        return replace(
+            self, contents={**self.contents, files.COMMITS: _json({"base_model": model, **commits})}
+        )
 
     def with_card(self, card: str) -> "SmallFiles":
         """Add the model card; without a text, add no file."""
-        return replace(self, contents={**self.contents, files.CARD: card.encode()}) if card else self
+        return (
+            replace(self, contents={**self.contents, files.CARD: card.encode()}) if card else self
+        )
 
     def write(self, folder: Path, of_adapter: bool = False) -> None:
-        """Write the files into `folder`; for an adapter, only files of the tokenizer or processor."""
+        """Write the files into `folder`; for an adapter, only files of the tokenizer or
+        processor.
+        """
         for name, content in self.contents.items():
             if of_adapter and not files.is_of_adapter(name):
                 continue
@@ -89,11 +118,18 @@ class SmallFiles:
             (folder / name).write_bytes(content)
 
 
-def gather(built: Built, model_config: dict[str, Any], processor: Any, dtype: torch.dtype, origin: Origin, ends: tuple[int, ...]) -> SmallFiles:
+def gather(
+    built: Built,
+    model_config: dict[str, Any],
+    processor: Any,
+    dtype: torch.dtype,
+    origin: Origin,
+    ends: tuple[int, ...],
+) -> SmallFiles:
     """Read and make the small files of a run's exports.
 
-    `model_config` is the config.json that the model was made from. `ends` are the tokens that end an answer in
-    training. Raises `Refusal` for a generation config that cannot be read.
+    `model_config` is the config.json that the model was made from. `ends` are the tokens that end
+    an answer in training. Raises `Refusal` for a generation config that cannot be read.
     """
     model: Any = built.models[0]  # an adapter's wrapper has the attributes of its model
     tokenizer = _tokenizer_of(processor)
@@ -102,7 +138,8 @@ def gather(built: Built, model_config: dict[str, Any], processor: Any, dtype: to
         contents[GENERATION] = content
     config = changed_config(model_config, model.config, str(dtype).removeprefix("torch."))
     if tokenizer is not None and not origin.carries_tokenizer:
-        config["transformers_version"] = transformers.__version__  # the version that wrote the tokenizer's files
+        # the version that wrote the tokenizer's files
+        config["transformers_version"] = transformers.__version__
     contents[CONFIG] = _json(config | {"architectures": [built.architecture]})
     return SmallFiles(contents, tuple(notes))
 
@@ -113,14 +150,18 @@ def _tokenizer_of(processor: Any) -> Any:
     return tokenizer if hasattr(tokenizer, "all_special_ids") else None
 
 
-# Tokenizers, templates, processors ---------------------------------------------------------------------------------
+# Tokenizers, templates, processors
+# ---------------------------------------------------------------------------------
 
 
-def _carried(origin: Origin, processor: Any, reads_text: bool) -> tuple[dict[str, bytes], list[str]]:
-    """Return (contents by name, lines for the start) of all small files except config and generation config.
+def _carried(
+    origin: Origin, processor: Any, reads_text: bool
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return (contents by name, lines for the start) of all small files except config and
+    generation config.
 
-    Files of the model's own tokenizer are copied. Another tokenizer writes its files, and the keys and files that its
-    class does not write are added. An image processor replaces the model's file.
+    Files of the model's own tokenizer are copied. Another tokenizer writes its files, and the keys
+    and files that its class does not write are added. An image processor replaces the model's file.
     """
     contents, notes = dict[str, bytes](), list[str]()
 
@@ -136,23 +177,37 @@ def _carried(origin: Origin, processor: Any, reads_text: bool) -> tuple[dict[str
     made = _saved(processor)
     if origin.tokenizer:
         others = dict[str, bytes]()
-        _read(origin.tokenizer, lambda name: files.OF_TOKENIZER.fullmatch(name) is not None, others, notes)
-        made = others | {name: _with_own_keys(content, others.get(name)) for name, content in made.items()}
+        _read(
+            origin.tokenizer,
+            lambda name: files.OF_TOKENIZER.fullmatch(name) is not None,
+            others,
+            notes,
+        )
+        made = others | {
+            name: _with_own_keys(content, others.get(name)) for name, content in made.items()
+        }
     contents |= made
-    if PREPROCESSOR in made and PROCESSOR in contents:  # transformers prefers an image processor that is nested there
+    # transformers prefers an image processor that is nested there
+    if PREPROCESSOR in made and PROCESSOR in contents:
         whole = files.parse_json(contents[PROCESSOR], PROCESSOR)
         if "image_processor" in whole:
             contents[PROCESSOR] = _json(whole | {"image_processor": json.loads(made[PREPROCESSOR])})
     return contents, notes
 
 
-def _read(folder: Path, wanted: Callable[[str], bool], contents: dict[str, bytes], notes: list[str]) -> None:
+def _read(
+    folder: Path, wanted: Callable[[str], bool], contents: dict[str, bytes], notes: list[str]
+) -> None:
     """Add small files of a folder to `contents`, if `wanted(name)` is true."""
     for name in filter(wanted, files.small_files(folder)):
         if (size := (folder / name).stat().st_size) > files.LARGEST:
-            notes.append(f"{folder / name}: {size:,} bytes are too large for a config or tokenizer file. Exports leave it out")
+            notes.append(
+                f"{folder / name}: {size:,} bytes are too large for a config or tokenizer file."
+                " Exports leave it out"
+            )
         else:
-            contents[name] = (folder / name).read_bytes().removeprefix(codecs.BOM_UTF8)  # which transformers refuses
+            # which transformers refuses
+            contents[name] = (folder / name).read_bytes().removeprefix(codecs.BOM_UTF8)
 
 
 def _saved(processor: Any) -> dict[str, bytes]:
@@ -164,23 +219,29 @@ def _saved(processor: Any) -> dict[str, bytes]:
 
 
 def _with_own_keys(made: bytes, own: bytes | None) -> bytes:
-    """Add keys of a tokenizer's JSON file `own` that are missing in `made`, the file that its class wrote."""
+    """Add keys of a tokenizer's JSON file `own` that are missing in `made`, the file that its class
+    wrote.
+    """
     try:
         before, now = json.loads(own or b"null"), json.loads(made)
     except ValueError:
         return made
-    if not isinstance(before, dict) or not isinstance(now, dict) or "model" in now:  # tokenizer.json is complete
+    # tokenizer.json is complete
+    if not isinstance(before, dict) or not isinstance(now, dict) or "model" in now:
         return made
     return _json({key: value for key, value in before.items() if key != "chat_template"} | now)
 
 
-# config.json -------------------------------------------------------------------------------------------------------
+# config.json
+# --------------------------------------------------------------------------------------------------
 
 
 def changed_config(own: dict[str, Any], config: Any, dtype: str) -> dict[str, Any]:
-    """Return the config.json `own` with the dtype of the weights, and with the values that have changed in the model's `config`.
+    """Return the config.json `own` with the dtype of the weights, and with the values that have
+    changed in the model's `config`.
 
-    A task or the recipe's `adapt` may have changed them. Keys that the class does not know, or renames, stay.
+    A task or the recipe's `adapt` may have changed them. Keys that the class does not know, or
+    renames, stay.
     """
     found = files.with_dtype(_changed(own, config_of(own).to_dict(), config.to_dict()), dtype)
     if "torch_dtype" not in found:
@@ -193,7 +254,11 @@ def changed_config(own: dict[str, Any], config: Any, dtype: str) -> dict[str, An
 def _changed(own: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     found = dict(own)
     for key, value in now.items():
-        if key in OF_CONSTRUCTION or key.startswith("_attn_implementation") or (key in before and before[key] == value):
+        if (
+            key in OF_CONSTRUCTION
+            or key.startswith("_attn_implementation")
+            or (key in before and before[key] == value)
+        ):
             continue
         was: Any = before.get(key)
         held: Any = own.get(key)
@@ -202,11 +267,15 @@ def _changed(own: dict[str, Any], before: dict[str, Any], now: dict[str, Any]) -
     return found
 
 
-# generation_config.json ----------------------------------------------------------------------------------------------
+# generation_config.json
+# ----------------------------------------------------------------------------------------------
 
 
-def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int, ...], notes: list[str]) -> bytes | None:
-    """Return the generation config of the exports: the model's own file, or else one derived from config.json.
+def _generation_file(
+    model: Any, origin: Origin, tokenizer: Any, ends: tuple[int, ...], notes: list[str]
+) -> bytes | None:
+    """Return the generation config of the exports: the model's own file, or else one derived from
+    config.json.
 
     None for a model that does not generate. Adds a line to `notes` for each change.
     """
@@ -223,8 +292,13 @@ def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int
     if not origin.own_tokenizer:  # false only for a run that reads text
         vocabulary = model.config.get_text_config().vocab_size
         special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-        found, gone = with_special_tokens(own, {number for number in special if number < vocabulary})
-        rule = "has token ids that are not special tokens of the run's tokenizer, so exports leave them out"
+        found, gone = with_special_tokens(
+            own, {number for number in special if number < vocabulary}
+        )
+        rule = (
+            "has token ids that are not special tokens of the run's tokenizer, so exports leave"
+            " them out"
+        )
         notes += [f"{file} {rule}: {', '.join(gone)}"] if gone and carried else []
     before = ids_of(found.get("eos_token_id"))
     if not before and tokenizer is not None:
@@ -234,8 +308,14 @@ def _generation_file(model: Any, origin: Origin, tokenizer: Any, ends: tuple[int
         found = {key: value for key, value in found.items() if key not in OF_METADATA}
         found["eos_token_id"] = [*before, *added] if before or len(added) > 1 else added[0]
         said = [number for number in added if carried or number != tokenizer.eos_token_id]
-        names = ", ".join(f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in said)
-        notes += [f"{GENERATION}: exports also stop at {names}, which ends an answer in training"] if said else []
+        names = ", ".join(
+            f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in said
+        )
+        notes += (
+            [f"{GENERATION}: exports also stop at {names}, which ends an answer in training"]
+            if said
+            else []
+        )
     return file.read_bytes() if file and found == own and carried else _json(found)
 
 
@@ -255,15 +335,25 @@ def with_special_tokens(own: dict[str, Any], special: set[int]) -> tuple[dict[st
 
 
 def ids_of(value: Any) -> list[int]:
-    """Collect the token ids in a value of a generation config: a number, lists of numbers, or a bias of sequences."""
+    """Collect the token ids in a value of a generation config: a number, lists of numbers, or a
+    bias of sequences.
+    """
     if isinstance(value, int):
         return [value]
     if isinstance(value, list):
         return [number for item in value for number in ids_of(item)]
     if isinstance(value, dict):
-        return [int(word) for key in value for word in str(key).strip("()").split(",") if word.strip().isdecimal()]
+        return [
+            int(word)
+            for key in value
+            for word in str(key).strip("()").split(",")
+            if word.strip().isdecimal()
+        ]
     return []
 
 
 def _json(value: dict[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair: \ud800
+    # half a surrogate pair: \ud800
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(
+        "utf-8", "backslashreplace"
+    )

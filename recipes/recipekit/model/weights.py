@@ -1,4 +1,5 @@
-"""A model's published files: where its parameters lie in them, and how a rank reads only its slices.
+"""A model's published files: where its parameters lie in them, and how a rank reads only its
+slices.
 
 Slices are those of tensor and pipeline parallelism; ZeRO-3 divides what every rank has read whole.
 """
@@ -22,9 +23,17 @@ from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
 from ..spec.hub import ask_for_model
 from ..spec.refusal import Problem, refuse
-from .file_keys import find_stored, foreign_affix, refuse_affix, separated_names, tied_names, unused_keys
+from .file_keys import (
+    find_stored,
+    foreign_affix,
+    refuse_affix,
+    separated_names,
+    tied_names,
+    unused_keys,
+)
 
-HEAD = re.compile(r"(\w*classifier|score|head)\.")  # parameters of a head for classes, as transformers names them
+# parameters of a head for classes, as transformers names them
+HEAD = re.compile(r"(\w*classifier|score|head)\.")
 
 ENDS = 4096  # values of a tensor's first and last row that its mark covers
 NAMED = 3  # unused keys that a line lists
@@ -34,17 +43,21 @@ COMPARED = 1 << 22  # values of two tensors to compare at a time
 
 
 class Weights:
-    """The safetensors files of a model, memory-mapped. `bytes_read` counts what `part` has taken out of them.
+    """The safetensors files of a model, memory-mapped.
 
-    `drawn` names the parameters of a new head, which are not read. `note` is the line for the user about unused keys.
-    `not_finite` lists the tensors that `check_finite` has found.
+    `bytes_read` counts what `part` has taken out of them.
+
+    `drawn` names the parameters of a new head, which are not read. `note` is the line for the user
+    about unused keys. `not_finite` lists the tensors that `check_finite` has found.
     """
 
     def __init__(self, files: list[Path], name: str = ""):
         self.name = name
         handles = [safe_open(file, framework="pt") for file in files]
         self.where = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118 (a safetensors handle is no dict)
-        self.files = {file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)}
+        self.files = {
+            file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)
+        }
         self.stored: dict[str, Stored] = {}  # by parameter
         self.drawn: set[str] = set()
         self.bytes_read = 0
@@ -65,29 +78,51 @@ class Weights:
         return whole
 
     def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor in the files' dtype; a view of the mapped file where it is stored under one key."""
+        """The whole tensor in the files' dtype; a view of the mapped file where it is stored under
+        one key.
+        """
         return self._take(name, None, [])
 
     def mark(self) -> str:
-        """Hashes the name, shape and dtype of each tensor, and the first and last values: other weights have another mark, in any number of files."""
+        """Hashes the name, shape and dtype of each tensor, and the first and last values: other
+        weights have another mark, in any number of files.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self.where):
             tensor = self._slice(key)
             shape = tensor.get_shape()
             digest.update(f"{key} {shape} {tensor.get_dtype()} ".encode())
             for end in (slice(0, 1), slice(max(shape[0] - 1, 0), shape[0])) if shape else ():
-                digest.update(tensor[end].contiguous().flatten()[:ENDS].view(torch.uint8).numpy().tobytes())
+                digest.update(
+                    tensor[end].contiguous().flatten()[:ENDS].view(torch.uint8).numpy().tobytes()
+                )
         return digest.hexdigest()
 
     def contents(self) -> dict[str, dict[str, str]]:
-        """Of each file its keys and their dtypes, as safetensors names them. A copy is in the file of its original."""
-        listed = {file: [*keys, *(key for key, held in self.copies.items() if held in keys)] for file, keys in self.files.items()}
-        return {file: {key: self._slice(key).get_dtype() for key in keys} for file, keys in listed.items()}
+        """Of each file its keys and their dtypes, as safetensors names them.
+
+        A copy is in the file of its original.
+        """
+        listed = {
+            file: [*keys, *(key for key, held in self.copies.items() if held in keys)]
+            for file, keys in self.files.items()
+        }
+        return {
+            file: {key: self._slice(key).get_dtype() for key in keys}
+            for file, keys in listed.items()
+        }
 
     def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
-        """What a tensor-parallel rank keeps of a tensor; only those bytes of the files are read. ZeRO-3 divides it later."""
+        """What a tensor-parallel rank keeps of a tensor; only those bytes of the files are read.
+
+        ZeRO-3 divides it later.
+        """
         sharded = cut is not None and cut.sharded
-        value = self._take(name, *tensor.local_runs(cut, tp_mesh)) if sharded and cut else self.whole(name)
+        value = (
+            self._take(name, *tensor.local_runs(cut, tp_mesh))
+            if sharded and cut
+            else self.whole(name)
+        )
         self.bytes_read += value.nbytes
         return value
 
@@ -98,12 +133,26 @@ class Weights:
             return self._read(stored.parts[0][0], dim, runs)
         pieces, begin = [], 0
         for keys in stored.parts:
-            experts = [number for start, stop in runs for number in range(start, stop)] if dim == 0 else range(len(keys))
+            experts = (
+                [number for start, stop in runs for number in range(start, stop)]
+                if dim == 0
+                else range(len(keys))
+            )
             inner, size = runs, self._slice(keys[0]).get_shape()[max(stored.dim - 1, 0)]
             if dim == stored.dim and dim:
-                clipped = [(max(start, begin) - begin, min(stop, begin + size) - begin) for start, stop in runs]
+                clipped = [
+                    (max(start, begin) - begin, min(stop, begin + size) - begin)
+                    for start, stop in runs
+                ]
                 inner = [(start, stop) for start, stop in clipped if start < stop]
-            pieces.append(torch.stack([self._read(keys[number], dim - 1 if dim else None, inner) for number in experts]))
+            pieces.append(
+                torch.stack(
+                    [
+                        self._read(keys[number], dim - 1 if dim else None, inner)
+                        for number in experts
+                    ]
+                )
+            )
             begin += size
         return torch.cat(pieces, stored.dim) if len(pieces) > 1 else pieces[0]
 
@@ -111,7 +160,9 @@ class Weights:
         if dim is None:
             held = self.copies.get(key, key)
             return self.where[held].get_tensor(held)
-        pieces = [self._slice(key)[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs]
+        pieces = [
+            self._slice(key)[(*[slice(None)] * dim, slice(start, stop))] for start, stop in runs
+        ]
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0]
 
     def _slice(self, key: str) -> Any:
@@ -119,7 +170,9 @@ class Weights:
         return self.where[held].get_slice(held)
 
     def same(self, first: Stored, second: Stored) -> bool:
-        """Compares the values of two tensors of one shape, part by part up to the first difference."""
+        """Compares the values of two tensors of one shape, part by part up to the first
+        difference.
+        """
         one, other = self._slice(first.parts[0][0]), self._slice(second.parts[0][0])
         shape = one.get_shape()
         rows = max(1, COMPARED // max(1, math.prod(shape[1:])))
@@ -131,30 +184,49 @@ class Weights:
         return True
 
     def check_finite(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
-        """Notes a parameter that holds a NaN or an infinite value, in the files or once it is in the training dtype (`filled`)."""
-        if not filled.numel() or not filled.is_floating_point() or all(end.isfinite() for end in torch.aminmax(filled.detach())):
+        """Notes a parameter that holds a NaN or an infinite value, in the files or once it is in
+        the training dtype (`filled`).
+        """
+        if (
+            not filled.numel()
+            or not filled.is_floating_point()
+            or all(end.isfinite() for end in torch.aminmax(filled.detach()))
+        ):
             return
         low, high = torch.aminmax(value)
-        found = "a NaN" if low.isnan() else "an infinite value" if low.isinf() or high.isinf() else ""
+        found = (
+            "a NaN" if low.isnan() else "an infinite value" if low.isinf() or high.isinf() else ""
+        )
         if found:
             fix = "use files that were saved before the run diverged or the values were cast"
-            self.not_finite.append(Problem(f"model = {self.name}", f"{name} contains {found} in its files", fix))
+            self.not_finite.append(
+                Problem(f"model = {self.name}", f"{name} contains {found} in its files", fix)
+            )
         else:
             largest, dtype = max(-low, high).item(), str(filled.dtype).removeprefix("torch.")
             rule = f"{name} holds {largest:.3g} in its files, which is infinite in {dtype}"
-            self.not_finite.append(Problem(f"model = {self.name}", rule, "use a strategy in bf16 or fp32"))
+            self.not_finite.append(
+                Problem(f"model = {self.name}", rule, "use a strategy in bf16 or fp32")
+            )
 
 
-def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revision: str = "") -> Weights:
-    """Open the files of a model's weights, a hub id at a revision or a folder, and find every parameter in them.
+def open_weights(
+    name: str, model: PreTrainedModel, new_head: bool = False, revision: str = ""
+) -> Weights:
+    """Open the files of a model's weights, a hub id at a revision or a folder, and find every
+    parameter in them.
 
-    With `new_head`, parameters outside the base model that are missing, or have another shape, are sampled. Raises
-    `Refusal` with the missing parameters. Only parameters that transformers itself allows to be missing are sampled.
+    With `new_head`, parameters outside the base model that are missing, or have another shape, are
+    sampled. Raises `Refusal` with the missing parameters. Only parameters that transformers itself
+    allows to be missing are sampled.
     """
     folder = weights_folder(name, revision)
     weights = open_files(name, folder)
     persistent, keys = model.state_dict(), list(weights.where)
-    wanted = [*dict(model.named_parameters()), *(key for key, _ in model.named_buffers() if key in persistent)]
+    wanted = [
+        *dict(model.named_parameters()),
+        *(key for key, _ in model.named_buffers() if key in persistent),
+    ]
     found = find_stored(model, keys)
     for alias, first in tied_names(model).items():
         if alias in found and first not in found:  # transformers ties either to the other
@@ -163,7 +235,11 @@ def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revi
         if source in found and target not in found:
             found[target], weights.copies[target] = Stored(((target,),)), found[source].parts[0][0]
     weights.stored = {key: found[key] for key in wanted if key in found}
-    wrong = [key for key in (*wanted, *tied_names(model)) if key in found and weights.shape_of(found[key]) != list(persistent[key].shape)]
+    wrong = [
+        key
+        for key in (*wanted, *tied_names(model))
+        if key in found and weights.shape_of(found[key]) != list(persistent[key].shape)
+    ]
     missing = [key for key in wanted if key not in found]
     head = {key for key in (*wrong, *missing) if HEAD.match(key)}
     weights.drawn |= head if new_head else set()
@@ -172,29 +248,53 @@ def open_weights(name: str, model: PreTrainedModel, new_head: bool = False, revi
         if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None
         else ""
     )
-    weights.drawn |= {key for key in missing if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_missing or ())}
+    weights.drawn |= {
+        key
+        for key in missing
+        if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_missing or ())
+    }
     if missing := [key for key in missing if key not in weights.drawn]:
         if affix := foreign_affix(model, keys, wanted):
             raise refuse_affix(model, keys, affix)
         rule = f"its files lack {len(missing)} of {len(wanted)} parameters, first {missing[0]}"
-        raise refuse(f"model = {name}", rule, f"give the files that match this config.json and transformers version{labels}")
+        raise refuse(
+            f"model = {name}",
+            rule,
+            f"give the files that match this config.json and transformers version{labels}",
+        )
     if wrong := [key for key in wrong if key not in weights.drawn]:
         held, due = weights.shape_of(found[wrong[0]]), list(persistent[wrong[0]].shape)
         raise other_shape(name, wrong[0], held, due, labels)
-    if unused := unused_keys(model, keys, found, weights.drawn, lambda key: weights.shape_of(Stored(((key,),)))):
+    if unused := unused_keys(
+        model, keys, found, weights.drawn, lambda key: weights.shape_of(Stored(((key,),)))
+    ):
         listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
-        count = f"{len(unused)} tensors of its files are" if len(unused) > 1 else "1 tensor of its files is"
+        count = (
+            f"{len(unused)} tensors of its files are"
+            if len(unused) > 1
+            else "1 tensor of its files is"
+        )
         weights.note = f"model = {name}: {count} not used: {listed}"
     return weights
 
 
 def open_files(name: str, folder: Path) -> Weights:
     """Opens the files of a folder, those that transformers would load."""
-    return Weights([folder / file for file in sorted({entry.file for entry in safetensors_files.open_folder(folder).values()})], name)
+    return Weights(
+        [
+            folder / file
+            for file in sorted(
+                {entry.file for entry in safetensors_files.open_folder(folder).values()}
+            )
+        ],
+        name,
+    )
 
 
 def weights_folder(name: str, revision: str = "") -> Path:
-    """Return the folder of a model's safetensors and small files. Downloads a hub model once per host.
+    """Return the folder of a model's safetensors and small files.
+
+    Downloads a hub model once per host.
 
     `revision` is a branch, tag or commit; "" is main. Raises `Refusal` if the files cannot be had.
     """
@@ -202,18 +302,39 @@ def weights_folder(name: str, revision: str = "") -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    fetch = lambda away: snapshot_download(name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=away)  # noqa: E731
+    def fetch(away):
+        return snapshot_download(
+            name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=away
+        )  # noqa: E731
     return Path(ask_for_model(name, revision, fetch))
 
 
-def fetch_config(name: str, task: str = "pretrain", num_labels: int = 0, classes: list[str] | None = None, revision: str = "") -> dict[str, Any]:
-    """Downloads a model that is neither shipped nor on this machine, and reads its config.json, with other labels unless `num_labels` is 0. Raises `Refusal`."""
-    return with_labels(read_config(weights_folder(name, revision) / "config.json", name, task), num_labels, classes)
+def fetch_config(
+    name: str,
+    task: str = "pretrain",
+    num_labels: int = 0,
+    classes: list[str] | None = None,
+    revision: str = "",
+) -> dict[str, Any]:
+    """Downloads a model that is neither shipped nor on this machine, and reads its config.json,
+    with other labels unless `num_labels` is 0.
+
+    Raises `Refusal`.
+    """
+    return with_labels(
+        read_config(weights_folder(name, revision) / "config.json", name, task), num_labels, classes
+    )
 
 
-def published_names(model_config: dict[str, Any], name: str, task: str, revision: str = "") -> dict[str, Any]:
+def published_names(
+    model_config: dict[str, Any], name: str, task: str, revision: str = ""
+) -> dict[str, Any]:
     """Gives a config that we ship, which has no names of classes, those of the downloaded model."""
     own = read_config(weights_folder(name, revision) / "config.json", name, task)
-    if "id2label" in model_config or len(own.get("id2label") or {}) != model_config.get("num_labels"):
+    if "id2label" in model_config or len(own.get("id2label") or {}) != model_config.get(
+        "num_labels"
+    ):
         return model_config
-    return {key: value for key, value in model_config.items() if key != "num_labels"} | {key: own[key] for key in ("id2label", "label2id") if key in own}
+    return {key: value for key, value in model_config.items() if key != "num_labels"} | {
+        key: own[key] for key in ("id2label", "label2id") if key in own
+    }

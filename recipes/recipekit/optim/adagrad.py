@@ -9,10 +9,12 @@ from .borders import local
 
 
 class Adagrad(torch.optim.Optimizer):
-    """Updates weights as torch.optim.Adagrad does (Duchi et al., JMLR 2011), whose options these are.
+    """Updates weights as torch.optim.Adagrad does (Duchi et al., JMLR 2011), whose options these
+    are.
 
-    DeepSpeed 0.19.8 makes torch's Adagrad anew under ZeRO, without its groups or their states (zero/stage_1_and_2.py:946,
-    zero/stage3.py:1358). Torch's makes its states at once, this one at the first step.
+    DeepSpeed 0.19.8 makes torch's Adagrad anew under ZeRO, without its groups or their states
+    (zero/stage_1_and_2.py:946, zero/stage3.py:1358). Torch's makes its states at once, this one at
+    the first step.
     """
 
     def __init__(
@@ -29,8 +31,23 @@ class Adagrad(torch.optim.Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
     ):
-        numbers = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
-        super().__init__(params, numbers | {"foreach": foreach, "maximize": maximize, "differentiable": differentiable, "fused": fused})
+        numbers = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "eps": eps,
+            "initial_accumulator_value": initial_accumulator_value,
+        }
+        super().__init__(
+            params,
+            numbers
+            | {
+                "foreach": foreach,
+                "maximize": maximize,
+                "differentiable": differentiable,
+                "fused": fused,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -44,7 +61,27 @@ class Adagrad(torch.optim.Optimizer):
                     self.state[parameter] |= {"step": torch.tensor(0.0), "sum": first}
             if trained:
                 states = [self.state[parameter] for parameter in trained]
-                numbers = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "foreach", "maximize", "differentiable", "fused")}
+                numbers = {
+                    name: group[name]
+                    for name in (
+                        "lr",
+                        "lr_decay",
+                        "weight_decay",
+                        "eps",
+                        "foreach",
+                        "maximize",
+                        "differentiable",
+                        "fused",
+                    )
+                }
                 weights = [local(parameter) for parameter in trained]
-                gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
-                adagrad(weights, gradients, [local(state["sum"]) for state in states], [state["step"] for state in states], **numbers)
+                gradients = [
+                    local(parameter.grad) for parameter in trained if parameter.grad is not None
+                ]
+                adagrad(
+                    weights,
+                    gradients,
+                    [local(state["sum"]) for state in states],
+                    [state["step"] for state in states],
+                    **numbers,
+                )

@@ -1,4 +1,6 @@
-"""Muon of whole matrices, however they are divided over ranks, with AdamW for all that is no matrix."""
+"""Muon of whole matrices, however they are divided over ranks, with AdamW for all that is no
+matrix.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Piece:
-    """Is what this rank has of a matrix: of its weights, its gradient and its momentum, (stop - start,) each."""
+    """Is what this rank has of a matrix: of its weights, its gradient and its momentum, (stop -
+    start,) each.
+    """
 
     part: Part
     weights: torch.Tensor
@@ -31,19 +35,23 @@ class Piece:
 
 
 class NewtonSchulz(torch.optim.Optimizer):
-    """Updates matrices as torch.optim.Muon does (Jordan et al., "Muon: An optimizer for hidden layers", 2024), the rest as torch.optim.AdamW.
+    """Updates matrices as torch.optim.Muon does (Jordan et al., "Muon: An optimizer for hidden
+    layers", 2024), the rest as torch.optim.AdamW.
 
-    Of each matrix x with gradient g, once a step, where NS is `orthogonal` and A x B is the shape of x:
+    Of each matrix x with gradient g, once a step, where NS is `orthogonal` and A x B is the shape
+    of x:
 
         m = momentum m + (1 - momentum) g        u = NS(momentum m + (1 - momentum) g), without `nesterov` NS(m)
         x = x - lr weight_decay x - lr f u
 
-    f is sqrt(max(1, A / B)) for `adjust_lr_fn` None or "original", and 0.2 sqrt(max(A, B)) for "match_rms_adamw" (Liu et al., arXiv
-    2502.16982), at which a rate of AdamW's fits. Groups with `matrix` hold the matrices; `betas` and `eps` are of the others.
+    f is sqrt(max(1, A / B)) for `adjust_lr_fn` None or "original", and 0.2 sqrt(max(A, B)) for
+    "match_rms_adamw" (Liu et al., arXiv 2502.16982), at which a rate of AdamW's fits. Groups with
+    `matrix` hold the matrices; `betas` and `eps` are of the others.
 
-    Ranks add up what they hold of a matrix, as `borders` says, at most `GATHERED` elements or one matrix at a time; of these each rank
-    of a partition orthogonalises some, and keeps of all what it holds. The name of this class has no "muon" in it: DeepSpeed 0.19.8
-    itself orthogonalises the gradients of an optimizer whose name has (zero/stage_1_and_2.py, _is_muon_group).
+    Ranks add up what they hold of a matrix, as `borders` says, at most `GATHERED` elements or one
+    matrix at a time; of these each rank of a partition orthogonalises some, and keeps of all what
+    it holds. The name of this class has no "muon" in it: DeepSpeed 0.19.8 itself orthogonalises the
+    gradients of an optimizer whose name has (zero/stage_1_and_2.py, _is_muon_group).
     """
 
     def __init__(
@@ -61,7 +69,14 @@ class NewtonSchulz(torch.optim.Optimizer):
         ns_eps: float = 1e-7,
         ns_dtype: str = "bf16",
     ):
-        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        numbers = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+        }
         super().__init__(params, numbers | {"adjust_lr_fn": adjust_lr_fn})
         self.polynomial = tuple(ns_coefficients), ns_steps, ns_eps, DTYPES[ns_dtype]
         self.borders = Borders()
@@ -74,8 +89,12 @@ class NewtonSchulz(torch.optim.Optimizer):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in trained:
                 if not self.state[parameter]:
-                    kept = ("momentum_buffer",) if group.get("matrix") else ("exp_avg", "exp_avg_sq")
-                    self.state[parameter] |= {"step": torch.tensor(0.0)} | {name: torch.zeros_like(parameter) for name in kept}
+                    kept = (
+                        ("momentum_buffer",) if group.get("matrix") else ("exp_avg", "exp_avg_sq")
+                    )
+                    self.state[parameter] |= {"step": torch.tensor(0.0)} | {
+                        name: torch.zeros_like(parameter) for name in kept
+                    }
             if trained and group.get("matrix"):
                 self._matrices(group, trained)
             elif trained:
@@ -84,7 +103,9 @@ class NewtonSchulz(torch.optim.Optimizer):
     def _others(self, group: dict[str, Any], trained: list[torch.Tensor]) -> None:
         states, (beta1, beta2) = [self.state[parameter] for parameter in trained], group["betas"]
         gradients = [local(parameter.grad) for parameter in trained if parameter.grad is not None]
-        moments, squares = ([local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        moments, squares = (
+            [local(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq")
+        )
         numbers = {name: group[name] for name in ("lr", "weight_decay", "eps")}
         adamw(
             [local(parameter) for parameter in trained],
@@ -115,26 +136,60 @@ class NewtonSchulz(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], pieces: list[Piece]) -> None:
         """Updates what this rank has of some matrices (a collective)."""
-        flat = torch.zeros(sum(piece.numel for piece in pieces), device=self.borders.device or pieces[0].weights.device)
+        flat = torch.zeros(
+            sum(piece.numel for piece in pieces),
+            device=self.borders.device or pieces[0].weights.device,
+        )
         split = flat.split([piece.numel for piece in pieces])
-        wholes = [whole.view(piece.part.sizes) for piece, whole in zip(pieces, split, strict=True)]  # (A, B) each
+        # (A, B) each
+        wholes = [whole.view(piece.part.sizes) for piece, whole in zip(pieces, split, strict=True)]
         for piece, whole in zip(pieces, wholes, strict=True):
-            piece.part.put(piece.gradient.lerp(piece.momentum, group["momentum"]) if group["nesterov"] else piece.momentum, whole)
+            piece.part.put(
+                (
+                    piece.gradient.lerp(piece.momentum, group["momentum"])
+                    if group["nesterov"]
+                    else piece.momentum
+                ),
+                whole,
+            )
         self.borders.join(flat, wholes, [piece.part for piece in pieces])
-        ranks, rank = (dist.get_world_size(self.borders.partitions), dist.get_rank(self.borders.partitions)) if self.borders.partitions else (1, 0)
+        ranks, rank = (
+            (dist.get_world_size(self.borders.partitions), dist.get_rank(self.borders.partitions))
+            if self.borders.partitions
+            else (1, 0)
+        )
         for number, whole in enumerate(wholes):
-            whole.copy_(orthogonal(whole, *self.polynomial)) if number % ranks == rank else whole.zero_()
+            (
+                whole.copy_(orthogonal(whole, *self.polynomial))
+                if number % ranks == rank
+                else whole.zero_()
+            )
         if ranks > 1:
             dist.all_reduce(flat, group=self.borders.partitions)
         for piece, whole in zip(pieces, wholes, strict=True):
             rate = group["lr"] * _factor(piece.part.sizes, group["adjust_lr_fn"])
-            piece.weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(piece.part.take(whole).to(piece.weights.device), alpha=rate)
+            piece.weights.mul_(1 - group["lr"] * group["weight_decay"]).sub_(
+                piece.part.take(whole).to(piece.weights.device), alpha=rate
+            )
 
 
-def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, ...], steps: int, eps: float, dtype: torch.dtype) -> torch.Tensor:
-    """Brings the singular values of a matrix (A, B) near 1 by the quintic Newton-Schulz iteration of torch.optim.Muon; returns (A, B) of `dtype`."""
+def orthogonal(
+    matrix: torch.Tensor,
+    coefficients: tuple[float, ...],
+    steps: int,
+    eps: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Brings the singular values of a matrix (A, B) near 1 by the quintic Newton-Schulz iteration
+    of torch.optim.Muon; returns (A, B) of `dtype`.
+    """
     a, b, c = coefficients
-    wide = matrix.to(dtype, copy=True) if matrix.shape[0] <= matrix.shape[1] else matrix.T.to(dtype, copy=True)  # (A, B), A <= B
+    # (A, B), A <= B
+    wide = (
+        matrix.to(dtype, copy=True)
+        if matrix.shape[0] <= matrix.shape[1]
+        else matrix.T.to(dtype, copy=True)
+    )
     wide.div_(wide.norm().clamp(min=eps))
     for _ in range(steps):
         gram = wide @ wide.T  # (A, A)
@@ -143,8 +198,14 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, ...], steps: int
 
 
 def _factor(shape: tuple[int, ...], adjust: str | None) -> float:
-    """Returns what the learning rate of a matrix is multiplied with, so that its update is as large as that of any other shape."""
-    return 0.2 * sqrt(max(shape)) if adjust == "match_rms_adamw" else sqrt(max(1.0, shape[0] / shape[1]))
+    """Returns what the learning rate of a matrix is multiplied with, so that its update is as large
+    as that of any other shape.
+    """
+    return (
+        0.2 * sqrt(max(shape))
+        if adjust == "match_rms_adamw"
+        else sqrt(max(1.0, shape[0] / shape[1]))
+    )
 
 
 def _at_a_time(pieces: list[Piece]) -> Iterator[list[Piece]]:

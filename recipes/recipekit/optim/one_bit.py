@@ -1,4 +1,6 @@
-"""1-bit Adam: after a warm-up the ranks send each other the signs of their momenta in place of gradients."""
+"""1-bit Adam: after a warm-up the ranks send each other the signs of their momenta in place of
+gradients.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -16,8 +18,8 @@ FLOOR = 0.01  # least second moment of an element that has one, of the mean of i
 
 @dataclass
 class Errors:
-    """Holds what a rank has still to send, in fp32: `worker` (all elements), of its own momentum; `server` (elements / ranks), of
-    the mean of all ranks' of which it has a part.
+    """Holds what a rank has still to send, in fp32: `worker` (all elements), of its own momentum;
+    `server` (elements / ranks), of the mean of all ranks' of which it has a part.
     """
 
     worker: torch.Tensor
@@ -25,25 +27,30 @@ class Errors:
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Updates weights by Algorithm 1 of Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed"
-    (ICML 2021, arXiv 2102.02888).
+    """Updates weights by Algorithm 1 of Tang et al., "1-bit Adam: Communication Efficient
+    Large-Scale Training with Adam's Convergence Speed" (ICML 2021, arXiv 2102.02888).
 
-    Steps 1 to freeze_step are AdamW's, with gradients that the engine has averaged. From then on v is kept as it is, free of its bias:
-    v / (1 - beta2^t) of the last such step; and gradients stay those of each rank. Of a weight x with gradient g_i on rank i of n:
+    Steps 1 to freeze_step are AdamW's, with gradients that the engine has averaged. From then on v
+    is kept as it is, free of its bias: v / (1 - beta2^t) of the last such step; and gradients stay
+    those of each rank. Of a weight x with gradient g_i on rank i of n:
 
         z_i = beta1 m + (1 - beta1) g_i + e_i        c_i = C[z_i]        e_i = z_i - c_i        on every rank
         z = (c_1 + ... + c_n) / n + e                  m = C[z]            e = z - m            on the rank that has this part
         x = x - lr ((m / (1 - beta1^t)) / (sqrt(v) + eps) + weight_decay x)
 
-    C[z] is the sign of each element, one bit, times the root mean square of the tensor's, so that |C[z]| = |z|; of the second, of the part of a
-    tensor that a rank has. Parts are equal, of all tensors in a row. A weight whose v is 0, which no gradient has reached before, as that of a
-    position beyond every row, has no scale: it only decays from there on, and counts in no root mean square.
+    C[z] is the sign of each element, one bit, times the root mean square of the tensor's, so that
+    |C[z]| = |z|; of the second, of the part of a tensor that a rank has. Parts are equal, of all
+    tensors in a row. A weight whose v is 0, which no gradient has reached before, as that of a
+    position beyond every row, has no scale: it only decays from there on, and counts in no root
+    mean square.
 
-    Beyond the paper, v is at least FLOOR of its tensor's mean when it is frozen: an element that gradients reach seldom, as the row of a rare
-    token, is sent the tensor's scale in every step, and divided by its own small v the weight would run away.
+    Beyond the paper, v is at least FLOOR of its tensor's mean when it is frozen: an element that
+    gradients reach seldom, as the row of a rare token, is sent the tensor's scale in every step,
+    and divided by its own small v the weight would run away.
 
-    `ranks`: the group of the data-parallel ranks. The engine asks `compresses` before a step whether it is to leave its gradients
-    as they are; then `norm`, () fp64, is that of m afterwards. Errors belong to a rank and to a number of ranks.
+    `ranks`: the group of the data-parallel ranks. The engine asks `compresses` before a step
+    whether it is to leave its gradients as they are; then `norm`, () fp64, is that of m afterwards.
+    Errors belong to a rank and to a number of ranks.
     """
 
     def __init__(
@@ -55,7 +62,16 @@ class OneBitAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "freeze_step": freeze_step,
+            },
+        )
         self.ranks: Any = None
         self.errors: Errors | None = None
         self.norm: torch.Tensor | None = None
@@ -63,7 +79,8 @@ class OneBitAdam(torch.optim.Optimizer):
     @property
     def compresses(self) -> bool:
         """Says whether the next step is one of signs."""
-        taken = float(next(iter(self.state.values()))["step"]) if self.state else 0.0  # all have taken the same steps
+        # all have taken the same steps
+        taken = float(next(iter(self.state.values()))["step"]) if self.state else 0.0
         return self.errors is not None or taken >= self.param_groups[0]["freeze_step"]
 
     @torch.no_grad()
@@ -84,23 +101,38 @@ class OneBitAdam(torch.optim.Optimizer):
     def _average(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Updates the moments by a gradient that all ranks have."""
         if not (state := self.state[parameter]):
-            state |= {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+            state |= {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         state["exp_avg"].lerp_(gradient, 1 - group["betas"][0])
-        state["exp_avg_sq"].mul_(group["betas"][1]).addcmul_(gradient, gradient, value=1 - group["betas"][1])
+        state["exp_avg_sq"].mul_(group["betas"][1]).addcmul_(
+            gradient, gradient, value=1 - group["betas"][1]
+        )
 
     def _move(self, parameter: torch.Tensor, group: dict[str, Any], frozen: bool) -> None:
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         state["step"] += 1
         taken = float(state["step"])
-        root = state["exp_avg_sq"].sqrt() if frozen else state["exp_avg_sq"].div(1 - beta2**taken).sqrt_()
+        root = (
+            state["exp_avg_sq"].sqrt()
+            if frozen
+            else state["exp_avg_sq"].div(1 - beta2**taken).sqrt_()
+        )
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(torch.div(state["exp_avg"], root.add_(group["eps"]), out=root), alpha=-group["lr"] / (1 - beta1**taken))
+        parameter.add_(
+            torch.div(state["exp_avg"], root.add_(group["eps"]), out=root),
+            alpha=-group["lr"] / (1 - beta1**taken),
+        )
 
     def _freeze(self) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                squares = self.state[parameter]["exp_avg_sq"].div_(1 - group["betas"][1] ** float(self.state[parameter]["step"]))
+                squares = self.state[parameter]["exp_avg_sq"].div_(
+                    1 - group["betas"][1] ** float(self.state[parameter]["step"])
+                )
                 least = FLOOR * squares.sum() / (squares != 0).sum().clamp(min=1)
                 squares.copy_(torch.where(squares != 0, squares.clamp(min=least), 0.0))
         self.errors = self.new_errors()
@@ -108,23 +140,44 @@ class OneBitAdam(torch.optim.Optimizer):
     def new_errors(self) -> Errors:
         """Makes errors of zeros for the ranks of `ranks`."""
         tensors = [parameter for group in self.param_groups for parameter in group["params"]]
-        sizes = error_sizes(sum(tensor.numel() for tensor in tensors), dist.get_world_size(self.ranks))
+        sizes = error_sizes(
+            sum(tensor.numel() for tensor in tensors), dist.get_world_size(self.ranks)
+        )
         return Errors(*(torch.zeros(numel, device=tensors[0].device) for numel in sizes))
 
     def _spans(self) -> list["Span"]:
         found, at = [], 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                state, gradient = self.state[parameter], None if parameter.grad is None else parameter.grad.reshape(-1)
+                state, gradient = (
+                    self.state[parameter],
+                    None if parameter.grad is None else parameter.grad.reshape(-1),
+                )
                 live = state["exp_avg_sq"].view(-1) != 0
-                found.append(Span(at, at + parameter.numel(), state["exp_avg"].view(-1), live, gradient, group["betas"][0]))
+                found.append(
+                    Span(
+                        at,
+                        at + parameter.numel(),
+                        state["exp_avg"].view(-1),
+                        live,
+                        gradient,
+                        group["betas"][0],
+                    )
+                )
                 at += parameter.numel()
         return found
 
     def _exchange(self) -> None:
-        """Makes the momentum of all ranks from those of each (a collective): two exchanges of a bit for each element."""
+        """Makes the momentum of all ranks from those of each (a collective): two exchanges of a bit
+        for each element.
+        """
         assert self.errors is not None
-        worker, server, spans, world = self.errors.worker, self.errors.server, self._spans(), dist.get_world_size(self.ranks)
+        worker, server, spans, world = (
+            self.errors.worker,
+            self.errors.server,
+            self._spans(),
+            dist.get_world_size(self.ranks),
+        )
         for span in spans:
             own = worker[span.start : span.stop].add_(span.moment, alpha=span.beta1)
             if span.gradient is not None:
@@ -143,7 +196,9 @@ class OneBitAdam(torch.optim.Optimizer):
                 for rank in range(world):
                     at = rank * part + begin - first
                     total += signed(received, at, at + end - begin, scales_of[rank, number])
-                server[begin - first : end - first].add_(total.div_(world).mul_(span.lives(begin, end)))
+                server[begin - first : end - first].add_(
+                    total.div_(world).mul_(span.lives(begin, end))
+                )
         signs, scales = compress(server, spans, first)
         dist.all_gather(list(received.view(world, -1)), signs, group=self.ranks)
         dist.all_gather(list(scales_of), scales, group=self.ranks)
@@ -152,7 +207,9 @@ class OneBitAdam(torch.optim.Optimizer):
         for rank in range(world):
             for number, span, start, stop in overlaps(spans, rank * part, (rank + 1) * part):
                 for begin, end in pieces(start, stop):
-                    mean = signed(received, begin, end, scales_of[rank, number]).mul_(span.lives(begin, end))
+                    mean = signed(received, begin, end, scales_of[rank, number]).mul_(
+                        span.lives(begin, end)
+                    )
                     span.moment[begin - span.start : end - span.start] = mean
                     self.norm += square_sum(mean)
         self.norm.sqrt_()
@@ -160,7 +217,9 @@ class OneBitAdam(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Span:
-    """Describes a tensor in the row of all: its elements start..stop there, its momentum, which elements have a scale (bool), and this rank's gradient, all flat."""
+    """Describes a tensor in the row of all: its elements start..stop there, its momentum, which
+    elements have a scale (bool), and this rank's gradient, all flat.
+    """
 
     start: int
     stop: int
@@ -175,7 +234,9 @@ class Span:
 
 
 def overlaps(spans: list[Span], start: int, stop: int) -> Iterator[tuple[int, Span, int, int]]:
-    """Yields (number, tensor, start, stop) of what of each tensor lies in elements start..stop of the row."""
+    """Yields (number, tensor, start, stop) of what of each tensor lies in elements start..stop of
+    the row.
+    """
     for number, span in enumerate(spans):
         if max(span.start, start) < min(span.stop, stop):
             yield number, span, max(span.start, start), min(span.stop, stop)
@@ -187,11 +248,20 @@ def pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + AT_ONCE, stop)
 
 
-def compress(values: torch.Tensor, spans: list[Span], first: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what is sent of `values` (N,), the elements of the row from `first` on: signs (N / 8,) uint8, and scales (tensors,). Subtracts it from them."""
+def compress(
+    values: torch.Tensor, spans: list[Span], first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what is sent of `values` (N,), the elements of the row from `first` on: signs (N /
+    8,) uint8, and scales (tensors,).
+
+    Subtracts it from them.
+    """
     signs, scales = pack(values), values.new_zeros(len(spans))
     for number, span, start, stop in overlaps(spans, first, first + len(values)):
-        scales[number] = (square_sum(values[start - first : stop - first]) / span.lives(start, stop).sum().clamp(min=1)).sqrt()
+        scales[number] = (
+            square_sum(values[start - first : stop - first])
+            / span.lives(start, stop).sum().clamp(min=1)
+        ).sqrt()
         for begin, end in pieces(start, stop):
             sent = signed(signs, begin - first, end - first, scales[number])
             values[begin - first : end - first].sub_(sent.mul_(span.lives(begin, end)))
@@ -204,12 +274,19 @@ def _powers(device: torch.device) -> torch.Tensor:
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """Returns a bit for each of N values, N a multiple of 8, as (N / 8,) uint8: the lowest bit of a byte is the first one's; set: not negative."""
-    found = [((piece >= 0).view(-1, 8) * _powers(values.device)).sum(1, dtype=torch.uint8) for piece in values.split(AT_ONCE)]
+    """Returns a bit for each of N values, N a multiple of 8, as (N / 8,) uint8: the lowest bit of a
+    byte is the first one's; set: not negative.
+    """
+    found = [
+        ((piece >= 0).view(-1, 8) * _powers(values.device)).sum(1, dtype=torch.uint8)
+        for piece in values.split(AT_ONCE)
+    ]
     return torch.cat(found)
 
 
 def signed(signs: torch.Tensor, start: int, stop: int, scale: torch.Tensor) -> torch.Tensor:
-    """Returns `scale` with the signs of elements start..stop of what `pack` packed, (stop - start,)."""
+    """Returns `scale` with the signs of elements start..stop of what `pack` packed, (stop -
+    start,).
+    """
     whole = (signs[start // 8 : -(-stop // 8)].unsqueeze(1) & _powers(signs.device)).view(-1) != 0
     return torch.where(whole[start % 8 : start % 8 + stop - start], scale, -scale)

@@ -1,4 +1,6 @@
-"""Makes the optimizers that are ours: those that a JSON names, where DeepSpeed's own is another algorithm, or an op that does not run."""
+"""Makes the optimizers that are ours: those that a JSON names, where DeepSpeed's own is another
+algorithm, or an op that does not run.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -26,9 +28,12 @@ OURS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def maker(ds_config: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
-    """Returns what makes the optimizer of parameter groups that a resolved JSON names; None where it is not ours."""
+    """Returns what makes the optimizer of parameter groups that a resolved JSON names; None where
+    it is not ours.
+    """
     if not facts_of(ds_config).ours:
         return None
     kind, params = OURS[spelled(ds_config["optimizer"]["type"])], ds_config["optimizer"]["params"]
-    takes = inspect.signature(kind).parameters  # the rules let others pass where they are switched off
+    # the rules let others pass where they are switched off
+    takes = inspect.signature(kind).parameters
     return partial(kind, **{name: value for name, value in params.items() if name in takes})

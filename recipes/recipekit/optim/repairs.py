@@ -1,4 +1,6 @@
-"""What we mend in DeepSpeed around the optimizer's step: this file and `train_step` are all that changes weights."""
+"""What we mend in DeepSpeed around the optimizer's step: this file and `train_step` are all that
+changes weights.
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -13,7 +15,9 @@ from .one_bit import OneBitAdam
 
 
 class DeepSpeedEngine(Protocol):
-    """Names what our repairs use of DeepSpeed 0.19.8's engine, its private parts included: it has no other way."""
+    """Names what our repairs use of DeepSpeed 0.19.8's engine, its private parts included: it has
+    no other way.
+    """
 
     device: torch.device
     module: nn.Module
@@ -37,24 +41,29 @@ class DeepSpeedEngine(Protocol):
 def undo_hidden_step(engine: DeepSpeedEngine) -> None:
     """Makes step 1 the first one that the optimizer takes.
 
-    DeepSpeed 0.19.8 allocates the states of its ZeRO-0 mixed-precision optimizer by a step with zero gradients
-    (unfused_optimizer.py, initialize_optimizer_states): it decays the weights once, and Adam's bias correction is one
-    step ahead ever after, which makes the first update a quarter too small.
+    DeepSpeed 0.19.8 allocates the states of its ZeRO-0 mixed-precision optimizer by a step with
+    zero gradients (unfused_optimizer.py, initialize_optimizer_states): it decays the weights once,
+    and Adam's bias correction is one step ahead ever after, which makes the first update a quarter
+    too small.
     """
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         engine.basic_optimizer.state.clear()
         with torch.no_grad():
-            for masters, weights in zip(engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True):
+            for masters, weights in zip(
+                engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True
+            ):
                 for master, weight in zip(masters, weights, strict=True):
                     master.copy_(weight)
 
 
 def accumulate(engine: DeepSpeedEngine, micro_batches: int) -> None:
-    """Makes each step from here on take so many micro-batches on this rank; called between two steps.
+    """Makes each step from here on take so many micro-batches on this rank; called between two
+    steps.
 
-    DeepSpeed 0.19.8 ends a step where the number of all micro-batches so far is a multiple of those of a step (engine.py,
-    is_gradient_accumulation_boundary), so after its own set_train_batch_size a first step may end early: after three steps of two, one of four would
-    end after two. It counts from here.
+    DeepSpeed 0.19.8 ends a step where the number of all micro-batches so far is a multiple of those
+    of a step (engine.py, is_gradient_accumulation_boundary), so after its own set_train_batch_size
+    a first step may end early: after three steps of two, one of four would end after two. It counts
+    from here.
     """
     if isinstance(engine.basic_optimizer, OneBitAdam):
         _leave_gradients(engine, engine.basic_optimizer)
@@ -66,8 +75,11 @@ def accumulate(engine: DeepSpeedEngine, micro_batches: int) -> None:
 
 
 def _leave_gradients(engine: DeepSpeedEngine, optimizer: OneBitAdam) -> None:
-    """Leaves the gradients of the next step as each rank has them, not summed and not clipped, where its optimizer sends signs."""
-    engine.enable_backward_allreduce = not optimizer.compresses  # where it is False DeepSpeed tells all ranks of an overflow on one
+    """Leaves the gradients of the next step as each rank has them, not summed and not clipped,
+    where its optimizer sends signs.
+    """
+    # where it is False DeepSpeed tells all ranks of an overflow on one
+    engine.enable_backward_allreduce = not optimizer.compresses
     if optimizer.compresses:
         engine._config.gradient_clipping = 0.0
         if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -75,7 +87,9 @@ def _leave_gradients(engine: DeepSpeedEngine, optimizer: OneBitAdam) -> None:
 
 
 def keep_momentum_norm(engine: DeepSpeedEngine) -> None:
-    """Makes grad_norm that of the momentum, where the optimizer sends signs: a gradient of all ranks is never made."""
+    """Makes grad_norm that of the momentum, where the optimizer sends signs: a gradient of all
+    ranks is never made.
+    """
     if isinstance(optimizer := engine.basic_optimizer, OneBitAdam):
 
         def tell(applied: bool) -> None:
@@ -86,10 +100,11 @@ def keep_momentum_norm(engine: DeepSpeedEngine) -> None:
 
 
 def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:
-    """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is there, summed over the ranks (but for signs of 1-bit Adam),
-    and nothing has changed yet.
+    """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is
+    there, summed over the ranks (but for signs of 1-bit Adam), and nothing has changed yet.
 
-    The only such place that DeepSpeed 0.19.8 has under every ZeRO stage and under a pipeline. What is added later acts earlier.
+    The only such place that DeepSpeed 0.19.8 has under every ZeRO stage and under a pipeline. What
+    is added later acts earlier.
     """
     take_step = engine._take_model_step
 
@@ -101,7 +116,9 @@ def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:
 
 
 def after_step(engine: DeepSpeedEngine, act: Callable[[bool], None]) -> None:
-    """Calls `act` once a step, after the optimizer, with whether the weights have changed: DeepSpeed skips the step of a gradient that overflows."""
+    """Calls `act` once a step, after the optimizer, with whether the weights have changed:
+    DeepSpeed skips the step of a gradient that overflows.
+    """
     take_step = engine._take_model_step
 
     def acting(*args: Any) -> None:
@@ -114,8 +131,9 @@ def after_step(engine: DeepSpeedEngine, act: Callable[[bool], None]) -> None:
 def keep_grad_norm(engine: DeepSpeedEngine) -> None:
     """Computes the gradient norm and clips by it, in the two cases where DeepSpeed 0.19.8 does not.
 
-    It has no norm with a plain optimizer (fp32, ZeRO-0). Under a pipeline its clipping counts, in the stages behind the
-    first, only what tensor parallelism cut (runtime/utils.py, clip_grad_norm_).
+    It has no norm with a plain optimizer (fp32, ZeRO-0). Under a pipeline its clipping counts, in
+    the stages behind the first, only what tensor parallelism cut (runtime/utils.py,
+    clip_grad_norm_).
     """
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return
@@ -134,11 +152,15 @@ def keep_grad_norm(engine: DeepSpeedEngine) -> None:
 
 
 def grad_norm(engine: DeepSpeedEngine) -> torch.Tensor:
-    """Computes the norm of all gradients, each parameter counted once over the tensor, pipeline and expert ranks (a collective)."""
+    """Computes the norm of all gradients, each parameter counted once over the tensor, pipeline and
+    expert ranks (a collective).
+    """
     first = engine.mpu is None or engine.mpu.get_tensor_model_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)
     for parameter in engine.module.parameters():
-        counted = (first or getattr(parameter, "model_parallel", False)) and not getattr(parameter, "ds_pipe_replicated", False)
+        counted = (first or getattr(parameter, "model_parallel", False)) and not getattr(
+            parameter, "ds_pipe_replicated", False
+        )
         if parameter.grad is not None and counted:
             square = parameter.grad.detach().double().square().sum()
             if (holders := expert.group_of(parameter)) is not None:

@@ -1,10 +1,12 @@
-"""Which whole parameters get only a part of their gradient on each tensor-parallel rank: told by the graph of a forward pass.
+"""Which whole parameters get only a part of their gradient on each tensor-parallel rank: told by
+the graph of a forward pass.
 
-Behind a column-wise layer each rank computes with activations of its own heads or columns, until a row-wise layer sums
-them. A parameter in between that every rank holds whole, such as the parameters of Apertus' activation, gets a part of
-its gradient on each rank, and the parts have to be summed; everywhere else the gradient is the same on all ranks. Walking
-the autograd graph from the logits back, the gradient is whole at first, a part before the output of a row-wise layer, and
-whole again before the input of a column-wise one, whose backward pass sums it.
+Behind a column-wise layer each rank computes with activations of its own heads or columns, until a
+row-wise layer sums them. A parameter in between that every rank holds whole, such as the parameters
+of Apertus' activation, gets a part of its gradient on each rank, and the parts have to be summed;
+everywhere else the gradient is the same on all ranks. Walking the autograd graph from the logits
+back, the gradient is whole at first, a part before the output of a row-wise layer, and whole again
+before the input of a column-wise one, whose backward pass sums it.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,34 +33,50 @@ class _Mark(torch.autograd.Function):
 
 
 def _marks_of(style: Any) -> tuple[bool | None, bool | None]:
-    """Looks up (before the inputs, before the output) of a module of that style: is the gradient a part there? None: as behind it."""
+    """Looks up (before the inputs, before the output) of a module of that style: is the gradient a
+    part there? None: as behind it.
+    """
     known: Any = styles
     if isinstance(style, known.RowwiseParallel):
         return (None, True) if style.input_layouts.is_shard() else (False, None)
     if isinstance(style, known.AllReduceParallel):
         return None, True
-    if isinstance(style, known.MlaKvAProjParallel):  # sums the gradient of what goes round the column-wise layer after it
+    # sums the gradient of what goes round the column-wise layer after it
+    if isinstance(style, known.MlaKvAProjParallel):
         return None, False
-    if isinstance(style, known.ReplicatedWithGradAllReduce | known.MoeIdentityParallel) or type(style) is known.TensorParallelLayer:
+    if (
+        isinstance(style, known.ReplicatedWithGradAllReduce | known.MoeIdentityParallel)
+        or type(style) is known.TensorParallelLayer
+    ):
         return None, None
     return False, None
 
 
-def partial_gradients(model: nn.Module, plan: Mapping[str, str], run: Callable[[nn.Module], torch.Tensor]) -> frozenset[str]:
-    """Names the whole parameters, layer numbers as `*`, whose gradients have to be summed over the tensor ranks.
+def partial_gradients(
+    model: nn.Module, plan: Mapping[str, str], run: Callable[[nn.Module], torch.Tensor]
+) -> frozenset[str]:
+    """Names the whole parameters, layer numbers as `*`, whose gradients have to be summed over the
+    tensor ranks.
 
-    `model` is a small whole copy, real weights on one process, which gets hooks; `run` computes its logits. Raises `Refusal`
-    for a parameter that is used on both sides of a cut: the sum of its gradients would count one of them twice.
+    `model` is a small whole copy, real weights on one process, which gets hooks; `run` computes its
+    logits. Raises `Refusal` for a parameter that is used on both sides of a cut: the sum of its
+    gradients would count one of them twice.
     """
     known: Any = styles
     rules = dict(plan)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, module in model.named_modules():
         style = styles._get_parameter_plan(name, rules, is_weight=False)
-        before, after = _marks_of(known.ALL_PARALLEL_STYLES[style]) if style is not None else (None, None)
+        before, after = (
+            _marks_of(known.ALL_PARALLEL_STYLES[style]) if style is not None else (None, None)
+        )
         if before is not None:
             module.register_forward_pre_hook(
-                lambda _, args, kwargs, part=before: (_marked(args, part), {key: _marked(value, part) for key, value in kwargs.items()}), with_kwargs=True
+                lambda _, args, kwargs, part=before: (
+                    _marked(args, part),
+                    {key: _marked(value, part) for key, value in kwargs.items()},
+                ),
+                with_kwargs=True,
             )
         if after is not None:
             module.register_forward_hook(lambda _, args, output, part=after: _marked(output, part))
@@ -74,10 +92,18 @@ def partial_gradients(model: nn.Module, plan: Mapping[str, str], run: Callable[[
         if hasattr(node, "variable"):
             found[part].add(names[id(node.variable)])
         ahead += [(other, part) for other, _ in node.next_functions]
-    by_plan = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")  # styles that leave a parameter whole; the first sums by itself
-    whole = {name for name in names.values() if styles._get_parameter_plan(name, rules) in (None, *by_plan[1:])}
+    # styles that leave a parameter whole; the first sums by itself
+    by_plan = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
+    whole = {
+        name
+        for name in names.values()
+        if styles._get_parameter_plan(name, rules) in (None, *by_plan[1:])
+    }
     if both := sorted(found[True] & found[False] & whole):
-        rule = f"the plan uses {both[0]} both before and behind a sum over the ranks, so its gradient cannot be put together"
+        rule = (
+            f"the plan uses {both[0]} both before and behind a sum over the ranks, so its gradient"
+            " cannot be put together"
+        )
         raise refuse(f"tp > 1 with {type(model).__name__}", rule, "use --tp 1")
     return frozenset(styles.replace_layer_number_by_wildcard(name) for name in found[True] & whole)
 

@@ -1,4 +1,6 @@
-"""A workaround for DeepSpeed 0.19.8 and parameters without dimension, such as CLIP's logit_scale."""
+"""A workaround for DeepSpeed 0.19.8 and parameters without dimension, such as CLIP's
+logit_scale.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,9 +15,9 @@ from deepspeed.runtime.zero import partition_parameters
 def broadcasting_scalars() -> Iterator[None]:
     """Let DeepSpeed broadcast parameters of shape () within the `with`.
 
-    DeepSpeed views each parameter as bytes when it makes an engine or partitions a parameter (engine.py, _broadcast_model;
-    partition_parameters.py, _zero_init_param). torch refuses this view for a tensor without dimension, so such a parameter
-    has shape (1,) during the broadcast.
+    DeepSpeed views each parameter as bytes when it makes an engine or partitions a parameter
+    (engine.py, _broadcast_model; partition_parameters.py, _zero_init_param). torch refuses this
+    view for a tensor without dimension, so such a parameter has shape (1,) during the broadcast.
     """
     engines: Any = deepspeed_engine.DeepSpeedEngine
     inits: Any = partition_parameters.Init

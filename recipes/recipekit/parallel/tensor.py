@@ -1,7 +1,8 @@
-"""Tensor parallelism by the model's own published plan, with parameters that are plain local shards.
+"""Tensor parallelism by the model's own published plan, with parameters that are plain local
+shards.
 
-DeepSpeed and ZeRO see ordinary tensors; a module meets its shards as DTensors only inside its forward, where
-transformers' plan styles need them.
+DeepSpeed and ZeRO see ordinary tensors; a module meets its shards as DTensors only inside its
+forward, where transformers' plan styles need them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,9 @@ class Cut:
 
 
 class PackedColwise(styles.PackedColwiseParallel):
-    """Cuts each block of a linear layer that computes several at a time, such as queries, keys and values; of transformers 5.22.2's own style the bias is cut as one."""
+    """Cuts each block of a linear layer that computes several at a time, such as queries, keys and
+    values; of transformers 5.22.2's own style the bias is cut as one.
+    """
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
         parameter = module._parameters.get(param)
@@ -48,24 +51,38 @@ class PackedColwise(styles.PackedColwiseParallel):
 
 known_styles: Any = styles
 for blocks in (2, 3):
-    known_styles.ALL_PARALLEL_STYLES.register(f"packed_colwise_{blocks}", PackedColwise(split_factor=blocks))
+    known_styles.ALL_PARALLEL_STYLES.register(
+        f"packed_colwise_{blocks}", PackedColwise(split_factor=blocks)
+    )
 
 
 def check_plan(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
-    """Raises `Refusal` for a model without a tensor-parallel plan, and for a plan with a style that transformers does not have."""
+    """Raises `Refusal` for a model without a tensor-parallel plan, and for a plan with a style that
+    transformers does not have.
+    """
     known: Any = styles
     if not plan:
-        raise refuse(f"tp > 1 with {type(model).__name__}", "this model publishes no base_model_tp_plan", "use --tp 1")
+        raise refuse(
+            f"tp > 1 with {type(model).__name__}",
+            "this model publishes no base_model_tp_plan",
+            "use --tp 1",
+        )
     if odd := sorted(set(plan.values()) - set(known.ALL_PARALLEL_STYLES.keys())):
-        rule = f"transformers {transformers.__version__} has no tensor-parallel style {', '.join(odd)}"
+        rule = (
+            f"transformers {transformers.__version__} has no tensor-parallel style {', '.join(odd)}"
+        )
         raise refuse("tp_plan", rule, f"use {', '.join(sorted(known.ALL_PARALLEL_STYLES.keys()))}")
 
 
-def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plans: Plans, summed: frozenset[str] = frozenset()) -> dict[str, Cut]:
-    """Cuts a model whose parameters are on the meta device by `plans`, in place, and returns the cut of every parameter it cut.
+def apply(
+    model: PreTrainedModel, tp_mesh: DeviceMesh, plans: Plans, summed: frozenset[str] = frozenset()
+) -> dict[str, Cut]:
+    """Cuts a model whose parameters are on the meta device by `plans`, in place, and returns the
+    cut of every parameter it cut.
 
-    Afterwards each cut parameter is a plain meta parameter of this rank's local shape. The gradients of the whole parameters
-    that `summed` names (`partial.partial_gradients`) are summed over the ranks.
+    Afterwards each cut parameter is a plain meta parameter of this rank's local shape. The
+    gradients of the whole parameters that `summed` names (`partial.partial_gradients`) are summed
+    over the ranks.
     """
     plan = dict(plans.tp)
     original = styles.ReplicatedWithGradAllReduce.install_forward
@@ -81,16 +98,23 @@ def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plans: Plans, summed: fro
         own = {}
         for key, parameter in list(module._parameters.items()):
             if not isinstance(parameter, DTensor):
-                if parameter is not None and styles.replace_layer_number_by_wildcard(f"{name}.{key}") in summed:
+                if (
+                    parameter is not None
+                    and styles.replace_layer_number_by_wildcard(f"{name}.{key}") in summed
+                ):
                     _sum_gradients(module, (key,), tp_mesh)
                 continue
             cut = Cut(tuple(parameter.placements), parameter.shape, parameter.stride())
-            local = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
-            # The clipping norm sums over the tensor group what carries this mark, and counts once what does not.
+            local = nn.Parameter(
+                parameter.to_local().detach(), requires_grad=parameter.requires_grad
+            )
+            # The clipping norm sums over the tensor group what carries this mark, and counts once
+            # what does not.
             local.model_parallel = local.tensor_model_parallel = cut.sharded  # pyright: ignore[reportAttributeAccessIssue]
             module._parameters[key] = local
             own[key] = cuts[f"{name}.{key}"] = cut
-        # a module without a style of its own, such as an attention with a sink for each head, uses its shard beside local activations
+        # a module without a style of its own, such as an attention with a sink for each head, uses
+        # its shard beside local activations
         style = styles._get_parameter_plan(name, plan, is_weight=False) if own else None
         if style is not None:
             _present_as_dtensors(module, own, tp_mesh)
@@ -100,24 +124,37 @@ def apply(model: PreTrainedModel, tp_mesh: DeviceMesh, plans: Plans, summed: fro
 
 
 def _divide_counts(model: nn.Module, tp_local: Mapping[str, Sequence[str]], tp: int) -> None:
-    """Divides the attributes that count what is cut, such as the heads that T5's attention makes zeros for. Raises `Refusal` where tp does not divide one."""
+    """Divides the attributes that count what is cut, such as the heads that T5's attention makes
+    zeros for.
+
+    Raises `Refusal` where tp does not divide one.
+    """
     for name, module in model.named_modules():
         for key in tp_local.get(type(module).__name__, ()):
             if not isinstance(count := getattr(module, key, None), int) or count % tp:
-                raise refuse(f"tp_local: {type(module).__name__}.{key}", f"is {count!r} in {name}, which is not divisible by tp = {tp}", "use another --tp")
+                raise refuse(
+                    f"tp_local: {type(module).__name__}.{key}",
+                    f"is {count!r} in {name}, which is not divisible by tp = {tp}",
+                    "use another --tp",
+                )
             setattr(module, key, count // tp)
 
 
 def cut_rules(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """Parameter name -> (dim, blocks) of every parameter that the plan cuts, for any number of ranks (see blueprint.Tensor); no group is made.
+    """Parameter name -> (dim, blocks) of every parameter that the plan cuts, for any number of
+    ranks (see blueprint.Tensor); no group is made.
 
-    Each style is asked what it does to a parameter, by taking note of the placement that it gives to `distribute_tensor`.
+    Each style is asked what it does to a parameter, by taking note of the placement that it gives
+    to `distribute_tensor`.
     """
     rules: dict[str, tuple[int, int]] = {}
     styled = dict(plan)
     placed: list[Any] = []
     known: Any = styles
-    distribute, known.distribute_tensor = known.distribute_tensor, lambda tensor, mesh, placements, **_: (placed.append(placements[0]), tensor)[1]
+    distribute, known.distribute_tensor = (
+        known.distribute_tensor,
+        lambda tensor, mesh, placements, **_: (placed.append(placements[0]), tensor)[1],
+    )
     try:
         for name, module in model.named_modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
@@ -135,26 +172,48 @@ def cut_rules(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, tupl
     return rules
 
 
-def columns_of(name: str, columns: int, plan: Mapping[str, str], tp_mesh: DeviceMesh | None) -> tuple[int, dist.ProcessGroup] | None:
-    """Returns (first column, group) of what this rank computes of a head's logits; None: all of them. Raises ValueError for a style that cuts them otherwise."""
+def columns_of(
+    name: str, columns: int, plan: Mapping[str, str], tp_mesh: DeviceMesh | None
+) -> tuple[int, dist.ProcessGroup] | None:
+    """Returns (first column, group) of what this rank computes of a head's logits; None: all of
+    them.
+
+    Raises ValueError for a style that cuts them otherwise.
+    """
     style = styles._get_parameter_plan(name, dict(plan), is_weight=False) if tp_mesh else None
     if tp_mesh is None or style is None:
         return None
     if style not in ("colwise_gather_output", "colwise_rep"):
         raise ValueError(f"its plan cuts the head {style}")
-    return min(columns, tp_mesh.get_local_rank() * -(-columns // tp_mesh.size())), tp_mesh.get_group()  # as torch.chunk, and so DTensor, cuts
+    # as torch.chunk, and so DTensor, cuts
+    return min(
+        columns, tp_mesh.get_local_rank() * -(-columns // tp_mesh.size())
+    ), tp_mesh.get_group()
 
 
 def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
     """This rank's part of a whole tensor, a copy; no communication."""
-    return distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None).to_local().clone()
+    return (
+        distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None)
+        .to_local()
+        .clone()
+    )
 
 
 def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]]]:
-    """(dim, [(start, stop), ...]): which indices of a sharded tensor's dim this rank keeps, in order; no communication."""
+    """(dim, [(start, stop), ...]): which indices of a sharded tensor's dim this rank keeps, in
+    order; no communication.
+    """
     dim = cut.placements[0].dim % len(cut.shape)
-    index = torch.arange(cut.shape[dim]).view([-1 if axis == dim else 1 for axis in range(len(cut.shape))])
-    mine = distribute_tensor(index, tp_mesh, list(cut.placements), src_data_rank=None).to_local().flatten().tolist()
+    index = torch.arange(cut.shape[dim]).view(
+        [-1 if axis == dim else 1 for axis in range(len(cut.shape))]
+    )
+    mine = (
+        distribute_tensor(index, tp_mesh, list(cut.placements), src_data_rank=None)
+        .to_local()
+        .flatten()
+        .tolist()
+    )
     runs: list[tuple[int, int]] = []
     for number in mine:
         if runs and runs[-1][1] == number:
@@ -166,7 +225,9 @@ def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]
 
 def join(local: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
     """The whole tensor on every rank of the tensor group (a collective)."""
-    return DTensor.from_local(local, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride).full_tensor()
+    return DTensor.from_local(
+        local, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
+    ).full_tensor()
 
 
 class _SumOfGradients(torch.autograd.Function):
@@ -199,7 +260,9 @@ class _Sum(torch.autograd.Function):
 
 
 class _Shared:
-    """What the projections that follow each other read, so that the gradients of q, k and v, or of gate and up, are summed in one all-reduce."""
+    """What the projections that follow each other read, so that the gradients of q, k and v, or of
+    gate and up, are summed in one all-reduce.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -214,15 +277,22 @@ class _Shared:
 
 
 def _use_shards(module: nn.Module, style: Any, shared: _Shared) -> None:
-    """Lets a linear layer of one of the two usual styles work on its plain shards, without DTensors.
+    """Lets a linear layer of one of the two usual styles work on its plain shards, without
+    DTensors.
 
-    What is computed is the same. A DTensor costs the CPU time at each operation, and every column-wise layer an all-reduce
-    of its own in the backward pass (tools/bench/bench_tensor_parallel.md).
+    What is computed is the same. A DTensor costs the CPU time at each operation, and every
+    column-wise layer an all-reduce of its own in the backward pass
+    (tools/bench/bench_tensor_parallel.md).
     """
     if type(module) is not nn.Linear:
         return
     presented: Any = module.forward
-    layouts = type(style), getattr(style, "input_layouts", None), getattr(style, "output_layouts", None), getattr(style, "use_local_output", None)
+    layouts = (
+        type(style),
+        getattr(style, "input_layouts", None),
+        getattr(style, "output_layouts", None),
+        getattr(style, "use_local_output", None),
+    )
 
     def colwise(x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, DTensor):
@@ -250,7 +320,9 @@ def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: Device
         for key, cut in own.items():
             tensor = locals_[key]
             assert tensor is not None
-            module._parameters[key] = DTensor.from_local(tensor, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride)  # type: ignore
+            module._parameters[key] = DTensor.from_local(
+                tensor, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
+            )  # type: ignore
         try:
             return inner(*args, **kwargs)
         finally:
@@ -260,14 +332,17 @@ def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: Device
 
 
 def _sum_incoming_gradient(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    # transformers 5.22.2 all-reduces the accumulated .grad after every backward, which counts earlier micro-batches
-    # again and runs after ZeRO's own hooks; the incoming gradient is the one to sum.
+    # transformers 5.22.2 all-reduces the accumulated .grad after every backward, which counts
+    # earlier micro-batches again and runs after ZeRO's own hooks; the incoming gradient is the one
+    # to sum.
     _sum_gradients(module, tuple(key for key, _ in module.named_parameters(recurse=False)), mesh)
     return module
 
 
 def _sum_gradients(module: nn.Module, keys: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Sums each gradient of these parameters over the ranks as it comes: every rank has the part of its own heads or columns."""
+    """Sums each gradient of these parameters over the ranks as it comes: every rank has the part of
+    its own heads or columns.
+    """
     inner = module.forward
     hooked: set[int] = set()
 

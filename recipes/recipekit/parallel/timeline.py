@@ -1,4 +1,6 @@
-"""What a pipeline does in one optimizer step: when each rank computes, when it waits, and a picture of it."""
+"""What a pipeline does in one optimizer step: when each rank computes, when it waits, and a picture
+of it.
+"""
 
 import contextlib
 import time
@@ -27,7 +29,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Span:
-    """One instruction on one rank. `phase` is 1 on DualPipeV's way back, else 0; times are seconds since the step began."""
+    """One instruction on one rank.
+
+    `phase` is 1 on DualPipeV's way back, else 0; times are seconds since the step began.
+    """
 
     kind: str  # of KINDS
     phase: int
@@ -38,21 +43,25 @@ class Span:
 
 @contextlib.contextmanager
 def record(engine: Engine, on: bool) -> Iterator[list[Span]]:
-    """Times what a pipeline engine computes within the `with`; does nothing when not `on`, or without a pipeline (a collective).
+    """Times what a pipeline engine computes within the `with`; does nothing when not `on`, or
+    without a pipeline (a collective).
 
-    Waiting for another rank is in no span. While it records, the device is waited for before and after each span, so
-    that a received tensor is there before the span begins; sends do not overlap with work then.
+    Waiting for another rank is in no span. While it records, the device is waited for before and
+    after each span, so that a received tensor is there before the span begins; sends do not overlap
+    with work then.
     """
     spans: list[Span] = []
     if not on or not hasattr(engine, "_INSTRUCTION_MAP"):
         yield spans
         return
-    # The ranks' clocks have nothing in common but this moment: they leave a barrier within a fraction of a millisecond of each
-    # other on one host, and within a network round trip on several, which is how far their rows may be shifted.
+    # The ranks' clocks have nothing in common but this moment: they leave a barrier within a
+    # fraction of a millisecond of each other on one host, and within a network round trip on
+    # several, which is how far their rows may be shifted.
     dist.barrier()
     device: Any = get_accelerator()
     zero = time.perf_counter()
-    done: Counter[tuple[str, int]] = Counter()  # both schedules take the micro-batches in order, and reuse buffer ids
+    # both schedules take the micro-batches in order, and reuse buffer ids
+    done: Counter[tuple[str, int]] = Counter()
 
     def timed(kind: str, execute: Callable[..., None]) -> Callable[..., None]:
         def execute_and_time(engine: Engine, **arguments: Any) -> None:
@@ -68,7 +77,9 @@ def record(engine: Engine, on: bool) -> Iterator[list[Span]]:
 
     pipeline: Any = engine
     plain = pipeline._INSTRUCTION_MAP
-    pipeline._INSTRUCTION_MAP = plain | {instruction: timed(kind, plain[instruction]) for instruction, kind in KINDS.items()}
+    pipeline._INSTRUCTION_MAP = plain | {
+        instruction: timed(kind, plain[instruction]) for instruction, kind in KINDS.items()
+    }
     try:
         yield spans
     finally:
@@ -76,25 +87,31 @@ def record(engine: Engine, on: bool) -> Iterator[list[Span]]:
 
 
 def bubble(spans: list[Span]) -> float:
-    """The part of the time from a rank's first forward to its last backward in which it computes nothing."""
+    """The part of the time from a rank's first forward to its last backward in which it computes
+    nothing.
+    """
     work = [span for span in spans if span.kind in ("forward", "backward")]
     whole = max(span.end for span in work) - min(span.start for span in work)
     return 1 - sum(span.end - span.start for span in work) / whole
 
 
 def ideal_bubble(schedule: str, pp: int, micro_batches: int) -> float:
-    """`bubble` of the first rank if all stages take the same time, a backward twice that of a forward, and sending none.
+    """`bubble` of the first rank if all stages take the same time, a backward twice that of a
+    forward, and sending none.
 
-    1F1B: (pp - 1) / (m + pp - 1), whatever a backward takes. DeepSpeed's DualPipeV keeps the gradients of weights and of
-    activations together and sends what a rank has computed at its next CommitP2P only, after the forward or backward that
-    follows, so with its two half-sized stages the first rank idles for 5 pp - 6 forwards beside 6 m of work.
+    1F1B: (pp - 1) / (m + pp - 1), whatever a backward takes. DeepSpeed's DualPipeV keeps the
+    gradients of weights and of activations together and sends what a rank has computed at its next
+    CommitP2P only, after the forward or backward that follows, so with its two half-sized stages
+    the first rank idles for 5 pp - 6 forwards beside 6 m of work.
     """
     idle = (5 * pp - 6) / 6 if schedule == "dualpipev" else pp - 1
     return idle / (micro_batches + idle)
 
 
 def report(engine: Engine, spans: list[Span], name: str, step: int, out: Path, say: Say) -> None:
-    """Says how large the bubble was and draws `out`/schedule.png; nothing if `spans` is empty (a collective of each pipeline)."""
+    """Says how large the bubble was and draws `out`/schedule.png; nothing if `spans` is empty (a
+    collective of each pipeline).
+    """
     if not spans:
         return
     pipeline: Any = engine
@@ -102,18 +119,28 @@ def report(engine: Engine, spans: list[Span], name: str, step: int, out: Path, s
     dist.all_gather_object(ranks, spans, group=pipeline.grid.get_pipe_parallel_group())
     if dist.get_rank() != 0:
         return
-    schedule, pp, micro_batches = "dualpipev" if isinstance(engine, DualPipeVEngine) else "1f1b", pipeline.num_stages, engine.micro_batches
+    schedule, pp, micro_batches = (
+        "dualpipev" if isinstance(engine, DualPipeVEngine) else "1f1b",
+        pipeline.num_stages,
+        engine.micro_batches,
+    )
     measured, ideal = bubble(ranks[0]), ideal_bubble(schedule, pp, micro_batches)
-    formula = "(5 pp - 6) / (6 m + 5 pp - 6)" if schedule == "dualpipev" else "(pp - 1) / (m + pp - 1)"
-    title = f"{name}, {schedule}, pp = {pp}, m = {micro_batches}\nbubble of the first rank in step {step}: measured {measured:.1%}, in theory {ideal:.1%}"
+    formula = (
+        "(5 pp - 6) / (6 m + 5 pp - 6)" if schedule == "dualpipev" else "(pp - 1) / (m + pp - 1)"
+    )
+    title = (
+        f"{name}, {schedule}, pp = {pp}, m = {micro_batches}\nbubble of the first rank in step"
+        f" {step}: measured {measured:.1%}, in theory {ideal:.1%}"
+    )
     try:
         draw(ranks, title, out / "schedule.png")
         drawn = f"drawn in {out / 'schedule.png'}"
     except OSError as error:  # the run continues without the picture
         drawn = f"{out / 'schedule.png'} cannot be written: {error.strerror}"
     say(
-        f"pipeline bubble in step {step}: the first stage's rank waits {measured:.1%} of the time from its first forward to its last backward;"
-        f" {schedule} with pp = {pp} and m = {micro_batches} allows {formula} = {ideal:.1%}; {drawn}"
+        f"pipeline bubble in step {step}: the first stage's rank waits {measured:.1%} of the time"
+        f" from its first forward to its last backward; {schedule} with pp = {pp} and m ="
+        f" {micro_batches} allows {formula} = {ideal:.1%}; {drawn}"
     )
 
 
@@ -133,14 +160,22 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
     from matplotlib.figure import Figure  # takes a second, which only a drawn step should
     from matplotlib.patches import Patch
 
-    begin, end = (choose(time for spans in ranks for span in spans for time in (span.start, span.end)) * 1000 for choose in (min, max))
+    begin, end = (
+        choose(time for spans in ranks for span in spans for time in (span.start, span.end)) * 1000
+        for choose in (min, max)
+    )
     inches = min(24.0, max(11.0, 0.3 * len(ranks[0])))
     figure = Figure(figsize=(inches, 1.9 + 0.55 * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
-    # A rank that is done early enters these two and waits there; drawn is what comes once all ranks are there.
-    together = {kind: max(span.start for spans in ranks for span in spans if span.kind == kind) for kind in ("reduce", "step")}
+    # A rank that is done early enters these two and waits there; drawn is what comes once all ranks
+    # are there.
+    together = {
+        kind: max(span.start for spans in ranks for span in spans if span.kind == kind)
+        for kind in ("reduce", "step")
+    }
     stepping, work_ms = end - together["step"] * 1000, together["step"] * 1000 - begin
-    end = min(end, begin + 1.15 * work_ms)  # a long optimizer step must not squeeze the rest; the legend has its length
+    # a long optimizer step must not squeeze the rest; the legend has its length
+    end = min(end, begin + 1.15 * work_ms)
     shown = {("idle", 0)}
     for row, spans in enumerate(ranks):
         work = [span for span in spans if span.kind in ("forward", "backward")]
@@ -151,17 +186,45 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
             shown.add(look)
             start = max(span.start, together.get(span.kind, 0.0)) * 1000
             width = max(0.0, span.end * 1000 - start)
-            axes.broken_barh([(start, width)], (row - 0.4, 0.8), facecolor=LOOKS[look][1], edgecolor="white", linewidth=0.5)
-            points = width / (end - begin) * inches * 65  # of the text's 72 an inch, less the margins
-            if span.kind in ("forward", "backward") and points > 4 + 4.5 * len(str(span.micro_batch)):
+            axes.broken_barh(
+                [(start, width)],
+                (row - 0.4, 0.8),
+                facecolor=LOOKS[look][1],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+            # of the text's 72 an inch, less the margins
+            points = width / (end - begin) * inches * 65
+            if span.kind in ("forward", "backward") and points > 4 + 4.5 * len(
+                str(span.micro_batch)
+            ):
                 dark = look in (("forward", 0), ("backward", 0))
-                axes.text(start + width / 2, row, str(span.micro_batch), ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    axes.axvline(together["step"] * 1000, color=LOOKS["step", 0][1], linestyle="--", linewidth=1)  # where it is too short to be seen
+                axes.text(
+                    start + width / 2,
+                    row,
+                    str(span.micro_batch),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if dark else "black",
+                )
+    # where it is too short to be seen
+    axes.axvline(together["step"] * 1000, color=LOOKS["step", 0][1], linestyle="--", linewidth=1)
     axes.set_yticks(range(len(ranks)), [f"pipeline rank {row}" for row in range(len(ranks))])
-    axes.set(xlabel="milliseconds since the step began", xlim=(min(0.0, begin), end * 1.005), ylim=(len(ranks) - 0.5, -0.5))
+    axes.set(
+        xlabel="milliseconds since the step began",
+        xlim=(min(0.0, begin), end * 1.005),
+        ylim=(len(ranks) - 0.5, -0.5),
+    )
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     length = {("step", 0): f", {stepping:.1f} ms"}
-    patches = [Patch(facecolor=colour, label=label + length.get(look, "")) for look, (label, colour) in LOOKS.items() if look in shown]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9)
+    patches = [
+        Patch(facecolor=colour, label=label + length.get(look, ""))
+        for look, (label, colour) in LOOKS.items()
+        if look in shown
+    ]
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9
+    )
     figure.savefig(path, dpi=130)

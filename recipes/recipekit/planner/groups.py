@@ -1,4 +1,6 @@
-"""Counts what a rank's optimizer sees: groups of parameters, and the parts that ZeRO makes of them."""
+"""Counts what a rank's optimizer sees: groups of parameters, and the parts that ZeRO makes of
+them.
+"""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,8 +10,10 @@ from ..parallel.blueprint import Blueprint, Layout, Tensor, local_shape
 
 @dataclass(frozen=True)
 class Group:
-    """Counts the elements of each parameter of one optimizer group in a rank's shard, and the ranks over which ZeRO
-    divides them. `matrix`: to the optimizer they are matrices.
+    """Counts the elements of each parameter of one optimizer group in a rank's shard, and the ranks
+    over which ZeRO divides them.
+
+    `matrix`: to the optimizer they are matrices.
     """
 
     numels: tuple[int, ...]
@@ -22,11 +26,15 @@ class Group:
 
     @property
     def padded(self) -> int:
-        """Counts the elements of the flat tensor of ZeRO-1 and -2: a multiple of two for each rank."""
+        """Counts the elements of the flat tensor of ZeRO-1 and -2: a multiple of two for each
+        rank.
+        """
         return -(-self.numel // (2 * self.ranks)) * 2 * self.ranks
 
     def touched(self, rank: int) -> list[int]:
-        """Counts the elements of each parameter that lies, whole or in part, in a rank's partition of the flat tensor."""
+        """Counts the elements of each parameter that lies, whole or in part, in a rank's partition
+        of the flat tensor.
+        """
         size, start, found = self.padded // self.ranks, 0, []
         for numel in self.numels:
             if start < (rank + 1) * size and start + numel > rank * size:
@@ -39,7 +47,9 @@ class Group:
         return [-(-numel // self.ranks) for numel in self.numels]
 
     def sub_groups(self, most: int) -> list[list[int]]:
-        """Divides ZeRO-3's partitions into runs of at least `most` elements (stage3.py, _create_fp16_sub_groups)."""
+        """Divides ZeRO-3's partitions into runs of at least `most` elements (stage3.py,
+        _create_fp16_sub_groups).
+        """
         parts = self.parts()
         if sum(parts) <= most:
             return [parts]
@@ -51,9 +61,13 @@ class Group:
         return runs
 
 
-def groups_of(blueprint: Blueprint, tensors: list[Tensor], layout: Layout) -> tuple[list[Group], list[int]]:
-    """Divides the tensors of the model that a rank holds into the optimizer's groups and the elements of each frozen parameter. Divided experts
-    are groups of their own.
+def groups_of(
+    blueprint: Blueprint, tensors: list[Tensor], layout: Layout
+) -> tuple[list[Group], list[int]]:
+    """Divides the tensors of the model that a rank holds into the optimizer's groups and the
+    elements of each frozen parameter.
+
+    Divided experts are groups of their own.
     """
     ep = layout.mesh.ep
     found: dict[tuple[int, bool], list[int]] = {}
@@ -67,4 +81,11 @@ def groups_of(blueprint: Blueprint, tensors: list[Tensor], layout: Layout) -> tu
             frozen.append(numel)
         else:
             found.setdefault((tensor.group, expert), []).append(numel)
-    return [Group(tuple(found[key]), layout.partitions // (ep if key[1] else 1), blueprint.groups[key[0]].matrix) for key in sorted(found)], frozen
+    return [
+        Group(
+            tuple(found[key]),
+            layout.partitions // (ep if key[1] else 1),
+            blueprint.groups[key[0]].matrix,
+        )
+        for key in sorted(found)
+    ], frozen

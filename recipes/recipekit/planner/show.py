@@ -1,4 +1,6 @@
-"""Prints a dry run: layout, batch arithmetic, resolved JSON and memory, with a verdict if the device is known."""
+"""Prints a dry run: layout, batch arithmetic, resolved JSON and memory, with a verdict if the
+device is known.
+"""
 
 import json
 from pathlib import Path
@@ -33,14 +35,21 @@ from .memory import Load, rank_terms
 from .pinned import pins_exactly
 from .terms import ACCELERATOR, BACKWARD, LOSS, MOMENTS, REDUCE, STEP, Term, too_much, total
 
-WHEN = {LOSS: "while the loss is computed", BACKWARD: "while gradients arrive", REDUCE: "while they are summed over ranks", STEP: "in the step"}
+WHEN = {
+    LOSS: "while the loss is computed",
+    BACKWARD: "while gradients arrive",
+    REDUCE: "while they are summed over ranks",
+    STEP: "in the step",
+}
 
 
 def show(plan: Plan) -> None:
     """Prints the plan; needs no accelerator, no process group and no weights."""
     recipe, mesh, device = plan.recipe, plan.mesh, seen_device(plan.command)
     shows_json = plan.command.show == "json"
-    assert plan.model_config is not None, "the plan of a dry run refuses a model without config.json"
+    assert plan.model_config is not None, (
+        "the plan of a dry run refuses a model without config.json"
+    )
 
     # All checks come before the first line, so that a refusal is printed alone.
     made = empty_of(plan)
@@ -57,7 +66,10 @@ def show(plan: Plan) -> None:
     if recipe.engine != "deepspeed":
         print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON")
     else:
-        print(f"JSON     {plan.ds_path or 'from the recipe'}{'' if shows_json else '; --show json prints it as resolved'}")
+        print(
+            "JSON    "
+            f" {plan.ds_path or 'from the recipe'}{'' if shows_json else '; --show json prints it as resolved'}"
+        )
     if shows_json:
         if recipe.engine != "deepspeed":
             print("JSON     the same settings in DeepSpeed's words, without the precision:")
@@ -73,16 +85,30 @@ def show(plan: Plan) -> None:
 
 
 def steps_of(plan: Plan) -> list[str]:
-    """Says what a step takes, from which step on another number of rows, and what the whole schedule does: rows and learning rate."""
+    """Says what a step takes, from which step on another number of rows, and what the whole
+    schedule does: rows and learning rate.
+    """
     recipe, mesh = plan.recipe, plan.mesh
-    ranks, whole = f"{mesh.dp} data-parallel x {recipe.micro_batch} micro_batch", arithmetic(recipe.facts, recipe.ramp.total(recipe.steps), recipe.seq_len)[1]
+    ranks, whole = (
+        f"{mesh.dp} data-parallel x {recipe.micro_batch} micro_batch",
+        arithmetic(recipe.facts, recipe.ramp.total(recipe.steps), recipe.seq_len)[1],
+    )
     lines = []
     for first, rows in recipe.ramp.table:
         step = arithmetic(recipe.facts, rows, recipe.seq_len)[0]
         begins = "batch    " if first == 1 else f"ramp     from step {first} on "
-        lines.append(f"{begins}{step} a step = {ranks} x {rows // (mesh.dp * recipe.micro_batch)} accumulation")
+        lines.append(
+            f"{begins}{step} a step = {ranks} x {rows // (mesh.dp * recipe.micro_batch)}"
+            " accumulation"
+        )
     if not recipe.steps:
-        return [*lines, f"schedule {recipe.epochs:g} epochs; a run counts the data at its start and prints the number of steps"]
+        return [
+            *lines,
+            (
+                f"schedule {recipe.epochs:g} epochs; a run counts the data at its start and prints"
+                " the number of steps"
+            ),
+        ]
     lines.append(f"schedule {recipe.steps} steps = {whole}")
     if "scheduler" not in plan.ds_config:
         numbers = recipe.lr, recipe.min_lr, recipe.warmup_steps, recipe.decay_steps
@@ -91,31 +117,56 @@ def steps_of(plan: Plan) -> list[str]:
 
 
 def arithmetic(facts: Facts, rows: int, seq_len: int) -> tuple[str, str]:
-    """Says what so many rows are, in what the task counts: those of a step, and those of all steps together."""
+    """Says what so many rows are, in what the task counts: those of a step, and those of all steps
+    together.
+    """
     if facts.rows == PACKED:
-        return f"{rows} rows x {seq_len} tokens = {rows * seq_len:,} tokens", f"{rows * seq_len / 1e9:.3f} billion tokens"
+        return (
+            f"{rows} rows x {seq_len} tokens = {rows * seq_len:,} tokens",
+            f"{rows * seq_len / 1e9:.3f} billion tokens",
+        )
     return f"{rows:,} {facts.unit}", f"{rows / 1e6:.3f} million {facts.unit}"
 
 
 def show_place(terms: list[Term], place: str) -> None:
     """Prints what the fullest rank holds at a place, after the most that is there at one time."""
-    always = sum(term.taken for term in terms if term.place == place and not term.when and not term.bound)
+    always = sum(
+        term.taken for term in terms if term.place == place and not term.when and not term.bound
+    )
     worst = max(MOMENTS, key=lambda moment: total(terms, place, moment))
     most = total(terms, place, worst)
-    print(f"memory   {place}, each rank: {gib(always)} always" + (f", {gib(most)} {WHEN[worst]}" if most > always else ""))
+    print(
+        f"memory   {place}, each rank: {gib(always)} always"
+        + (f", {gib(most)} {WHEN[worst]}" if most > always else "")
+    )
     for term in (term for term in terms if term.place == place):
         when = ", ".join(WHEN[moment] for moment in term.when)
         rounding = f" for {gib(term.size)}" if term.pinned > 1.001 * term.size else ""
-        notes = "; ".join(note for note in (when, f"page-locked{rounding}" if term.pinned else "", "at most" if term.bound else "") if note)
+        notes = "; ".join(
+            note
+            for note in (
+                when,
+                f"page-locked{rounding}" if term.pinned else "",
+                "at most" if term.bound else "",
+            )
+            if note
+        )
         print(f"        {gib(term.taken):>12}  {term.what}{f' ({notes})' if notes else ''}")
 
 
 def show_activations(activations: list[Term], terms: list[Term]) -> None:
-    """Prints what is predicted of activations; `terms` are those of the states, with which they are there. Nothing is refused for a prediction."""
+    """Prints what is predicted of activations; `terms` are those of the states, with which they are
+    there.
+
+    Nothing is refused for a prediction.
+    """
     if not activations:
         return
     both = total([*terms, *activations], ACCELERATOR, bounds=True)
-    print(f"memory   predicted activations of a micro-batch: {gib(total(activations, ACCELERATOR))}, at most {gib(both)} with the states above")
+    print(
+        f"memory   predicted activations of a micro-batch: {gib(total(activations, ACCELERATOR))},"
+        f" at most {gib(both)} with the states above"
+    )
     for term in activations:
         when = WHEN[term.when[-1]] if term.when else ""
         notes = "; ".join(filter(None, (when, "at most" if term.bound else "")))
@@ -123,28 +174,57 @@ def show_activations(activations: list[Term], terms: list[Term]) -> None:
 
 
 def activations_of(plan: Plan) -> list[Term]:
-    """Predicts the activations of a rank; [] where no formula is known: of another layer, an adapter, a pipeline, another engine, or a dense mask."""
+    """Predicts the activations of a rank; [] where no formula is known: of another layer, an
+    adapter, a pipeline, another engine, or a dense mask.
+    """
     recipe, mesh = plan.recipe, plan.mesh
     model_config = plan.model_config or {}
     compiled = ""
-    if recipe.compile == "on" or (recipe.compile == "auto" and (seen_device(plan.command) or ("",))[0].startswith("NVIDIA")):
-        compiled = "layers" if layers_whole(model_config.get("model_type", ""), plan.ds_config, mesh.tp, mesh.sp, mesh.ep) else "parts"
-    shape = shape_of(model_config, mesh.tp, mesh.sp, compiled) if recipe.facts.rows == PACKED else None
-    if shape is None or recipe.adapt is not None or mesh.pp > 1 or recipe.engine != "deepspeed" or attention_of(plan)[0] not in ("varlen", "flash_attention_2"):
+    if recipe.compile == "on" or (
+        recipe.compile == "auto" and (seen_device(plan.command) or ("",))[0].startswith("NVIDIA")
+    ):
+        compiled = (
+            "layers"
+            if layers_whole(
+                model_config.get("model_type", ""), plan.ds_config, mesh.tp, mesh.sp, mesh.ep
+            )
+            else "parts"
+        )
+    shape = (
+        shape_of(model_config, mesh.tp, mesh.sp, compiled) if recipe.facts.rows == PACKED else None
+    )
+    if (
+        shape is None
+        or recipe.adapt is not None
+        or mesh.pp > 1
+        or recipe.engine != "deepspeed"
+        or attention_of(plan)[0] not in ("varlen", "flash_attention_2")
+    ):
         return []
     tokens = recipe.micro_batch * recipe.seq_len // mesh.sp
-    return activation_terms(shape, tokens, 4 if plan.precision == "fp32" else 2, model_config["num_hidden_layers"], recipe.recompute)
+    return activation_terms(
+        shape,
+        tokens,
+        4 if plan.precision == "fp32" else 2,
+        model_config["num_hidden_layers"],
+        recipe.recompute,
+    )
 
 
 def show_verdict(terms: list[Term], name: str, memory: int) -> None:
     """Prints whether the states and the logits of a rank fit its device."""
     problems = too_much(terms, ACCELERATOR, memory, on=name)
-    fits = f"states fit, activations not counted: {gib(total(terms, ACCELERATOR))} of the {gib(memory)} of {name}"
+    fits = (
+        f"states fit, activations not counted: {gib(total(terms, ACCELERATOR))} of the"
+        f" {gib(memory)} of {name}"
+    )
     print(f"verdict  {f'does not fit: {problems[0]}' if problems else fits}")
 
 
 def seen_device(command: Command) -> tuple[str, int] | None:
-    """Returns (name, bytes) of the device that the command names, else of the first one that torch sees."""
+    """Returns (name, bytes) of the device that the command names, else of the first one that torch
+    sees.
+    """
     if command.device:
         name, device = device_called(command.device)
         return name, device.memory
@@ -154,7 +234,9 @@ def seen_device(command: Command) -> tuple[str, int] | None:
 
 
 def refuse_degrees(plan: Plan, model: PreTrainedModel, plans: Plans) -> None:
-    """Raise `Refusal` for a degree that the model does not support, by the same checks as `build_model`."""
+    """Raise `Refusal` for a degree that the model does not support, by the same checks as
+    `build_model`.
+    """
     recipe, mesh = plan.recipe, plan.mesh
     assert plan.model_config is not None
     if mesh.sp > 1:
@@ -165,28 +247,52 @@ def refuse_degrees(plan: Plan, model: PreTrainedModel, plans: Plans) -> None:
         tensor.check_plan(model, plans.tp)
         summed_gradients(plan.model_config, recipe.facts, plans, recipe.model)
     if mesh.pp > 1:
-        pipeline.split(model, draft(model, plans), stages_in(mesh, recipe.pipeline_schedule), plans.pp)
+        pipeline.split(
+            model, draft(model, plans), stages_in(mesh, recipe.pipeline_schedule), plans.pp
+        )
 
 
 def attention_of(plan: Plan) -> tuple[str, str]:
-    """The attention of a plan on the device that it is shown for, and why it is not varlen, as `choose_attention` returns them."""
+    """The attention of a plan on the device that it is shown for, and why it is not varlen, as
+    `choose_attention` returns them.
+    """
     recipe, precisions = plan.recipe, {"bf16": torch.bfloat16, "fp16": torch.float16}
     assert plan.model_config is not None
-    dtype, device = precisions.get(plan.precision, torch.float32), torch.device("cpu" if seen_device(plan.command) is None else "cuda")
-    return choose_attention(recipe.attention, plan.model_config, recipe.model, recipe.facts, dtype, device, (recipe.micro_batch, recipe.seq_len))
+    dtype, device = (
+        precisions.get(plan.precision, torch.float32),
+        torch.device("cpu" if seen_device(plan.command) is None else "cuda"),
+    )
+    return choose_attention(
+        recipe.attention,
+        plan.model_config,
+        recipe.model,
+        recipe.facts,
+        dtype,
+        device,
+        (recipe.micro_batch, recipe.seq_len),
+    )
 
 
 def empty_of(plan: Plan) -> tuple[PreTrainedModel, Plans]:
-    """The model of a plan without weights, before it is adapted, and the plans that it is cut by."""
+    """The model of a plan without weights, before it is adapted, and the plans that it is cut
+    by.
+    """
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
     assert plan.model_config is not None
     config = config_in_files(plan)[0]
-    model = empty_model(config, attention_of(plan)[0], recipe.model, recipe.recompute, facts.auto_class)
-    return model, plans_of(model, recipe.plans, facts.plans, facts.matrices if by_matrix(plan.ds_config) else ())
+    model = empty_model(
+        config, attention_of(plan)[0], recipe.model, recipe.recompute, facts.auto_class
+    )
+    return model, plans_of(
+        model, recipe.plans, facts.plans, facts.matrices if by_matrix(plan.ds_config) else ()
+    )
 
 
 def config_in_files(plan: Plan) -> tuple[dict[str, Any], str]:
-    """Return (the config.json that matches the model's local files, a line about its difference). Reads no other files."""
+    """Return (the config.json that matches the model's local files, a line about its difference).
+
+    Reads no other files.
+    """
     assert plan.model_config is not None
     if plan.recipe.init != "pretrained" or not Path(plan.recipe.model).is_dir():
         return plan.model_config, ""
@@ -194,15 +300,24 @@ def config_in_files(plan: Plan) -> tuple[dict[str, Any], str]:
 
 
 def notes_on_files(plan: Plan, model: PreTrainedModel) -> list[str]:
-    """Return the lines of a start about the model's local files. Raises `Refusal` for files that do not fit the model."""
+    """Return the lines of a start about the model's local files.
+
+    Raises `Refusal` for files that do not fit the model.
+    """
     recipe = plan.recipe
     if recipe.init != "pretrained" or not Path(recipe.model).is_dir():
         return []
-    return [config_in_files(plan)[1], open_weights(recipe.model, model, new_head=recipe.labels > 0).note]
+    return [
+        config_in_files(plan)[1],
+        open_weights(recipe.model, model, new_head=recipe.labels > 0).note,
+    ]
 
 
-def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> tuple[Blueprint, Layout, Load]:
-    """Describe the model (`made` by `empty_of`), its layout and its load, as `memory.rank_terms` takes them; needs no weights.
+def drawn_up(
+    plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None
+) -> tuple[Blueprint, Layout, Load]:
+    """Describe the model (`made` by `empty_of`), its layout and its load, as `memory.rank_terms`
+    takes them; needs no weights.
 
     A dry run and every start call this. Raises `Refusal` for a layout that the model cannot have.
     """
@@ -211,7 +326,11 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
     refuse_degrees(plan, model, plans)
     whole = model
     if recipe.adapt is not None:
-        model = adapted(model, AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep), plan.ds_config)
+        model = adapted(
+            model,
+            AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep),
+            plan.ds_config,
+        )
         plans = adapted_plans(model, plans)
     blueprint = draft(model, plans)
     check_named(blueprint.trained, plans, recipe.matrices)
@@ -222,7 +341,10 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
         accumulation=recipe.ramp.most // (mesh.dp * recipe.micro_batch),
         vocabulary=classes,
         chunked=plan.model_config is not None
-        and give_losses_where_exact(recipe.loss, whole, [], plan.model_config, recipe.task, recipe.model, (plans.tp, None)) is None,
+        and give_losses_where_exact(
+            recipe.loss, whole, [], plan.model_config, recipe.task, recipe.model, (plans.tp, None)
+        )
+        is None,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
         engine=recipe.engine,
@@ -235,7 +357,9 @@ def drawn_up(plan: Plan, made: tuple[PreTrainedModel, Plans] | None = None) -> t
 
 
 def outputs(model: PreTrainedModel, facts: Facts, seq_len: int) -> tuple[int, int]:
-    """Counts the logits that the loss is computed of: (places of a row, classes of each): tokens and the vocabulary, or 1 and the labels."""
+    """Counts the logits that the loss is computed of: (places of a row, classes of each): tokens
+    and the vocabulary, or 1 and the labels.
+    """
     if (head := model.get_output_embeddings()) is not None:
         return seq_len, head.weight.shape[0]
     return 1, 0 if facts.rows == PACKED else model.config.num_labels or 0
@@ -248,8 +372,13 @@ def rank_plan(plan: Plan, pp_rank: int) -> list[Term]:
 
 
 def fullest(plan: Plan, blueprint: Blueprint, layout: Layout, load: Load) -> list[Term]:
-    """Returns the memory terms of the fullest rank: a rank of the pipeline stage that takes most of its accelerator."""
-    return max((rank_terms(blueprint, layout, plan.ds_config, load, rank) for rank in range(plan.mesh.pp)), key=lambda terms: total(terms, ACCELERATOR))
+    """Returns the memory terms of the fullest rank: a rank of the pipeline stage that takes most of
+    its accelerator.
+    """
+    return max(
+        (rank_terms(blueprint, layout, plan.ds_config, load, rank) for rank in range(plan.mesh.pp)),
+        key=lambda terms: total(terms, ACCELERATOR),
+    )
 
 
 def layout_of(mesh: Mesh, blueprint: Blueprint, pipeline_schedule: str) -> Layout:

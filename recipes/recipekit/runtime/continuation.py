@@ -12,15 +12,23 @@ from .stopping import command_line, parent
 
 TYPED = "LAUNCH_COMMAND"  # the words of `python -m launch ...`, as JSON
 LAUNCHERS = ("deepspeed", "ds", "torchrun", "accelerate")
-MODULES = ("deepspeed.launcher.runner", "torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+MODULES = (
+    "deepspeed.launcher.runner",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+)
 LEVELS = 4  # of parents: the `deepspeed` command is the parent of the parent of a rank
 
 
-def continue_command(stop_at: int, resume: str, said_out: str, typed: frozenset[str], out: Path) -> str:
-    """Return the command that continues the run in `out`, which `said_out`, the value of --out, became.
+def continue_command(
+    stop_at: int, resume: str, said_out: str, typed: frozenset[str], out: Path
+) -> str:
+    """Return the command that continues the run in `out`, which `said_out`, the value of --out,
+    became.
 
-    Return "" if the command line of its launcher is not known, as under srun, and for a trial of a sweep, whose folder
-    its agent decides.
+    Return "" if the command line of its launcher is not known, as under srun, and for a trial of a
+    sweep, whose folder its agent decides.
     """
     if os.environ.get(SWEEP_ID):
         return ""
@@ -36,7 +44,9 @@ def continue_command(stop_at: int, resume: str, said_out: str, typed: frozenset[
 
 
 def retyped(words: list[str], changes: Mapping[str, str | None]) -> list[str]:
-    """Return a command line without the flags that change, and with their new values at the end (None: no value)."""
+    """Return a command line without the flags that change, and with their new values at the end
+    (None: no value).
+    """
     kept, skip = list[str](), False
     for word in words:
         flag, is_whole, _ = word.removeprefix("--").replace("-", "_").partition("=")
@@ -44,7 +54,12 @@ def retyped(words: list[str], changes: Mapping[str, str | None]) -> list[str]:
         if not skip and not changed:
             kept.append(word)
         skip = changed and not is_whole
-    return kept + [word for flag, value in changes.items() if value is not None for word in (f"--{flag}", value)]
+    return kept + [
+        word
+        for flag, value in changes.items()
+        if value is not None
+        for word in (f"--{flag}", value)
+    ]
 
 
 def typed_words() -> list[str]:
@@ -64,10 +79,16 @@ def typed_words() -> list[str]:
 
 
 def launched(words: list[str]) -> list[str]:
-    """Return the command line of a launcher as it is typed, [] for other programs: `python .../bin/deepspeed x.py` is deepspeed x.py."""
+    """Return the command line of a launcher as it is typed, [] for other programs: `python
+    .../bin/deepspeed x.py` is deepspeed x.py.
+    """
     if Path(words[0]).name in LAUNCHERS:
         return words
-    if "-m" in words[1:3] and (module := words.index("-m") + 1) < len(words) and words[module] in MODULES:
+    if (
+        "-m" in words[1:3]
+        and (module := words.index("-m") + 1) < len(words)
+        and words[module] in MODULES
+    ):
         return words
     if len(words) > 1 and Path(words[1]).name in LAUNCHERS:
         return [Path(words[1]).name, *words[2:]]

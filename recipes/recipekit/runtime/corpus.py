@@ -1,4 +1,6 @@
-"""The data of a run: looked at before anything large is made, and opened where the checkpoint left it."""
+"""The data of a run: looked at before anything large is made, and opened where the checkpoint left
+it.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +36,8 @@ def request_of_plan(plan: Plan) -> Request:
 
 
 def first_day(resume_from: Path | None) -> str:
-    """Return the ISO date of the run's first start: the date in run.json, or else today's date on rank 0 (a collective).
+    """Return the ISO date of the run's first start: the date in run.json, or else today's date on
+    rank 0 (a collective).
 
     Call it once a start, because a start may last beyond midnight.
     """
@@ -45,7 +48,10 @@ def first_day(resume_from: Path | None) -> str:
 
 
 def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
-    """Opens the data once, before anything large is made (a collective). Raises `Refusal`, on all ranks, with what any of them cannot open."""
+    """Opens the data once, before anything large is made (a collective).
+
+    Raises `Refusal`, on all ranks, with what any of them cannot open.
+    """
     refusal = None
     if task.facts.of_tokens:
         check_tokens(processor, say)
@@ -61,18 +67,26 @@ def check_tokens(processor: Any, say: Say) -> None:
     """Report a tokenizer with more tokens than the model has embeddings."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if (fewer := num_embeddings(tokenizer)) < len(tokenizer):
-        say(f"tokenizer: {len(tokenizer)} tokens, but the model has embeddings for {fewer}. Data with other tokens are refused")
+        say(
+            f"tokenizer: {len(tokenizer)} tokens, but the model has embeddings for {fewer}. Data"
+            " with other tokens are refused"
+        )
 
 
 def opener(request: Request, task: Task, processor: Any) -> Callable[[Say], Corpus]:
-    """Return a function that opens each corpus once. It raises `Refusal` if one cannot be opened or does not fit the tokenizer."""
+    """Return a function that opens each corpus once.
+
+    It raises `Refusal` if one cannot be opened or does not fit the tokenizer.
+    """
     if task.samples:
         return partial(open_rows, request, task.samples, processor)
     return partial(open_corpus, request, processor)
 
 
 def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]) -> dict[str, Any]:
-    """Return what a run reads from the hub, with the commits; `corpus` are the fingerprints of its data sets."""
+    """Return what a run reads from the hub, with the commits; `corpus` are the fingerprints of its
+    data sets.
+    """
     found: dict[str, Any] = {"model": commit_of(model, revision)}
     if tokenizer not in ("", "bytes", model):
         found["tokenizer"] = commit_of(tokenizer)
@@ -80,13 +94,26 @@ def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]
     return {name: value for name, value in found.items() if value}
 
 
-def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: StreamState | None, say: Say, documents: bool = False) -> Stream:
-    """Opens the training data at `state`; at its beginning if the data is another than the checkpoint's, which `--resume PATH` accepts.
+def open_data(
+    plan: Plan,
+    task: Task,
+    processor: Any,
+    dp_rank: int,
+    state: StreamState | None,
+    say: Say,
+    documents: bool = False,
+) -> Stream:
+    """Opens the training data at `state`; at its beginning if the data is another than the
+    checkpoint's, which `--resume PATH` accepts.
 
     `documents`: the attention of the run reads these.
     """
     request = request_of_plan(plan)
-    opened = partial(open_samples, request, processor, task.samples) if task.samples else partial(open_stream, request, processor, documents=documents)
+    opened = (
+        partial(open_samples, request, processor, task.samples)
+        if task.samples
+        else partial(open_stream, request, processor, documents=documents)
+    )
     opened = partial(opened, dp=plan.mesh.dp, dp_rank=dp_rank, say=say)
     try:
         return opened(state=state, files=files_of_run(plan.resume_from))
@@ -94,19 +121,40 @@ def open_data(plan: Plan, task: Task, processor: Any, dp_rank: int, state: Strea
         if plan.recipe.resume == "auto":
             raise
         stream = opened()
-        say(f"the data differ from the checkpoint's and are read from the beginning: {'; '.join(problem.where for problem in refusal.problems)}")
+        say(
+            "the data differ from the checkpoint's and are read from the beginning:"
+            f" {'; '.join(problem.where for problem in refusal.problems)}"
+        )
         return stream
 
 
-def open_held_out(plan: Plan, task: Task, processor: Any, coords: dict[str, int], state: StreamState, say: Say, documents: bool = False) -> list[MicroBatch]:
-    """Returns this rank's micro-batches of an evaluation, none without evaluations; `state` is that of the open stream."""
+def open_held_out(
+    plan: Plan,
+    task: Task,
+    processor: Any,
+    coords: dict[str, int],
+    state: StreamState,
+    say: Say,
+    documents: bool = False,
+) -> list[MicroBatch]:
+    """Returns this rank's micro-batches of an evaluation, none without evaluations; `state` is that
+    of the open stream.
+    """
     recipe, mesh = plan.recipe, plan.mesh
     if not recipe.eval_every:
         return []
     request = request_of_plan(plan)
-    found = partial(eval_samples, request, processor, task.samples) if task.samples else partial(eval_rows, request, processor, documents=documents)
-    held_out = [own_part(batch, mesh.sp, coords["sp"]) for batch in found(dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)]
-    if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:  # its schedule needs two micro-batches a stage
+    found = (
+        partial(eval_samples, request, processor, task.samples)
+        if task.samples
+        else partial(eval_rows, request, processor, documents=documents)
+    )
+    held_out = [
+        own_part(batch, mesh.sp, coords["sp"])
+        for batch in found(dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)
+    ]
+    # its schedule needs two micro-batches a stage
+    if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:
         if task.samples:
             fill = task.samples.collate(processor, [None] * recipe.micro_batch, None)
         else:

@@ -47,7 +47,9 @@ from .sums import Sums
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model of a run in its engine, and what goes with it into checkpoints and Hugging Face files."""
+    """The model of a run in its engine, and what goes with it into checkpoints and Hugging Face
+    files.
+    """
 
     plan: Plan
     task: Task
@@ -73,7 +75,9 @@ class Loaded:
 
     @property
     def _small_files(self) -> SmallFiles:
-        """The small files with the commits of what the run has read from the hub, if it has read any."""
+        """The small files with the commits of what the run has read from the hub, if it has read
+        any.
+        """
         return self.small_files.with_commits(self.plan.recipe.model, commits_of_run(self.plan.out))
 
     def save_small_files(self, folder: Path) -> None:
@@ -90,10 +94,14 @@ class Loaded:
         export(self.engine, self.built, self.groups, small, folder, self.dtype, merge)
         merged = self.plan.out / MERGED
         if name == EXPORT and merged.is_dir():
-            say(f"{merged}: holds the model of an earlier end of this run. Repeat this command with --merge to merge the new adapter.")
+            say(
+                f"{merged}: holds the model of an earlier end of this run. Repeat this command with"
+                " --merge to merge the new adapter."
+            )
 
     def merge_finished(self, say: Say) -> bool:
-        """Merge the adapter of a finished run into OUT/hf_merged, if `--merge` asks for it; return True if that was done.
+        """Merge the adapter of a finished run into OUT/hf_merged, if `--merge` asks for it; return
+        True if that was done.
 
         OUT/hf keeps the adapter. A collective.
         """
@@ -101,13 +109,23 @@ class Loaded:
         if not recipe.merge:
             return False
         if step < recipe.steps or not recipe.export:
-            why = f"step {step} of {recipe.steps} is not the last one" if step < recipe.steps else "--no-export is set"
-            say(f"--merge: nothing is exported, because {why}. Merge a checkpoint with recipekit convert to-hf --merge {out} NEW_FOLDER")
+            why = (
+                f"step {step} of {recipe.steps} is not the last one"
+                if step < recipe.steps
+                else "--no-export is set"
+            )
+            say(
+                f"--merge: nothing is exported, because {why}. Merge a checkpoint with recipekit"
+                f" convert to-hf --merge {out} NEW_FOLDER"
+            )
             return False
         if not holds_adapter(out / EXPORT):  # merged already, or not yet written
             return False
         self.export(say, MERGED)
-        where = f"{EXPORT}/ keeps the adapter, {MERGED}/ has the merged model{way_to_sample(recipe.task, out / MERGED)}"
+        where = (
+            f"{EXPORT}/ keeps the adapter, {MERGED}/ has the merged"
+            f" model{way_to_sample(recipe.task, out / MERGED)}"
+        )
         say(f"merged: the run in {out} has finished {step} of {recipe.steps} steps. {where}")
         return True
 
@@ -121,10 +139,12 @@ def load_model(
     say: Say,
     at_start: Callable[["Loaded"], None] | None = None,
 ) -> Loaded:
-    """Builds the model of a plan and puts it into its engine, with the states of the step folder `source` if there is one (a collective).
+    """Builds the model of a plan and puts it into its engine, with the states of the step folder
+    `source` if there is one (a collective).
 
-    `loss(task, sums, output, target)` is what the last stage of a pipeline computes. `at_start` is called when the engine has the
-    weights that the run starts from, before the states of `source` are loaded.
+    `loss(task, sums, output, target)` is what the last stage of a pipeline computes. `at_start` is
+    called when the engine has the weights that the run starts from, before the states of `source`
+    are loaded.
     """
     recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
@@ -134,12 +154,18 @@ def load_model(
     processor = task.processor(request_of(recipe), model_config)
     model_config = task.configured(model_config, processor)
     if source is None:
-        check_data(recipe, task, processor, say)  # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a model is built
+        # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a
+        # model is built
+        check_data(recipe, task, processor, say)
     plan, epochs = measured(plan, task, processor, source, say)
     recipe = plan.recipe
     if unknown := task.check(model_config, recipe.attention, recipe.model):
         say(unknown)
-    divide = torch_engine.divider(groups, recipe.precision, device.type) if recipe.engine == "fsdp2" else None
+    divide = (
+        torch_engine.divider(groups, recipe.precision, device.type)
+        if recipe.engine == "fsdp2"
+        else None
+    )
     built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
     refuse_values(built)
     for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
@@ -149,7 +175,11 @@ def load_model(
         task = task.of_losses(task)
     elif built.why_logits:
         say(f"loss: full logits, not in chunks: {built.why_logits}")
-    sums = Sums(torch.zeros(2, domains, dtype=torch.float64, device=device) if (domains := len(domains_of(recipe.dataset))) > 1 else None)
+    sums = Sums(
+        torch.zeros(2, domains, dtype=torch.float64, device=device)
+        if (domains := len(domains_of(recipe.dataset))) > 1
+        else None
+    )
     compile_model(plan, model_config["model_type"], built, device, say)
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
@@ -163,11 +193,26 @@ def load_model(
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
     small = small_files_of(plan, built, model_config, processor, say)
-    loaded = Loaded(plan, task, groups, model_config, processor, small, built, engine, layout, state, sums, epochs)
+    loaded = Loaded(
+        plan,
+        task,
+        groups,
+        model_config,
+        processor,
+        small,
+        built,
+        engine,
+        layout,
+        state,
+        sums,
+        epochs,
+    )
     if at_start is not None:
         at_start(loaded)
     if source is not None:
-        state = load.load(engine, source, built.blueprint, layout, plan.out / CHECKPOINTS / ".converted", say)
+        state = load.load(
+            engine, source, built.blueprint, layout, plan.out / CHECKPOINTS / ".converted", say
+        )
         say(f"resumed from {source}")
     state["export_dtype"] = dtype
     return replace(loaded, state=state)
@@ -181,7 +226,9 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
     recipe = plan.recipe
     revision = recipe.model_revision
     classes = folder_classes(recipe.dataset, recipe.split, recipe.subset)
-    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, classes, revision)
+    model_config = plan.model_config or fetch_config(
+        recipe.model, recipe.task, recipe.labels, classes, revision
+    )
     check_resume(plan, model_config)
     if recipe.init != "pretrained":
         return model_config, ""
@@ -192,7 +239,9 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
 
 
 def refuse_values(built: Built) -> None:
-    """Raise `Refusal` on every rank if one of them has read a NaN or an infinite value (a collective)."""
+    """Raise `Refusal` on every rank if one of them has read a NaN or an infinite value (a
+    collective).
+    """
     own = built.weights.not_finite if built.weights else []
     if problems := shared_problems(Refusal(own) if own else None):
         raise Refusal(problems)
@@ -204,16 +253,24 @@ def check_resume(plan: Plan, model_config: dict[str, Any]) -> None:
         return
     recipe, adapter = plan.recipe, None
     if recipe.adapt is not None:
-        model = empty_model(model_config, "eager", recipe.model, auto_class=TASKS[recipe.task].auto_class)
+        model = empty_model(
+            model_config, "eager", recipe.model, auto_class=TASKS[recipe.task].auto_class
+        )
         request = AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep)
         adapter = config_of(adapted(model, request, plan.ds_config))
     check_adapter(adapter, recipe.resume, plan.resume_from)
 
 
-def compile_model(plan: Plan, model_type: str, built: Built, device: torch.device, say: Say) -> None:
-    """Compiles what the field `compile` of a recipe says: where all ranks can, since a rank that cannot would round otherwise (a collective)."""
+def compile_model(
+    plan: Plan, model_type: str, built: Built, device: torch.device, say: Say
+) -> None:
+    """Compiles what the field `compile` of a recipe says: where all ranks can, since a rank that
+    cannot would round otherwise (a collective).
+    """
     recipe = plan.recipe
-    on = recipe.compile == "on" or (recipe.compile == "auto" and device.type == "cuda" and torch.version.hip is None)
+    on = recipe.compile == "on" or (
+        recipe.compile == "auto" and device.type == "cuda" and torch.version.hip is None
+    )
     problems = check_torch_compile(device.type == "cuda") if on else []
     problems = shared_problems(Refusal(problems) if problems else None) if on else []
     if problems and recipe.compile == "on":
@@ -223,22 +280,45 @@ def compile_model(plan: Plan, model_type: str, built: Built, device: torch.devic
     compiled.switch(on and not problems, recipe.deterministic, recipe.compile == "on")
     if not on or problems:
         return
-    whole = recipe.adapt is None and layers_whole(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
+    whole = recipe.adapt is None and layers_whole(
+        model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep
+    )
     layers, norms, rotary = compiled.compile_layers(built.models, whole)
-    counts = ((layers, "layers as a whole"), (norms, "norms outside of them" if layers else "norms"), (rotary, "rotary embeddings"))
-    said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (built.why_logits is None)
+    counts = (
+        (layers, "layers as a whole"),
+        (norms, "norms outside of them" if layers else "norms"),
+        (rotary, "rotary embeddings"),
+    )
+    said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (
+        built.why_logits is None
+    )
     if not said and recipe.compile == "on":
-        raise refuse("compile = on", f"{built.architecture} has no layers that it can compile", "leave it out")
+        raise refuse(
+            "compile = on",
+            f"{built.architecture} has no layers that it can compile",
+            "leave it out",
+        )
     say(f"compile: {', '.join(said) or 'nothing of this model'}, at first use")
 
 
-def make_engine(plan: Plan, built: Built, groups: Groups, device: torch.device, loss: Callable[..., torch.Tensor], say: Say) -> Engine:
+def make_engine(
+    plan: Plan,
+    built: Built,
+    groups: Groups,
+    device: torch.device,
+    loss: Callable[..., torch.Tensor],
+    say: Say,
+) -> Engine:
     """Makes the recipe's engine around the built model (a collective)."""
     recipe = plan.recipe
     if recipe.engine == "deepspeed":
-        engine = deepspeed_engine.make(built, groups, plan.ds_config, loss, recipe.pipeline_schedule, say)
+        engine = deepspeed_engine.make(
+            built, groups, plan.ds_config, loss, recipe.pipeline_schedule, say
+        )
     else:
-        engine = torch_engine.make(built, groups, recipe.engine, recipe.precision, plan.ds_config, device)
+        engine = torch_engine.make(
+            built, groups, recipe.engine, recipe.precision, plan.ds_config, device
+        )
     if norms := norms_of(engine.module):
         engine.after_step(partial(move_statistics, norms, groups.dp_group))
     return engine

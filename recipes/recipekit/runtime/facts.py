@@ -36,7 +36,9 @@ from ..spec.whole_file import write_whole
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this rank in bytes: on a device what its allocator reserved, which a full device runs out of; on a CPU the resident size."""
+    """Returns the peak memory of this rank in bytes: on a device what its allocator reserved, which
+    a full device runs out of; on a CPU the resident size.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -48,12 +50,26 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
     inner = getattr(optimizer, "optimizer", optimizer)
     model: Any = engine.module
     swapper = getattr(optimizer, "optimizer_swapper", None)
-    swap = {"swap_bytes": swapper.min_aio_bytes, "swap_align": swapper.aligned_bytes, "swap_first": min(p.ds_id for p in model.parameters())} if swapper else {}
+    swap = (
+        {
+            "swap_bytes": swapper.min_aio_bytes,
+            "swap_align": swapper.aligned_bytes,
+            "swap_first": min(p.ds_id for p in model.parameters()),
+        }
+        if swapper
+        else {}
+    )
     return Layout(
         mesh=plan.mesh,
         zero_stage=zero["stage"],
-        optimizer="torch" if isinstance(optimizer, torch.optim.Optimizer) else type(optimizer).__name__,
-        dtype="bfloat16" if enabled(plan.ds_config, "bf16") else "float16" if enabled(plan.ds_config, "fp16") else "float32",
+        optimizer="torch"
+        if isinstance(optimizer, torch.optim.Optimizer)
+        else type(optimizer).__name__,
+        dtype="bfloat16"
+        if enabled(plan.ds_config, "bf16")
+        else "float16"
+        if enabled(plan.ds_config, "fp16")
+        else "float32",
         bounds=built.split.bounds if built.split else (),
         schedule=plan.recipe.pipeline_schedule if built.split else "1f1b",
         sub_group_size=int(zero.get("sub_group_size", 1_000_000_000)),
@@ -68,12 +84,17 @@ def layout_of(plan: Plan, engine: Engine, built: Built) -> Layout:
 
 
 def parameter_counts(engine: Engine, blueprint: Blueprint) -> str:
-    """Return how many parameters are trained, and of how many; of a sharded model also for the fullest rank (a collective)."""
+    """Return how many parameters are trained, and of how many; of a sharded model also for the
+    fullest rank (a collective).
+    """
     parameters = [tensor for tensor in blueprint.tensors if not tensor.buffer]
     numel = sum(tensor.numel for tensor in parameters)
     trained = sum(tensor.numel for tensor in parameters if tensor.group is not None)
 
-    own = [(_held_numel(parameter), parameter.requires_grad) for parameter in engine.module.parameters()]
+    own = [
+        (_held_numel(parameter), parameter.requires_grad)
+        for parameter in engine.module.parameters()
+    ]
     held = [sum(count for count, _ in own), sum(count for count, is_trained in own if is_trained)]
     most = torch.tensor(held, dtype=torch.int64, device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -84,7 +105,9 @@ def parameter_counts(engine: Engine, blueprint: Blueprint) -> str:
 
 
 def _held_numel(parameter: Any) -> int:
-    """Return how many elements of a parameter this rank holds, under ZeRO-3 and FSDP2 the elements of its shard."""
+    """Return how many elements of a parameter this rank holds, under ZeRO-3 and FSDP2 the elements
+    of its shard.
+    """
     shard = getattr(parameter, "ds_tensor", None)
     if shard is None:
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -99,10 +122,18 @@ def short(count: int) -> str:
     return str(count)
 
 
-def step_flops(model_config: dict[str, Any], attention: str, name: str, task: Facts, adapt: Callable[[Any], Any] | None = None) -> Flops | None:
+def step_flops(
+    model_config: dict[str, Any],
+    attention: str,
+    name: str,
+    task: Facts,
+    adapt: Callable[[Any], Any] | None = None,
+) -> Flops | None:
     """Counts the FLOPs of a step; None for a model with layers that cannot be counted."""
     model = empty_model(model_config, attention, name, auto_class=task.auto_class)
-    flops = model_flops(adapt(model) if adapt is not None else model, PACKED if task.of_tokens else task.rows)
+    flops = model_flops(
+        adapt(model) if adapt is not None else model, PACKED if task.of_tokens else task.rows
+    )
     return replace(flops, both_ways=task.masked) if flops else None
 
 
@@ -117,12 +148,21 @@ def export_dtype(plan: Plan, model_config: dict[str, Any]) -> torch.dtype:
     return getattr(torch, model_config.get("dtype") or model_config.get("torch_dtype") or "float32")
 
 
-def run_facts(plan: Plan, model_config: dict[str, Any], built: Built, commits: dict[str, Any]) -> dict[str, Any]:
+def run_facts(
+    plan: Plan, model_config: dict[str, Any], built: Built, commits: dict[str, Any]
+) -> dict[str, Any]:
     """Collect everything that made this run, as run.json holds it."""
-    recipe = {name: value for name, value in vars(plan.recipe).items() if isinstance(value, (str, int, float, bool))}
+    recipe = {
+        name: value
+        for name, value in vars(plan.recipe).items()
+        if isinstance(value, (str, int, float, bool))
+    }
     return {
         "recipe": recipe | {"name": plan.command.name, "tiny": plan.command.tiny},
-        "identity": identity(replace(plan.recipe, **plan.command.revisions), plan.model_config, built.has_norms) | {ADAPTER: config_of(built.model)},
+        "identity": identity(
+            replace(plan.recipe, **plan.command.revisions), plan.model_config, built.has_norms
+        )
+        | {ADAPTER: config_of(built.model)},
         "mesh": vars(plan.mesh) | {"world": plan.mesh.world, "name": str(plan.mesh)},
         "ds_config": plan.ds_config,
         "model_config": model_config,
@@ -130,7 +170,9 @@ def run_facts(plan: Plan, model_config: dict[str, Any], built: Built, commits: d
         "build": build_facts(),
         "git_commit": git_commit(plan.command.folder),
         COMMITS: commits,
-        BASE_LICENSE: license_of(plan.recipe.model, plan.recipe.model_revision) if plan.recipe.init == "pretrained" else {},
+        BASE_LICENSE: license_of(plan.recipe.model, plan.recipe.model_revision)
+        if plan.recipe.init == "pretrained"
+        else {},
         "host": {
             "name": platform.node(),
             "cpus": os.cpu_count(),
@@ -138,32 +180,50 @@ def run_facts(plan: Plan, model_config: dict[str, Any], built: Built, commits: d
             "device": device_name(),
         },
         "deterministic": deterministic.check_in_force() if plan.recipe.deterministic else None,
-        "mfu": {"convention": CONVENTION, "peak": DEVICES[device_name()].flops} if device_name() in DEVICES else None,
+        "mfu": {"convention": CONVENTION, "peak": DEVICES[device_name()].flops}
+        if device_name() in DEVICES
+        else None,
         "argv": sys.argv,
     }
 
 
 def planned_memory(plan: Plan) -> dict[str, int] | None:
-    """Return the bytes that the planner expects on the device of the fullest rank; None for a model whose config.json was not known before the start."""
+    """Return the bytes that the planner expects on the device of the fullest rank; None for a model
+    whose config.json was not known before the start.
+    """
     if plan.model_config is None:
         return None
     terms, activations = fullest(plan, *drawn_up(plan)), activations_of(plan)
     found = {"states": total(terms, ACCELERATOR)}
-    return found | ({"with_activations": total([*terms, *activations], ACCELERATOR, bounds=True)} if activations else {})
+    return found | (
+        {"with_activations": total([*terms, *activations], ACCELERATOR, bounds=True)}
+        if activations
+        else {}
+    )
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit that is checked out; None in a folder without a repository, and on a machine without git."""
+    """Return the commit that is checked out; None in a folder without a repository, and on a
+    machine without git.
+    """
     try:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False
+        )
     except OSError:  # no git on PATH, or one that may not be run
         return None
     return done.stdout.strip() or None
 
 
 def write_facts(plan: Plan, facts: dict[str, Any], files: dict[str, dict[str, str]]) -> None:
-    """Writes run.json, the resolved JSON (any `--deepspeed_config` accepts it) and the digests of the data files."""
+    """Writes run.json, the resolved JSON (any `--deepspeed_config` accepts it) and the digests of
+    the data files.
+    """
     plan.out.mkdir(parents=True, exist_ok=True)
-    written = {STRATEGY: json.dumps(plan.ds_config, indent=2), DATA_FILES: json.dumps(files, indent=0), FACTS: json.dumps(facts, indent=1)}
+    written = {
+        STRATEGY: json.dumps(plan.ds_config, indent=2),
+        DATA_FILES: json.dumps(files, indent=0),
+        FACTS: json.dumps(facts, indent=1),
+    }
     for name, content in written.items():
         write_whole(plan.out / name, content)

@@ -1,16 +1,17 @@
 """Ends the job within seconds of the failure of one rank, wherever the other ranks are.
 
-A rank that raises must not destroy its process groups: with NCCL that call waits for the peers, which wait for this
-rank. So the rank prints its traceback, leaves a mark in the process group's store, and ends. A thread of every other rank
-looks for the mark and then ends its rank, even while the main thread is blocked in a collective (which frees the GIL).
+A rank that raises must not destroy its process groups: with NCCL that call waits for the peers,
+which wait for this rank. So the rank prints its traceback, leaves a mark in the process group's
+store, and ends. A thread of every other rank looks for the mark and then ends its rank, even while
+the main thread is blocked in a collective (which frees the GIL).
 
     the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
     any other rank      waits until the failed rank is gone, so that a launcher names that rank; says why; ends with 75 or 1
     a killed rank       leaves no mark: the ranks of its host miss its process, and the first one to leave the mark says so
     rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
 
-A mark holds the exit code of the failed rank. If it is 75 (START_AGAIN: a lost rank or host, a failing disk), every other
-rank ends with 75, otherwise with 1.
+A mark holds the exit code of the failed rank. If it is 75 (START_AGAIN: a lost rank or host, a
+failing disk), every other rank ends with 75, otherwise with 1.
 """
 
 import contextlib
@@ -34,24 +35,38 @@ from .stopping import POLL, ignore_stops, leave, tell
 SEEN = 2.0  # seconds in which the other ranks see the mark
 LAST_WORDS = 5.0  # seconds for the last record of a rank elsewhere: the state of its W&B run
 GONE = SEEN + LAST_WORDS + 1.0  # seconds after which a failed rank ends whatever it still waits for
-AFTER = 1.0  # seconds that a rank waits after the failed rank has ended: launchers look at their processes once a second or more often
+# seconds that a rank waits after the failed rank has ended: launchers look at their processes once
+# a second or more often
+AFTER = 1.0
 # words in the errors that gloo, NCCL and the store raise where another rank has gone
-CUT = ("onnection", "remote process exited", "ncclRemoteError", "recvValue failed", "Broken pipe", "imed out waiting")
+CUT = (
+    "onnection",
+    "remote process exited",
+    "ncclRemoteError",
+    "recvValue failed",
+    "Broken pipe",
+    "imed out waiting",
+)
 MISSED = 3.0  # seconds in which a rank that has lost its connection learns which rank is gone
-LEAVING = 600.0  # seconds that rank 0, which holds the store, waits at a clean end until the other ranks have ended
+# seconds that rank 0, which holds the store, waits at a clean end until the other ranks have ended
+LEAVING = 600.0
 
 
 class Peers:
-    """Watches the other ranks of the job. `with peers:` ends this rank on an exception at once, before anything else is undone.
+    """Watches the other ranks of the job.
 
-    Before `watch`, and in a job of one rank, an exception takes its usual way.
-    `last_words` is called, in a thread, when this rank or another one has failed; `way_on` returns how to go on with the run.
+    `with peers:` ends this rank on an exception at once, before anything else is undone.
+
+    Before `watch`, and in a job of one rank, an exception takes its usual way. `last_words` is
+    called, in a thread, when this rank or another one has failed; `way_on` returns how to go on
+    with the run.
     """
 
     def __init__(self) -> None:
         self.last_words: Callable[[], None] = lambda: None
         self.way_on: Callable[[], str] = lambda: "the same command starts it again"
-        self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()  # how this rank ends: its mark, or "" for a clean end
+        # how this rank ends: its mark, or "" for a clean end
+        self._ends: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._done = threading.Event()  # the thread has done its part of the end
         self._failed: dict[str, Any] = {}  # the mark of another rank
         self._answered = threading.Event()  # it is known whether another rank has left a mark
@@ -69,10 +84,17 @@ class Peers:
         own = met.clone()  # a second connection: each answers one call at a time
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         everyone: list[Any] = [None] * self._world
-        dist.all_gather_object(everyone, (secrets.token_hex(8), os.getpid(), began(os.getpid())), group=group)
-        self._here = {rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at}  # ranks whose processes this host sees
-        dist.barrier(group)  # nobody would miss a rank that is killed before the others have looked for its process
-        self._store = PrefixStore(f"failure/{everyone[0][0]}", own)  # the key is new at each start: an agent keeps its store, with old marks, over restarts
+        dist.all_gather_object(
+            everyone, (secrets.token_hex(8), os.getpid(), began(os.getpid())), group=group
+        )
+        # ranks whose processes this host sees
+        self._here = {
+            rank: (pid, at) for rank, (_, pid, at) in enumerate(everyone) if began(pid) == at
+        }
+        # nobody would miss a rank that is killed before the others have looked for its process
+        dist.barrier(group)
+        # the key is new at each start: an agent keeps its store, with old marks, over restarts
+        self._store = PrefixStore(f"failure/{everyone[0][0]}", own)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # nothing is lost when this rank is ended
         self._thread = threading.Thread(target=self._look, name="peers", daemon=True)
@@ -105,7 +127,11 @@ class Peers:
         if isinstance(error, RuntimeError) and any(word in str(error) for word in CUT):
             self._answered.wait(MISSED)
             code = _code_after(self._failed) if self._failed else START_AGAIN
-        self._ends.put(json.dumps({"rank": self._rank, "host": platform.node(), "what": what[:300], "code": code}))
+        self._ends.put(
+            json.dumps(
+                {"rank": self._rank, "host": platform.node(), "what": what[:300], "code": code}
+            )
+        )
         self._answered.wait(1.0)
         if isinstance(error, SystemExit):
             pass
@@ -116,7 +142,12 @@ class Peers:
         elif not self._refused:
             lines = "".join(traceback.format_exception(error)).splitlines()
             with contextlib.suppress(OSError):
-                os.write(2, "".join(f"[rank{self._rank}]: {line}\n" for line in lines).encode(errors="replace"))
+                os.write(
+                    2,
+                    "".join(f"[rank{self._rank}]: {line}\n" for line in lines).encode(
+                        errors="replace"
+                    ),
+                )
         self._done.wait(GONE)
         os._exit(code)
 
@@ -127,19 +158,30 @@ class Peers:
                 with contextlib.suppress(queue.Empty):
                     own = self._ends.get(timeout=POLL)
                     return self._leave_mark(own) if own else self._stop_looking()
-                if self._gone():  # looked at before the store: if the store went with rank 0, torch prints a C++ stack
-                    time.sleep(AFTER)  # ranks that end together, each for its own reason, do not report each other
+                # looked at before the store: if the store went with rank 0, torch prints a C++
+                # stack
+                if self._gone():
+                    # ranks that end together, each for its own reason, do not report each other
+                    time.sleep(AFTER)
                     if lost := self._lost():
                         return self._tell_lost(lost)
                 if self._store.check(["mark"]):
                     return self._follow(json.loads(self._store.get("mark")))
         except RuntimeError:  # the store is gone, and so is the process that held it
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # an agent holds the store: then the launcher has gone, which stopping.py sees
+            # an agent holds the store: then the launcher has gone, which stopping.py sees
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
                 time.sleep(0.3)  # a process that ends closes its connections first
                 if gone := self._gone():
                     self._tell_lost(gone)
                 else:
-                    self._follow({"rank": 0, "host": os.environ["MASTER_ADDR"], "what": "it ended without a message", "code": START_AGAIN})
+                    self._follow(
+                        {
+                            "rank": 0,
+                            "host": os.environ["MASTER_ADDR"],
+                            "what": "it ended without a message",
+                            "code": START_AGAIN,
+                        }
+                    )
 
     def _gone(self) -> list[int]:
         """Lists the ranks of this host whose process has ended."""
@@ -152,20 +194,34 @@ class Peers:
             if self._store.check(["mark"]):
                 return []
             gone = [rank for rank in gone if not self._store.check([f"left/{rank}"])]
-        self._here = {rank: place for rank, place in self._here.items() if rank in gone or began(place[0]) == place[1]}
+        self._here = {
+            rank: place
+            for rank, place in self._here.items()
+            if rank in gone or began(place[0]) == place[1]
+        }
         return gone
 
     @staticmethod
     def _store_lives(gone: list[int]) -> bool:
-        """Returns False if the store went with rank 0; torch prints a C++ stack if that store is asked anything."""
+        """Returns False if the store went with rank 0; torch prints a C++ stack if that store is
+        asked anything.
+        """
         return 0 not in gone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def _tell_lost(self, lost: list[int]) -> None:
         """Ends this rank after other ranks of its host were killed.
 
-        One rank prints the message: the rank that left the first mark or, without a store, the first rank that is left.
+        One rank prints the message: the rank that left the first mark or, without a store, the
+        first rank that is left.
         """
-        mark = {"rank": lost[0], "host": platform.node(), "what": "it ended without a message", "lost": len(lost), "teller": self._rank, "code": START_AGAIN}
+        mark = {
+            "rank": lost[0],
+            "host": platform.node(),
+            "what": "it ended without a message",
+            "lost": len(lost),
+            "teller": self._rank,
+            "code": START_AGAIN,
+        }
         tells = self._rank == min(rank for rank in self._here if rank not in lost)
         if self._store_lives(lost):
             with contextlib.suppress(RuntimeError):
@@ -174,7 +230,10 @@ class Peers:
         if tells:
             self._failed = mark
             self._answered.set()
-            ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on {platform.node()}"
+            ranks = (
+                f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))} on"
+                f" {platform.node()}"
+            )
             pids = ", ".join(str(self._here[rank][0]) for rank in lost)
             cause = "killed by a user or by the kernel (out of memory: see dmesg), or crashed"
             tell(sentences(f"lost {ranks} (pid {pids}: {cause})", self.way_on()))
@@ -193,14 +252,17 @@ class Peers:
         saying.join(LAST_WORDS)
         self._store.set("gone", "")
         if self._rank == 0:
-            time.sleep(0.3)  # all ranks have read the mark; torch prints a C++ stack in a rank whose call the store does not answer any more
+            # all ranks have read the mark; torch prints a C++ stack in a rank whose call the store
+            # does not answer any more
+            time.sleep(0.3)
         return self._done.set()
 
     def _follow(self, mark: dict[str, Any]) -> None:
         """Ends this rank after the rank that failed."""
         self._failed = mark
         self._answered.set()
-        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [_code_after(mark)])  # a rank ends even if the store answers no more
+        # a rank ends even if the store answers no more
+        ending = threading.Timer(GONE + 2 * AFTER, os._exit, [_code_after(mark)])
         ending.daemon = True
         ending.start()
         saying = self._say_last_words()
@@ -208,21 +270,37 @@ class Peers:
             with contextlib.suppress(RuntimeError):  # rank 0 has gone, and the store with it
                 self._store.add("seen", 1)
                 others = self._world - mark.get("lost", 1)  # this rank included
-                self._wait_for(lambda: self._store.check(["gone"]) and (self._rank > 0 or self._store.add("seen", 0) >= others), GONE)
+                self._wait_for(
+                    lambda: (
+                        self._store.check(["gone"])
+                        and (self._rank > 0 or self._store.add("seen", 0) >= others)
+                    ),
+                    GONE,
+                )
         saying.join(LAST_WORDS)
         time.sleep(AFTER)
-        # then one rank has printed it for its host; under `python -m launch` every rank does, which reads the last line of each
-        told = "lost" in mark and mark["host"] == platform.node() and "LAUNCH_LOGS" not in os.environ
-        if self._refused or told:  # all ranks meet most refusals at once, and the first rank of the host has printed it
+        # then one rank has printed it for its host; under `python -m launch` every rank does, which
+        # reads the last line of each
+        told = (
+            "lost" in mark and mark["host"] == platform.node() and "LAUNCH_LOGS" not in os.environ
+        )
+        # all ranks meet most refusals at once, and the first rank of the host has printed it
+        if self._refused or told:
             os._exit(_code_after(mark))
-        leave(_code_after(mark), f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}")
+        leave(
+            _code_after(mark),
+            f"ended, because rank {mark['rank']} on {mark['host']} failed: {mark['what']}",
+        )
 
     def _stop_looking(self) -> None:
         with contextlib.suppress(RuntimeError):  # rank 0 has waited long enough
             self._store.set(f"left/{self._rank}", "")
             self._store.add("left", 1)
         if self._rank == 0:
-            self._wait_for(lambda: self._store.add("left", 0) == self._world or self._store.check(["mark"]), LEAVING)
+            self._wait_for(
+                lambda: self._store.add("left", 0) == self._world or self._store.check(["mark"]),
+                LEAVING,
+            )
             if self._store.check(["mark"]):
                 self._follow(json.loads(self._store.get("mark")))
 
@@ -244,7 +322,9 @@ def _code_after(mark: dict[str, Any]) -> int:
 
 
 def began(pid: int) -> str:
-    """Reads when a process began, which distinguishes it from a later process with the same number; "" if it has ended."""
+    """Reads when a process began, which distinguishes it from a later process with the same number;
+    "" if it has ended.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

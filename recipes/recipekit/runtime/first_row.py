@@ -1,4 +1,6 @@
-"""The first row of a run as a person reads it: at the start of a run on chats, and for --show_row."""
+"""The first row of a run as a person reads it: at the start of a run on chats, and for
+--show_row.
+"""
 
 import contextlib
 from dataclasses import replace
@@ -18,17 +20,30 @@ LONGEST = 1000  # characters of a row that a start shows
 
 
 def show_row(plan: Plan) -> None:
-    """Print the first document that the run would train on. Raises `Refusal` for a task whose rows are no packed text."""
+    """Print the first document that the run would train on.
+
+    Raises `Refusal` for a task whose rows are no packed text.
+    """
     recipe = plan.recipe
     if recipe.facts.rows != PACKED:
-        raise refuse("--show_row", f"cannot be combined with task {recipe.task}, whose rows are not text", "leave it out")
+        raise refuse(
+            "--show_row",
+            f"cannot be combined with task {recipe.task}, whose rows are not text",
+            "leave it out",
+        )
     if plan.command.rank:
         return
     request = replace(request_of_plan(plan), token_cache="off")
-    model_config = plan.model_config or fetch_config(recipe.model, recipe.task, recipe.labels, [], recipe.model_revision)
+    model_config = plan.model_config or fetch_config(
+        recipe.model, recipe.task, recipe.labels, [], recipe.model_revision
+    )
     tokenizer = task_called(recipe.task).processor(request, model_config)
-    with contextlib.closing(open_stream(request, tokenizer, dp=plan.mesh.dp, dp_rank=0, say=print)) as stream:
-        print(f"{heading(recipe.facts)}\n{first_document(tokenizer, next(stream)[0][0], recipe.facts.masked)}")
+    with contextlib.closing(
+        open_stream(request, tokenizer, dp=plan.mesh.dp, dp_rank=0, say=print)
+    ) as stream:
+        print(
+            f"{heading(recipe.facts)}\n{first_document(tokenizer, next(stream)[0][0], recipe.facts.masked)}"
+        )
 
 
 def say_first_row(stream: Stream, tokenizer: Any, facts: Facts, say: Say) -> None:
@@ -36,10 +51,17 @@ def say_first_row(stream: Stream, tokenizer: Any, facts: Facts, say: Say) -> Non
     if not facts.chats or stream.state["step"] or not (batches := stream.first_ahead()):
         return
     text = first_document(tokenizer, batches[0], facts.masked)
-    rest = f"... ({len(text) - LONGEST:,} more characters; --show_row prints all)" if len(text) > LONGEST else ""
+    rest = (
+        f"... ({len(text) - LONGEST:,} more characters; --show_row prints all)"
+        if len(text) > LONGEST
+        else ""
+    )
     say(f"{heading(facts)}\n{text[:LONGEST]}{rest}")
 
 
 def heading(facts: Facts) -> str:
     """Return the line above the row."""
-    return f"first {'chat' if facts.chats else 'document'}; {'masked' if facts.masked else 'learned'}: the text between {BEGIN} and {END}"
+    return (
+        f"first {'chat' if facts.chats else 'document'}; {'masked' if facts.masked else 'learned'}:"
+        f" the text between {BEGIN} and {END}"
+    )

@@ -1,4 +1,6 @@
-"""The inputs of a dry run: its tokenizer and local data, opened by the functions that a start calls."""
+"""The inputs of a dry run: its tokenizer and local data, opened by the functions that a start
+calls.
+"""
 
 from dataclasses import replace
 
@@ -17,9 +19,11 @@ READ = 2 << 20  # bytes of local data up to which a dry run makes the first step
 
 
 def check_inputs(plan: Plan, say: Say) -> None:
-    """Open the tokenizer and the local data of a plan as its start does, and make the first step of small data.
+    """Open the tokenizer and the local data of a plan as its start does, and make the first step of
+    small data.
 
-    Raises `Refusal` with the words of the start. Files of the hub are not opened, and no tokens are kept.
+    Raises `Refusal` with the words of the start. Files of the hub are not opened, and no tokens are
+    kept.
     """
     problems = check_wandb_disabled(plan.recipe.wandb, plan.command.typed)
     problems += check_wandb_installed(plan.recipe.wandb, plan.command.typed)
@@ -31,8 +35,13 @@ def check_inputs(plan: Plan, say: Say) -> None:
 
     # One rank reads the rows of all ranks. `off`: a question leaves no tokens behind.
     plan = replace(plan, mesh=Mesh(), recipe=replace(plan.recipe, token_cache="off"))
-    request, task = request_of(plan.recipe), with_numbers(task_called(plan.recipe.task), plan.recipe)
-    assert plan.model_config is not None, "the plan of a dry run refuses a model without config.json"
+    request, task = (
+        request_of(plan.recipe),
+        with_numbers(task_called(plan.recipe.task), plan.recipe),
+    )
+    assert plan.model_config is not None, (
+        "the plan of a dry run refuses a model without config.json"
+    )
     processor = task.processor(request, plan.model_config)
     if task.facts.of_tokens:
         check_tokens(processor, say)
@@ -53,8 +62,14 @@ def check_inputs(plan: Plan, say: Say) -> None:
 
 
 def local_bytes(request: Request) -> int | None:
-    """Count the bytes of local data; None if there are none, or if a part of the data is not on this machine."""
-    domains = [domain for domain in domains_of(request.dataset, request.subset) if domain.dataset != "builtin"]
+    """Count the bytes of local data; None if there are none, or if a part of the data is not on
+    this machine.
+    """
+    domains = [
+        domain
+        for domain in domains_of(request.dataset, request.subset)
+        if domain.dataset != "builtin"
+    ]
     size = 0
     for domain in domains:
         files = local_files(domain.dataset, "image" in request.names, request.split, domain.subset)

@@ -44,7 +44,10 @@ from .sums import Sums
 
 @dataclass(frozen=True)
 class Ready:
-    """All that the loop works with, on one rank. `flops` are the model's, `peak` those of a device in a second; without both there is no `mfu`."""
+    """All that the loop works with, on one rank.
+
+    `flops` are the model's, `peak` those of a device in a second; without both there is no `mfu`.
+    """
 
     plan: Plan
     task: Task
@@ -62,54 +65,106 @@ class Ready:
 
 
 def join(plan: Plan, peers: Peers | None, say: Say) -> torch.device:
-    """Says what is about to run, joins the other ranks, and returns this rank's device (a collective)."""
+    """Says what is about to run, joins the other ranks, and returns this rank's device (a
+    collective).
+    """
     recipe, mesh = plan.recipe, plan.mesh
     for note in plan.notes:
         say(note)
-    rows = f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch} micro_batch x {plan.accumulation} accumulation"
+    rows = (
+        f"{recipe.global_batch} rows a step = {mesh.dp} data-parallel x {recipe.micro_batch}"
+        f" micro_batch x {plan.accumulation} accumulation"
+    )
     rows += "".join(f", {more} from step {first} on" for first, more in recipe.ramp.table[1:])
-    strategy = f"{recipe.engine} in {recipe.precision}" if recipe.engine != "deepspeed" else plan.ds_path or "strategy of the recipe"
-    say(f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}), {strategy}, {rows}")
+    strategy = (
+        f"{recipe.engine} in {recipe.precision}"
+        if recipe.engine != "deepspeed"
+        else plan.ds_path or "strategy of the recipe"
+    )
+    say(
+        f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}),"
+        f" {strategy}, {rows}"
+    )
     device = start(plan, peers)
     if recipe.deterministic:
-        say(f"deterministic, on every rank: {', '.join(f'{name} {value}' for name, value in check_in_force().items())}")
+        say(
+            "deterministic, on every rank:"
+            f" {', '.join(f'{name} {value}' for name, value in check_in_force().items())}"
+        )
     return device
 
 
 def find_checkpoint(plan: Plan, say: Say) -> Path | None:
-    """Finds the step folder to go on from, the same on every rank; the ranks share its verification (a collective).
+    """Finds the step folder to go on from, the same on every rank; the ranks share its verification
+    (a collective).
 
     Without one, a run that is in OUT is put aside if the user asked for a new one.
     """
     check_same_out(plan.out)
     found: list[Any] = [None, False]
     if plan.resume_from is not None:
-        found = [load.newest(plan.resume_from, say), bool(step_folders(plan.resume_from / CHECKPOINTS))]  # none: it was stopped before its first save
+        # none: it was stopped before its first save
+        found = [
+            load.newest(plan.resume_from, say),
+            bool(step_folders(plan.resume_from / CHECKPOINTS)),
+        ]
         dist.broadcast_object_list(found)
         if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
-            raise refuse(f"resume from {plan.resume_from}", "contains no complete checkpoint", "give another folder, or start a new run with --resume never")
-    if plan.command.rank == 0 and found[0] is None and plan.recipe.resume == "never" and plan.out.exists():
+            raise refuse(
+                f"resume from {plan.resume_from}",
+                "contains no complete checkpoint",
+                "give another folder, or start a new run with --resume never",
+            )
+    if (
+        plan.command.rank == 0
+        and found[0] is None
+        and plan.recipe.resume == "never"
+        and plan.out.exists()
+    ):
         put_aside(plan.out)
     dist.barrier()
     return found[0]
 
 
 def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
-    """Opens the data and the run folder of a loaded model (a collective). Raises `Refusal`, on all ranks, if one of them cannot."""
+    """Opens the data and the run folder of a loaded model (a collective).
+
+    Raises `Refusal`, on all ranks, if one of them cannot.
+    """
     plan, state = loaded.plan, loaded.state
     recipe, rank0 = plan.recipe, plan.command.rank == 0
     coords, documents = loaded.groups.coords, VARLEN in loaded.built.attention
-    stream = open_data(plan, loaded.task, loaded.processor, coords["dp"], cast("StreamState | None", state["data"]), say, documents)
-    with contextlib.ExitStack() as refused:  # Python aborts where it ends beside a thread that reads; `peers` is the first to see an exception, as in the loop
+    stream = open_data(
+        plan,
+        loaded.task,
+        loaded.processor,
+        coords["dp"],
+        cast("StreamState | None", state["data"]),
+        say,
+        documents,
+    )
+    # Python aborts where it ends beside a thread that reads; `peers` is the first to see an
+    # exception, as in the loop
+    with contextlib.ExitStack() as refused:
         refused.callback(stream.close)
         refused.enter_context(peers or contextlib.nullcontext())
         check_same_data(stream)
         if problems := shared_problems(stream.error_ahead()):
             raise Refusal(problems)
         say_first_row(stream, loaded.processor, loaded.task.facts, say)
-        held_out = open_held_out(plan, loaded.task, loaded.processor, coords, stream.state, say, documents)
-        commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, stream.state["identity"]["corpus"])
-        facts: dict[str, Any] = {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
+        held_out = open_held_out(
+            plan, loaded.task, loaded.processor, coords, stream.state, say, documents
+        )
+        commits = commits_of(
+            recipe.model,
+            recipe.model_revision,
+            recipe.tokenizer,
+            stream.state["identity"]["corpus"],
+        )
+        facts: dict[str, Any] = {
+            **run_facts(plan, loaded.model_config, loaded.built, commits),
+            "date": plan.day,
+        }
         saver = open_saver(loaded, say)
         stopper = Stopper(grace_of(seconds_of(recipe.grace), os.environ))
         tracker: Tracker | NoTracker = NoTracker()
@@ -134,7 +189,11 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
             if rank0:
                 begin(plan.out, state["step"], recipe.steps)
         except OSError as error:  # for the other ranks, which would wait for this one
-            unwritable = refuse(f"out = {plan.out}", f"cannot be written: {error.strerror}", "free space or choose another --out")
+            unwritable = refuse(
+                f"out = {plan.out}",
+                f"cannot be written: {error.strerror}",
+                "free space or choose another --out",
+            )
         refused.callback(tracker.close)
         if problems := shared_problems(unwritable):
             raise Refusal(problems, START_AGAIN if state["step"] else 1)
@@ -144,14 +203,40 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
             peers.last_words = partial(tracker.finish, 1)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
-    return Ready(plan, loaded.task, loaded.engine, stream, held_out, state, saver, tracker, stopper, loaded.epochs, loaded.sums, flops, peak)
+    return Ready(
+        plan,
+        loaded.task,
+        loaded.engine,
+        stream,
+        held_out,
+        state,
+        saver,
+        tracker,
+        stopper,
+        loaded.epochs,
+        loaded.sums,
+        flops,
+        peak,
+    )
 
 
 def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
-    """Returns what writes the run's checkpoints. Raises `Refusal` on every rank if the disk has no room for one (a collective)."""
+    """Returns what writes the run's checkpoints.
+
+    Raises `Refusal` on every rank if the disk has no room for one (a collective).
+    """
     recipe, folder = loaded.plan.recipe, loaded.plan.out / CHECKPOINTS
     retention = Retention(recipe.keep, recipe.keep_every, recipe.keep_best)
-    saver = save.Saver(loaded.engine, folder, loaded.blueprint, loaded.layout, retention, recipe.save_in_background, loaded.save_small_files, say)
+    saver = save.Saver(
+        loaded.engine,
+        folder,
+        loaded.blueprint,
+        loaded.layout,
+        retention,
+        recipe.save_in_background,
+        loaded.save_small_files,
+        say,
+    )
     saver.attempts.saved = loaded.state["step"]
     saver.check_room(demand_of(loaded), resumed=loaded.state["step"] > 0)
     return saver
@@ -164,17 +249,37 @@ def demand_of(loaded: Loaded) -> Demand:
     if not recipe.export or last < recipe.steps:
         return Demand(steps)
     whole = recipe.adapt is None or recipe.merge
-    numel = sum(tensor.numel for tensor in loaded.blueprint.tensors if whole or tensor.group is not None)
+    numel = sum(
+        tensor.numel for tensor in loaded.blueprint.tensors if whole or tensor.group is not None
+    )
     return Demand(steps, numel * loaded.dtype.itemsize)
 
 
 def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, float | None]:
-    """(what a step of the model computes, what the `device` can compute in a second): of each None where it is not known."""
+    """(what a step of the model computes, what the `device` can compute in a second): of each None
+    where it is not known.
+    """
     recipe = loaded.plan.recipe
     peak = DEVICES[device].flops if device in DEVICES else None
     if peak is None and loaded.engine.device.type != "cpu":
-        say(f"peak unknown: {device} is not in recipekit/spec/devices.py, so metrics.jsonl has no mfu")
-    flops = step_flops(loaded.model_config, loaded.built.attention, recipe.model, loaded.task.facts, recipe.adapt) if peak else None
+        say(
+            f"peak unknown: {device} is not in recipekit/spec/devices.py, so metrics.jsonl has"
+            " no mfu"
+        )
+    flops = (
+        step_flops(
+            loaded.model_config,
+            loaded.built.attention,
+            recipe.model,
+            loaded.task.facts,
+            recipe.adapt,
+        )
+        if peak
+        else None
+    )
     if peak and flops is None:
-        say("mfu unknown: a layer of this model mixes tokens in a way that recipekit/model/flops.py does not count")
+        say(
+            "mfu unknown: a layer of this model mixes tokens in a way that recipekit/model/flops.py"
+            " does not count"
+        )
     return flops, peak

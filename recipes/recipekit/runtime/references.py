@@ -1,8 +1,10 @@
-"""What the start of a run says of the rows that it will train on: computed once, in the run's own layout, and kept for every later start.
+"""What the start of a run says of the rows that it will train on: computed once, in the run's own
+layout, and kept for every later start.
 
-The model is asked before a checkpoint is loaded, so on a resume, too, it has the weights that the run began with. The numbers
-lie beside the cached tokens, in a file for each start; a row's key is made of its tokens, so that other layouts, seeds and
-epochs find them again. What a file holds is never changed.
+The model is asked before a checkpoint is loaded, so on a resume, too, it has the weights that the
+run began with. The numbers lie beside the cached tokens, in a file for each start; a row's key is
+made of its tokens, so that other layouts, seeds and epochs find them again. What a file holds is
+never changed.
 """
 
 import contextlib
@@ -46,7 +48,9 @@ SAVE_EVERY, TELL_EVERY = 60.0, 10.0  # seconds
 
 @dataclass
 class Kept:
-    """Holds the file of a start: its numbers, and of which streams it has all: identity -> [steps before the first one, the last one]."""
+    """Holds the file of a start: its numbers, and of which streams it has all: identity -> [steps
+    before the first one, the last one].
+    """
 
     file: Path | None  # None: nothing is kept
     references: References
@@ -58,18 +62,27 @@ class Kept:
             return
         try:
             with safe_open(self.file, framework="numpy") as opened:
-                keys, values, covered = opened.get_tensor("keys"), opened.get_tensor("values"), json.loads(opened.metadata()["covered"])
+                keys, values, covered = (
+                    opened.get_tensor("keys"),
+                    opened.get_tensor("values"),
+                    json.loads(opened.metadata()["covered"]),
+                )
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
             LOG.warning("%s cannot be read and is written again: %s", self.file, error)
             return
-        own, self.references.table = self.references.table, (np.empty(0, np.uint64), np.empty((0, 2), np.float32))
+        own, self.references.table = (
+            self.references.table,
+            (np.empty(0, np.uint64), np.empty((0, 2), np.float32)),
+        )
         self.references.add(keys.view(np.uint64), values)
         self.references.add(*own)  # those of the file stay
         for identity, (first, last) in covered.items():
             self.cover(identity, first, last)
 
     def write(self) -> None:
-        """Writes the file, with what others have added to it meanwhile: a kill leaves the old one or the new one."""
+        """Writes the file, with what others have added to it meanwhile: a kill leaves the old one
+        or the new one.
+        """
         if self.file is None:
             return
         try:
@@ -78,7 +91,10 @@ class Kept:
                 lock(held, str(self.file), "use --token_cache off", wait=True)
                 self.read()
                 keys, values = self.references.table
-                tensors, metadata = {"keys": keys.view(np.int64), "values": values}, {"covered": json.dumps(self.covered)}
+                tensors, metadata = (
+                    {"keys": keys.view(np.int64), "values": values},
+                    {"covered": json.dumps(self.covered)},
+                )
                 with replacing(self.file) as made:
                     write_with_umask(made, lambda path: save_file(tensors, path, metadata=metadata))
         except (OSError, SafetensorError, Refusal) as error:  # a full disk is a SafetensorError
@@ -91,14 +107,19 @@ class Kept:
 
     def cover(self, identity: str, first: int, last: int) -> None:
         begun, ended = self.covered.get(identity, [first, last])
-        self.covered[identity] = [first, last] if first > ended or begun > last else [min(begun, first), max(ended, last)]
+        self.covered[identity] = (
+            [first, last]
+            if first > ended or begun > last
+            else [min(begun, first), max(ended, last)]
+        )
 
 
 def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say: Say) -> None:
-    """Fills the references of the processor for all rows of the schedule after the step folder `source`, and for those held out (a collective).
+    """Fills the references of the processor for all rows of the schedule after the step folder
+    `source`, and for those held out (a collective).
 
-    The engine has to have the weights of the start; `evaluate` reads micro-batches with it, as an evaluation does. Raises `Refusal`,
-    on all ranks, for a row that cannot be used.
+    The engine has to have the weights of the start; `evaluate` reads micro-batches with it, as an
+    evaluation does. Raises `Refusal`, on all ranks, for a row that cannot be used.
     """
     plan, task, pairs = loaded.plan, loaded.task, cast(Pairs, loaded.processor)
     state: State = json.loads((source / STATE).read_text()) if source else loaded.state
@@ -106,7 +127,14 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
     kept.read()
     share(kept)
     reader, steps = Reader(loaded, kept, evaluate, say), plan.recipe.steps - state["step"]
-    stream = open_data(plan, task, pairs, loaded.groups.coords["dp"], cast("StreamState | None", state["data"]), say)
+    stream = open_data(
+        plan,
+        task,
+        pairs,
+        loaded.groups.coords["dp"],
+        cast("StreamState | None", state["data"]),
+        say,
+    )
     with contextlib.closing(stream):
         check_same_data(stream)
         is_dated = pairs.tokenizer.chat_template and ChatTemplate(pairs.tokenizer).is_dated
@@ -115,7 +143,9 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
             identity_of(pairs.tokenizer, plan.recipe.task),  # the state of an older run has none
             *filter(None, [plan.recipe.batch_ramp, plan.day if is_dated else ""]),
         )
-        identity = hashlib.blake2b(json.dumps(stated, sort_keys=True).encode(), digest_size=16).hexdigest()
+        identity = hashlib.blake2b(
+            json.dumps(stated, sort_keys=True).encode(), digest_size=16
+        ).hexdigest()
         if held_out := open_held_out(plan, task, pairs, loaded.groups.coords, stream.state, say):
             reader.take(held_out)
         first = stream.state["step"]  # 0 for other data than the checkpoint's
@@ -132,7 +162,10 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
     pairs.references.complete = True
     if reader.asked:
         where = f", kept in {kept.file}" if kept.file else ""
-        say(f"reference log-probabilities: {len(pairs.references.table[0]):,} pairs in {reader.seconds:.1f} s{where}")
+        say(
+            f"reference log-probabilities: {len(pairs.references.table[0]):,} pairs in"
+            f" {reader.seconds:.1f} s{where}"
+        )
 
 
 @dataclass
@@ -144,7 +177,8 @@ class Reader:
     evaluate: Callable[..., Any]
     say: Say
     asked: int = 0  # micro-batches of this rank
-    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)  # that the other ranks do not have
+    # that the other ranks do not have
+    found: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     begun: float = field(default_factory=time.perf_counter)
     told: float = field(default_factory=time.perf_counter)
     saved: float = field(default_factory=time.perf_counter)
@@ -154,11 +188,21 @@ class Reader:
         return time.perf_counter() - self.begun
 
     def take(self, batches: list[MicroBatch] | None, error: BaseException | None = None) -> None:
-        """Asks of the micro-batches of a step, if a rank has one with a pair that is not known (a collective). None: there is an `error` in their place."""
+        """Asks of the micro-batches of a step, if a rank has one with a pair that is not known (a
+        collective).
+
+        None: there is an `error` in their place.
+        """
         loaded, references = self.loaded, self.kept.references
-        keys = np.concatenate([keys_of(batch) for batch in batches]) if batches else np.empty(0, np.uint64)
+        keys = (
+            np.concatenate([keys_of(batch) for batch in batches])
+            if batches
+            else np.empty(0, np.uint64)
+        )
         unknown = int((~references(keys)[1] & (keys != 0)).any())
-        flags = torch.tensor([unknown, error is not None], dtype=torch.int64, device=loaded.engine.device)
+        flags = torch.tensor(
+            [unknown, error is not None], dtype=torch.int64, device=loaded.engine.device
+        )
         dist.all_reduce(flags)
         if flags[1]:
             raise Refusal(shared_problems(error))
@@ -173,7 +217,9 @@ class Reader:
             self.found.append((keys, torch.cat(scores).float().cpu().numpy()))
 
     def together(self, where: str) -> None:
-        """Gives every rank what the others have found (a collective), tells it now and then, and keeps it."""
+        """Gives every rank what the others have found (a collective), tells it now and then, and
+        keeps it.
+        """
         everyone: list[Any] = [None] * self.loaded.plan.mesh.world
         dist.all_gather_object(everyone, self.found)
         for keys, values in (found for own in everyone for found in own):
@@ -196,10 +242,13 @@ def share(kept: Kept) -> None:
 
 
 def file_of(loaded: Loaded) -> Path | None:
-    """Names the file of the start of a run, by the weights, the config, the precision and the adapter; None where none is kept."""
+    """Names the file of the start of a run, by the weights, the config, the precision and the
+    adapter; None where none is kept.
+    """
     recipe, built = loaded.plan.recipe, loaded.built
     adapter = config_of(built.model)
-    if recipe.token_cache == "off" or (recipe.adapt is not None and adapter is None):  # what such an `adapt` has done to the weights is not known
+    # what such an `adapt` has done to the weights is not known
+    if recipe.token_cache == "off" or (recipe.adapt is not None and adapter is None):
         return None
     base = (
         Path(datasets_config.HF_DATASETS_CACHE) / "recipekit"
@@ -207,6 +256,17 @@ def file_of(loaded: Loaded) -> Path | None:
         else local_path(f"--token_cache {recipe.token_cache}", recipe.token_cache)
     )
     seed = recipe.seed if adapter or built.weights is None else None
-    stated = [FORMAT, loaded.model_config, loaded.plan.precision, seed, built.weights.mark() if built.weights else "", adapter]
+    stated = [
+        FORMAT,
+        loaded.model_config,
+        loaded.plan.precision,
+        seed,
+        built.weights.mark() if built.weights else "",
+        adapter,
+    ]
     text = json.dumps(stated, sort_keys=True)
-    return base / "references" / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.safetensors"
+    return (
+        base
+        / "references"
+        / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.safetensors"
+    )

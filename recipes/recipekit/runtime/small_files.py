@@ -13,10 +13,22 @@ from ..spec.task_specs import TASKS
 from .facts import export_dtype
 
 
-def small_files_of(plan: Plan, built: Built, model_config: dict[str, Any], processor: Any, say: Say) -> SmallFiles:
-    """Read and make the small files at the start of a run, because the model's folder may be gone later. Log changes."""
+def small_files_of(
+    plan: Plan, built: Built, model_config: dict[str, Any], processor: Any, say: Say
+) -> SmallFiles:
+    """Read and make the small files at the start of a run, because the model's folder may be gone
+    later.
+
+    Log changes.
+    """
     recipe, facts = plan.recipe, TASKS[plan.recipe.task]
-    origin = origin_of(recipe.model, recipe.init, recipe.tokenizer, "tokenizer" in facts.reads, recipe.model_revision)
+    origin = origin_of(
+        recipe.model,
+        recipe.init,
+        recipe.tokenizer,
+        "tokenizer" in facts.reads,
+        recipe.model_revision,
+    )
     answers = facts.auto_class == CAUSAL and (facts.chats or facts.pairs)
     ends = end_tokens(getattr(processor, "tokenizer", processor), recipe.task) if answers else ()
     small = gather(built, model_config, processor, export_dtype(plan, model_config), origin, ends)
@@ -26,8 +38,11 @@ def small_files_of(plan: Plan, built: Built, model_config: dict[str, Any], proce
 
 
 def end_tokens(tokenizer: Any, task: str = "sft") -> tuple[int, ...]:
-    """Return the tokens that end an answer in training: the tokenizer's end token and the chat template's."""
+    """Return the tokens that end an answer in training: the tokenizer's end token and the chat
+    template's.
+    """
     ends = [tokenizer.eos_token_id]
-    with contextlib.suppress(Refusal):  # a template that cannot be used is refused where chats are read
+    # a template that cannot be used is refused where chats are read
+    with contextlib.suppress(Refusal):
         ends += Encoder(tokenizer, task, seq_len=1).end_tokens
     return tuple(dict.fromkeys(number for number in ends if number is not None))

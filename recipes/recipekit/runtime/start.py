@@ -38,7 +38,9 @@ WAIT = 10.0  # seconds in which the ranks usually meet
 
 
 def start(plan: Plan, peers: Peers | None = None) -> torch.device:
-    """Compiles what is missing, joins the process group, watches the other ranks, seeds, and returns this rank's device (a collective)."""
+    """Compiles what is missing, joins the process group, watches the other ranks, seeds, and
+    returns this rank's device (a collective).
+    """
     quiet()
     if plan.recipe.deterministic:
         deterministic.switch_on()
@@ -47,7 +49,9 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
     problems = check_device(plan.ds_config, device.type, bool(accelerator.is_fp16_supported()))
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        problems += check_precision(plan.recipe.engine, plan.recipe.precision, torch.cuda.get_device_name(device), has_bf16)
+        problems += check_precision(
+            plan.recipe.engine, plan.recipe.precision, torch.cuda.get_device_name(device), has_bf16
+        )
     if problems:
         raise Refusal(problems)
     prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
@@ -61,7 +65,8 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
         check_memory(plan, device)
     except Refusal as refusal:
         lacking = refusal
-    problems = shared_problems(lacking)  # one host's problem stops all ranks, which would wait for that host
+    # one host's problem stops all ranks, which would wait for that host
+    problems = shared_problems(lacking)
     # one of each problem: the ranks saw slightly different amounts of free memory
     if once := {(problem.where.partition(" = ")[0], problem.rule): problem for problem in problems}:
         raise Refusal(list(once.values()))
@@ -73,7 +78,9 @@ def start(plan: Plan, peers: Peers | None = None) -> torch.device:
 
 @contextlib.contextmanager
 def named_wait(command: Command, after: float = WAIT) -> Iterator[None]:
-    """Print, on the first rank of each host, which ranks are missing if the `with` takes longer than `after` seconds."""
+    """Print, on the first rank of each host, which ranks are missing if the `with` takes longer
+    than `after` seconds.
+    """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     others = "the other ranks" if command.rank == 0 else "rank 0 and the other ranks"
     text = f"rank {command.rank} of {command.world} waits for {others}, which meet at {where}"
@@ -91,29 +98,47 @@ def named_wait(command: Command, after: float = WAIT) -> Iterator[None]:
 def do_without_shm_op() -> None:
     """Keeps `init_distributed` from building an op that no run here calls.
 
-    DeepSpeed 0.19.8 builds and opens the op on every CPU (comm/torch.py, build_shm_op), for `inference_all_reduce` alone.
-    That costs half a minute of compiling and 66 MiB a rank in /dev/shm, which are never given back (csrc/cpu/comm/shm.cpp);
-    if they are not there, the rank ends with a SIGBUS. Without the op `inference_all_reduce` is torch's `all_reduce`.
+    DeepSpeed 0.19.8 builds and opens the op on every CPU (comm/torch.py, build_shm_op), for
+    `inference_all_reduce` alone. That costs half a minute of compiling and 66 MiB a rank in
+    /dev/shm, which are never given back (csrc/cpu/comm/shm.cpp); if they are not there, the rank
+    ends with a SIGBUS. Without the op `inference_all_reduce` is torch's `all_reduce`.
     """
-    backend: Any = importlib.import_module("deepspeed.comm.torch")  # deepspeed.comm's own attribute `torch` is torch
+    # deepspeed.comm's own attribute `torch` is torch
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
 
 
 def check_memory(plan: Plan, device: torch.device) -> None:
-    """Raises `Refusal` if the states of this rank, or of all ranks of its host, certainly exceed the free memory; called before anything large is made."""
+    """Raises `Refusal` if the states of this rank, or of all ranks of its host, certainly exceed
+    the free memory; called before anything large is made.
+    """
     if plan.model_config is None:
         return
     stage, rank = plan.mesh.coords(plan.command.rank)["pp"], plan.command.rank
     terms, problems = rank_plan(plan, stage), []
     first, ranks = rank - plan.command.local_rank, plan.command.local_ranks or 1
-    alike = sum(plan.mesh.coords(other)["pp"] == stage for other in range(max(0, first), min(first + ranks, plan.mesh.world)))
+    alike = sum(
+        plan.mesh.coords(other)["pp"] == stage
+        for other in range(max(0, first), min(first + ranks, plan.mesh.world))
+    )
     if device.type == "cuda":
-        if plan.command.rank == 0 and (pinned := sum(term.pinned for term in terms if not term.bound)):
+        if plan.command.rank == 0 and (
+            pinned := sum(term.pinned for term in terms if not term.bound)
+        ):
             print(f"offload pins {gib(pinned)} of host memory on each rank, rounding included")
-        problems += too_much(terms, ACCELERATOR, torch.cuda.mem_get_info(device)[0], on=f"{torch.cuda.get_device_name(device)} that is free")
+        problems += too_much(
+            terms,
+            ACCELERATOR,
+            torch.cuda.mem_get_info(device)[0],
+            on=f"{torch.cuda.get_device_name(device)} that is free",
+        )
     else:
         # a bucket takes only the pages that are written: the kernel gives no others
-        terms = [replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what) for term in terms if term.place != NVME]
+        terms = [
+            replace(term, place=HOST, pinned=0, bound=term.bound or "bucket" in term.what)
+            for term in terms
+            if term.place != NVME
+        ]
     if (free := free_memory()) is not None:
         problems += too_much(terms, HOST, free, max(1, alike), on=f"{platform.node()} that is free")
     if problems:
@@ -124,7 +149,13 @@ def quiet() -> None:
     """Leaves warnings and errors of the libraries visible, not their information lines."""
     logger.setLevel(logging.WARNING)
     shorten_retries()
-    # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with force), and resets the device's peak memory while it does
+    # DeepSpeed 0.19.8 prints six lines for each group (bf16_optimizer.py, see_memory_usage with
+    # force), and resets the device's peak memory while it does
     bf16_optimizer.see_memory_usage = lambda *_, **__: None
-    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats for each
-    warnings.filterwarnings("ignore", message=r".*is deprecated\. Please use `torch\.distributed", category=FutureWarning)
+    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; the warning repeats
+    # for each
+    warnings.filterwarnings(
+        "ignore",
+        message=r".*is deprecated\. Please use `torch\.distributed",
+        category=FutureWarning,
+    )

@@ -25,13 +25,17 @@ from .task_specs import TASKS
 
 @dataclass(frozen=True)
 class Command:
-    """Holds a recipe with its command line applied. `typed` names the fields that the user typed; nothing changes those."""
+    """Holds a recipe with its command line applied.
+
+    `typed` names the fields that the user typed; nothing changes those.
+    """
 
     recipe: Recipe
     name: str  # of the recipe's file, without .py
     folder: Path  # the recipe's file lies here
     typed: frozenset[str]
-    unused: dict[str, str] = field(default_factory=dict)  # split, subset and revisions of the recipe's file, if another data set or model was typed
+    # split, subset and revisions of the recipe's file, if another data set or model was typed
+    unused: dict[str, str] = field(default_factory=dict)
     tiny: bool = False
     dry_run: bool = False
     show: str = ""  # "json": a dry run prints the resolved JSON
@@ -45,13 +49,20 @@ class Command:
 
     @property
     def revisions(self) -> dict[str, str]:
-        """The revisions that the user asked for; a resume reads the commits of its first start instead."""
-        return {"model_revision": self.recipe.model_revision, "dataset_revision": self.recipe.dataset_revision}
+        """The revisions that the user asked for; a resume reads the commits of its first start
+        instead.
+        """
+        return {
+            "model_revision": self.recipe.model_revision,
+            "dataset_revision": self.recipe.dataset_revision,
+        }
 
     def fitted(self) -> tuple[Recipe, list[str]]:
-        """Return the recipe with its warm-up, decay and ramp fitted to its steps, and a line for each change.
+        """Return the recipe with its warm-up, decay and ramp fitted to its steps, and a line for
+        each change.
 
-        A recipe with epochs has `counted` steps. Steps that the user typed replace the epochs of the recipe's file.
+        A recipe with epochs has `counted` steps. Steps that the user typed replace the epochs of
+        the recipe's file.
         """
         recipe, typed, lines = self.recipe, self.typed, list[str]()
         if type(recipe.epochs) not in (int, float) or recipe.epochs <= 0:
@@ -59,7 +70,10 @@ class Command:
         other_data = self.tiny and "dataset" not in typed
         if "epochs" not in typed and ("steps" in typed or other_data):
             why = "--tiny uses built-in data" if other_data else f"--steps {recipe.steps} is typed"
-            lines = [f"epochs: {recipe.epochs:g} of the recipe left out, because {why}. The run has {recipe.steps} steps"]
+            lines = [
+                f"epochs: {recipe.epochs:g} of the recipe left out, because {why}. The run has"
+                f" {recipe.steps} steps"
+            ]
             recipe = dataclasses.replace(recipe, epochs=0.0)
         else:
             recipe, typed = dataclasses.replace(recipe, steps=self.counted), typed | {"steps"}
@@ -68,12 +82,21 @@ class Command:
 
     @property
     def out(self) -> Path:
-        """Return the run folder. Trials have folders of their own, apart from the run's. Raise `Refusal` as `run_folder` does."""
-        return run_folder(str(self.recipe.out), f"runs/{self.name}{'_tiny' if self.tiny else ''}", self.dry_run)
+        """Return the run folder.
+
+        Trials have folders of their own, apart from the run's. Raise `Refusal` as `run_folder`
+        does.
+        """
+        return run_folder(
+            str(self.recipe.out), f"runs/{self.name}{'_tiny' if self.tiny else ''}", self.dry_run
+        )
 
 
 def recipe_of(path: Path) -> Recipe:
-    """Returns the `RECIPE` of a recipe's file; importing the file starts nothing. Raises `Refusal` if there is none."""
+    """Returns the `RECIPE` of a recipe's file; importing the file starts nothing.
+
+    Raises `Refusal` if there is none.
+    """
     if not path.is_file():
         rule = "is a folder" if path.is_dir() else "the file does not exist on this host"
         raise refuse(f"--recipe {path}", rule, _nearest_file(path) or "give a file of recipes/")
@@ -82,12 +105,26 @@ def recipe_of(path: Path) -> Recipe:
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
-        # not by an importer: its cache takes two files for the same if their sizes are equal and both were written in one second
+        # not by an importer: its cache takes two files for the same if their sizes are equal and
+        # both were written in one second
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
     except Refusal:
         raise
-    except (SyntaxError, ImportError, TypeError, NameError, AttributeError, ValueError, LookupError, OSError) as error:
-        raise refuse(f"--recipe {path}", f"cannot be imported: {type(error).__name__}: {error}", "correct the file") from None
+    except (
+        SyntaxError,
+        ImportError,
+        TypeError,
+        NameError,
+        AttributeError,
+        ValueError,
+        LookupError,
+        OSError,
+    ) as error:
+        raise refuse(
+            f"--recipe {path}",
+            f"cannot be imported: {type(error).__name__}: {error}",
+            "correct the file",
+        ) from None
     if hasattr(module, "RECIPE"):
         return one_recipe(module.RECIPE, path)
     other = next((name for name, value in vars(module).items() if isinstance(value, Recipe)), "")
@@ -112,7 +149,9 @@ def one_recipe(value: Any, path: Path) -> Recipe:
 
 
 def _nearest_file(missing: Path) -> str:
-    """Suggest the recipe's file that was probably meant by one that is not there; "" if none is near."""
+    """Suggest the recipe's file that was probably meant by one that is not there; "" if none is
+    near.
+    """
     beside = {file.stem: file for file in sorted(missing.parent.glob("*.py"))}
     near = difflib.get_close_matches(missing.stem, recipes() | beside, 1)
     if not near:
@@ -130,11 +169,14 @@ OF_DRY_RUNS = {  # flag -> why a real run has none
 
 
 def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
-    """Reads the command line into a `Command`; has no side effect. Raises `Refusal` (exit code 2) with every mistake.
+    """Reads the command line into a `Command`; has no side effect.
 
-    Flags are the plain fields of `Recipe`, with `-` or `_`. World size and rank are read from WORLD_SIZE, RANK and
-    LOCAL_RANK, which every launcher sets; without them the job is one rank. The ranks of this host are LOCAL_WORLD_SIZE
-    (torchrun, `python -m launch`) or LOCAL_SIZE (deepspeed).
+    Raises `Refusal` (exit code 2) with every mistake.
+
+    Flags are the plain fields of `Recipe`, with `-` or `_`. World size and rank are read from
+    WORLD_SIZE, RANK and LOCAL_RANK, which every launcher sets; without them the job is one rank.
+    The ranks of this host are LOCAL_WORLD_SIZE (torchrun, `python -m launch`) or LOCAL_SIZE
+    (deepspeed).
     """
     recipe = one_recipe(recipe, path)
     parser = _parser_of(vars(recipe), path)
@@ -148,9 +190,13 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     changes = {name: given[name] for name in flags if name in given}
     if "deepspeed_config" in given:
         changes["ds_config"] = given["deepspeed_config"]
-    changed, unused = dataclasses.replace(recipe, **_switched_off(changes), **changes).for_other_data(recipe, frozenset(changes))
+    changed, unused = dataclasses.replace(
+        recipe, **_switched_off(changes), **changes
+    ).for_other_data(recipe, frozenset(changes))
     if parser.problems:
-        raise Refusal(parser.problems + check_recipe(changed.shortened(frozenset(changes))[0]), exit_code=2)
+        raise Refusal(
+            parser.problems + check_recipe(changed.shortened(frozenset(changes))[0]), exit_code=2
+        )
     return Command(
         recipe=changed,
         name=path.stem,
@@ -170,30 +216,73 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
 
 
 def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
-    """Return the parser of a recipe's flags, in groups by subject; `values` are those of its fields."""
+    """Return the parser of a recipe's flags, in groups by subject; `values` are those of its
+    fields.
+    """
     parser = _Parser(path.name)
     trial = parser.group("try it")
-    trial.add_argument("--help", "-h", metavar="[all]", help="Show the most used flags. --help all shows all flags by subject.")
-    trial.add_argument("--tiny", action="store_true", help="Run a small trial: shrink the model, rows and batch, and use built-in data without network.")
-    trial.add_argument("--dry_run", action="store_true", help="Check all inputs, print layout, batch and memory, then exit.")
-    trial.add_argument("--show_row", action="store_true", help="Print the first row of the data, mark the part with a loss, then exit.")
-    parser.flag("try it", "show", str, "With --dry_run: print the resolved DeepSpeed JSON.", "", ("json",))
+    trial.add_argument(
+        "--help",
+        "-h",
+        metavar="[all]",
+        help="Show the most used flags. --help all shows all flags by subject.",
+    )
+    trial.add_argument(
+        "--tiny",
+        action="store_true",
+        help=(
+            "Run a small trial: shrink the model, rows and batch, and use built-in data without"
+            " network."
+        ),
+    )
+    trial.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="Check all inputs, print layout, batch and memory, then exit.",
+    )
+    trial.add_argument(
+        "--show_row",
+        action="store_true",
+        help="Print the first row of the data, mark the part with a loss, then exit.",
+    )
+    parser.flag(
+        "try it", "show", str, "With --dry_run: print the resolved DeepSpeed JSON.", "", ("json",)
+    )
     parser.flag("try it", "world", int, "With --dry_run: number of ranks to plan for.", 1)
-    parser.flag("try it", "device", str, "With --dry_run: check that the states fit on this device, for example A100-40GB. If not given, the local GPU.", "")
+    parser.flag(
+        "try it",
+        "device",
+        str,
+        "With --dry_run: check that the states fit on this device, for example A100-40GB. If not"
+        " given, the local GPU.",
+        "",
+    )
     group = ""
     for item in dataclasses.fields(Recipe):
         group = item.metadata.get("group", group)
         if item.name == "ds_config":
-            name = values["ds_config"] if isinstance(values["ds_config"], str) else "written in the recipe"
+            name = (
+                values["ds_config"]
+                if isinstance(values["ds_config"], str)
+                else "written in the recipe"
+            )
             parser.flag(
                 "layout",
                 "deepspeed_config",
                 str,
-                "DeepSpeed JSON file with the memory strategy: a path, or the name of a file next to the recipe or in ds_configs/.",
+                "DeepSpeed JSON file with the memory strategy: a path, or the name of a file next"
+                " to the recipe or in ds_configs/.",
                 name,
             )
         if "help" in item.metadata:
-            parser.flag(group, item.name, kinds_of_field(item)[0], item.metadata["help"], values[item.name], item.metadata.get("choices", ()))
+            parser.flag(
+                group,
+                item.name,
+                kinds_of_field(item)[0],
+                item.metadata["help"],
+                values[item.name],
+                item.metadata.get("choices", ()),
+            )
     parser.add_argument("--local_rank", type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
@@ -202,7 +291,11 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
     """Return the number of ranks, and note each flag that must not be combined with another."""
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if "device" in given and not given["device"].strip():
-        parser.wrong("--device ''", "must not be empty or blank", "name a device, for example --device H200. Check the variables of your shell")
+        parser.wrong(
+            "--device ''",
+            "must not be empty or blank",
+            "name a device, for example --device H200. Check the variables of your shell",
+        )
     for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
         parser.wrong(f"--{name}", "requires --dry_run", OF_DRY_RUNS[name])
     if "world" in given:
@@ -211,19 +304,36 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
             parser.wrong(f"--world {world}", "must be at least 1", "use --world 1 or more")
     if {"steps", "epochs"} <= given.keys():
         where = f"--epochs {given['epochs']:g} with --steps {given['steps']}"
-        parser.wrong(where, "cannot be combined: a run is limited by steps or by epochs", "use only one of them")
+        parser.wrong(
+            where,
+            "cannot be combined: a run is limited by steps or by epochs",
+            "use only one of them",
+        )
     if "activation_checkpointing" in given and given.get("recompute_every", -1) >= 0:
         switch, every = given["activation_checkpointing"], given["recompute_every"]
         if switch != (every > 0):
-            where = f"--{'' if switch else 'no-'}activation_checkpointing with --recompute_every {every}"
-            parser.wrong(where, "contradict each other: one switches recomputation on, the other switches it off", "leave one of them out")
+            where = (
+                f"--{'' if switch else 'no-'}activation_checkpointing with --recompute_every"
+                f" {every}"
+            )
+            parser.wrong(
+                where,
+                "contradict each other: one switches recomputation on, the other switches it off",
+                "leave one of them out",
+            )
     if given["dry_run"] and given["show_row"]:
-        parser.wrong("--show_row with --dry_run", "cannot be combined: each prints its own output and exits", "use only one of them")
+        parser.wrong(
+            "--show_row with --dry_run",
+            "cannot be combined: each prints its own output and exits",
+            "use only one of them",
+        )
     return world
 
 
 def _switched_off(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field to change in the recipe's file because a typed flag switches recomputation off, which two fields switch on."""
+    """Return the field to change in the recipe's file because a typed flag switches recomputation
+    off, which two fields switch on.
+    """
     if changes.get("activation_checkpointing") is False and "recompute_every" not in changes:
         return {"recompute_every": 0}
     if changes.get("recompute_every") == 0 and "activation_checkpointing" not in changes:
@@ -232,7 +342,10 @@ def _switched_off(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _help_asked(words: list[str]) -> str:
-    """Return which page of the help a command line asks for: "first" or "all"; "" if none. Raise `Refusal` for other pages."""
+    """Return which page of the help a command line asks for: "first" or "all"; "" if none.
+
+    Raise `Refusal` for other pages.
+    """
     asked = [index for index, word in enumerate(words) if re.fullmatch(r"-h|--help(=.*)?", word)]
     if not asked:
         return ""
@@ -240,7 +353,14 @@ def _help_asked(words: list[str]) -> str:
     if page.startswith("-"):
         page = "first"
     if page not in ("first", "all"):
-        raise Refusal([Problem(f"--help {shown(page)}", "the page does not exist", "use --help or --help all")], exit_code=2)
+        raise Refusal(
+            [
+                Problem(
+                    f"--help {shown(page)}", "the page does not exist", "use --help or --help all"
+                )
+            ],
+            exit_code=2,
+        )
     return page
 
 
@@ -249,7 +369,10 @@ def _show_help(page: str, values: Mapping[str, Any], path: Path, parser: "_Parse
     task = values["task"] if values["task"] in tuple(TASKS) else Recipe.task
     adapted = values["adapt"] is not None
     hidden = of_other_tasks(task, adapted)
-    groups = {title: [action for action in group._group_actions if action.dest not in hidden] for title, group in parser.titles.items()}
+    groups = {
+        title: [action for action in group._group_actions if action.dest not in hidden]
+        for title, group in parser.titles.items()
+    }
     if page == "all":
         text = whole_page(str(path), task, groups)
     else:
@@ -261,7 +384,9 @@ def _show_help(page: str, values: Mapping[str, Any], path: Path, parser: "_Parse
 
 
 class _Parser(argparse.ArgumentParser):
-    """Collects every mistake of a command line in `problems`, where argparse would end at the first."""
+    """Collects every mistake of a command line in `problems`, where argparse would end at the
+    first.
+    """
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, allow_abbrev=False, add_help=False)
@@ -273,27 +398,59 @@ class _Parser(argparse.ArgumentParser):
             self.titles[title] = self.add_argument_group(title)
         return self.titles[title]
 
-    def flag(self, group: str, name: str, kind: type, about: str, default: Any, choices: tuple[str, ...] = ()) -> None:
-        """Adds a flag to the help's `group` that sets `name`. `read` returns only the flags that were typed."""
+    def flag(
+        self,
+        group: str,
+        name: str,
+        kind: type,
+        about: str,
+        default: Any,
+        choices: tuple[str, ...] = (),
+    ) -> None:
+        """Adds a flag to the help's `group` that sets `name`.
+
+        `read` returns only the flags that were typed.
+        """
         about += f" (default: {default})" if default != "" else ""
         if kind is bool:
-            self.group(group).add_argument(f"--{name}", help=about, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
+            self.group(group).add_argument(
+                f"--{name}",
+                help=about,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+            )
             return
 
         def read(text: str) -> Any:
             try:
                 value = kind(text)
             except ValueError:
-                self.wrong(f"--{name} {shown(text)}", f"must be a {'whole ' if kind is int else ''}number", f"use a number, for example --{name} {default}")
+                self.wrong(
+                    f"--{name} {shown(text)}",
+                    f"must be a {'whole ' if kind is int else ''}number",
+                    f"use a number, for example --{name} {default}",
+                )
                 return None
             if choices and value not in choices:
-                self.wrong(f"--{name} {shown(text)}", "is not known", f"use --{name} {' or '.join(choices)}")
+                self.wrong(
+                    f"--{name} {shown(text)}",
+                    "is not known",
+                    f"use --{name} {' or '.join(choices)}",
+                )
                 return None
             return value
 
         metavar = "|".join(choices) or {int: "N", float: "X", str: "TEXT"}[kind]
         # `nargs`: argparse would end at a flag without its value
-        self.group(group).add_argument(f"--{name}", metavar=metavar, help=about, type=read, nargs="?", const=self, default=argparse.SUPPRESS)
+        self.group(group).add_argument(
+            f"--{name}",
+            metavar=metavar,
+            help=about,
+            type=read,
+            nargs="?",
+            const=self,
+            default=argparse.SUPPRESS,
+        )
 
     def read(self, argv: list[str]) -> dict[str, Any]:
         """Reads the words of a command line; returns {name: value} of every flag that is right."""
@@ -304,22 +461,38 @@ class _Parser(argparse.ArgumentParser):
             if re.match(r"-[\d.]", word) and words and words[-1] in self._option_string_actions:
                 words[-1] += f"={word}"  # a negative number: argparse takes -1e-3 for a flag
             elif word.startswith("--"):
-                words.append(self._switch(spelled.get(name.replace("_", "-"), name), equals + value))
+                words.append(
+                    self._switch(spelled.get(name.replace("_", "-"), name), equals + value)
+                )
             else:
                 words.append(word)
         found, unknown = self.parse_known_args(words)
         for flag, *values in _with_values(unknown):
             if flag.startswith("-"):
-                self.wrong(" ".join([flag, *values]), "is not a flag of this command", self._meant(flag))
+                self.wrong(
+                    " ".join([flag, *values]), "is not a flag of this command", self._meant(flag)
+                )
             else:
-                self.wrong(flag, "is not a flag", "write --NAME VALUE: a flag begins with --, and its value follows it")
+                self.wrong(
+                    flag,
+                    "is not a flag",
+                    "write --NAME VALUE: a flag begins with --, and its value follows it",
+                )
         for name in [name for name, value in vars(found).items() if value is self]:
             self.wrong(f"--{name}", "requires a value", f"write --{name} VALUE")
-        return {name: value for name, value in vars(found).items() if value is not None and value is not self}
+        return {
+            name: value
+            for name, value in vars(found).items()
+            if value is not None and value is not self
+        }
 
     def _switch(self, flag: str, value: str) -> str:
-        """Return `flag` with its `=value`; --flag or --no-flag if a switch has =True or =False, as `wandb agent` writes them."""
-        switch = isinstance(self._option_string_actions.get(flag), argparse.BooleanOptionalAction) and not flag.startswith("--no-")
+        """Return `flag` with its `=value`; --flag or --no-flag if a switch has =True or =False, as
+        `wandb agent` writes them.
+        """
+        switch = isinstance(
+            self._option_string_actions.get(flag), argparse.BooleanOptionalAction
+        ) and not flag.startswith("--no-")
         if not switch or value.lower() not in ("=true", "=false"):
             return flag + value
         return flag if value.lower() == "=true" else f"--no-{flag[2:]}"
@@ -328,19 +501,33 @@ class _Parser(argparse.ArgumentParser):
         self.problems.append(Problem(where, rule, fix))
 
     def error(self, message: str) -> Any:
-        raise Refusal([*self.problems, Problem("command line", message, f"list the flags with: python {self.prog} --help")], exit_code=2)
+        raise Refusal(
+            [
+                *self.problems,
+                Problem("command line", message, f"list the flags with: python {self.prog} --help"),
+            ],
+            exit_code=2,
+        )
 
     def _meant(self, flag: str) -> str:
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
         if known := advice(name):
             return known
-        spelled = {option.lstrip("-").replace("-", "_"): option for option in self._option_string_actions}
+        spelled = {
+            option.lstrip("-").replace("-", "_"): option for option in self._option_string_actions
+        }
         near = nearest(name, spelled)
-        return f"did you mean {spelled[near]}?" if near else f"list the flags with: python {self.prog} --help"
+        return (
+            f"did you mean {spelled[near]}?"
+            if near
+            else f"list the flags with: python {self.prog} --help"
+        )
 
 
 def shown(text: str) -> str:
-    """Return a value as a message shows it: in quotes if it is blank, or has a character that does not print."""
+    """Return a value as a message shows it: in quotes if it is blank, or has a character that does
+    not print.
+    """
     return text if text.strip() and text.isprintable() else repr(text)
 
 

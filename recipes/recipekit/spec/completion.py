@@ -30,7 +30,8 @@ _recipekit() {
 }
 complete -F _recipekit recipekit
 """
-ZSH = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"  # zsh then takes functions of bash
+# zsh then takes functions of bash
+ZSH = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"
 LINT = ("--recipe", "--world", "--json-only", "--filled-by", "--fix")
 
 

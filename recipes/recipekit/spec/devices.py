@@ -1,10 +1,10 @@
-"""Lists the accelerators that people rent, by the name that torch reports: peak of dense bf16 matrix products, memory,
-and its bandwidth.
+"""Lists the accelerators that people rent, by the name that torch reports: peak of dense bf16
+matrix products, memory, and its bandwidth.
 
-From the vendors' data sheets (NVIDIA: A10, A10G on AWS, A100, GH200, H20, H100, H200, HGX B200, L4, L40S, Ada
-whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most data sheets print first. The bandwidth is
-the sheets' peak. The memory is the nominal one in GiB; a program gets up to 7 % less (ECC, the driver), so what exceeds the nominal memory certainly does
-not fit.
+From the vendors' data sheets (NVIDIA: A10, A10G on AWS, A100, GH200, H20, H100, H200, HGX B200, L4,
+L40S, Ada whitepaper; AMD: MI300X), without sparsity, which doubles the figure that most data sheets
+print first. The bandwidth is the sheets' peak. The memory is the nominal one in GiB; a program gets
+up to 7 % less (ECC, the driver), so what exceeds the nominal memory certainly does not fit.
 """
 
 import itertools
@@ -16,7 +16,9 @@ from .refusal import refuse
 
 @dataclass(frozen=True)
 class Device:
-    """Describes a device. `flops`: dense bf16 operations a second at the peak, a multiply-add counted as two. `memory` in
+    """Describes a device.
+
+    `flops`: dense bf16 operations a second at the peak, a multiply-add counted as two. `memory` in
     bytes, `bandwidth` of it in bytes a second. `also`: other words that people use for the device.
     """
 
@@ -54,29 +56,45 @@ DEVICES = {
 
 
 def device_called(name: str) -> tuple[str, Device]:
-    """Return the device that a user means by "H200", "a100-sxm4-40gb" or "RTX4090". Raises `Refusal` with the names if the
-    text fits no device, or several with unequal memory.
+    """Return the device that a user means by "H200", "a100-sxm4-40gb" or "RTX4090".
+
+    Raises `Refusal` with the names if the text fits no device, or several with unequal memory.
     """
     meant = _meant(name)
-    if len({DEVICES[known].memory for known in meant}) == 1:  # the shortest name: H200, not H200 NVL
+    # the shortest name: H200, not H200 NVL
+    if len({DEVICES[known].memory for known in meant}) == 1:
         known = min(meant, key=len)
         return known, DEVICES[known]
     if not meant:
-        raise refuse(f"--device {name}", "is not a known device", f"use one of {', '.join(DEVICES)}")
+        raise refuse(
+            f"--device {name}", "is not a known device", f"use one of {', '.join(DEVICES)}"
+        )
     sizes = ", ".join(f"{known} ({DEVICES[known].memory >> 30} GiB)" for known in meant)
     names = " or ".join(f"--device {_distinct(name, known)}" for known in meant)
-    raise refuse(f"--device {name}", f"is ambiguous, because it may be any of {sizes}", f"use {names}")
+    raise refuse(
+        f"--device {name}", f"is ambiguous, because it may be any of {sizes}", f"use {names}"
+    )
 
 
 def _meant(name: str) -> list[str]:
     """Return the devices that a text fits, by their full names."""
     text = "".join(_words(name))
-    return [known for known, device in DEVICES.items() if text and _made_of(text, {*_words(f"{known} {device.also}")})]
+    return [
+        known
+        for known, device in DEVICES.items()
+        if text and _made_of(text, {*_words(f"{known} {device.also}")})
+    ]
 
 
 def _distinct(name: str, known: str) -> str:
-    """Return `name` with as few words as make it fit one device only; the full name in quotes if no words do."""
-    words = [word for word in _words(f"{DEVICES[known].also} {known}") if word not in "".join(_words(name))]
+    """Return `name` with as few words as make it fit one device only; the full name in quotes if no
+    words do.
+    """
+    words = [
+        word
+        for word in _words(f"{DEVICES[known].also} {known}")
+        if word not in "".join(_words(name))
+    ]
     for count in (1, 2):
         for more in itertools.combinations(words, count):
             typed = "-".join([*name.split(), *more])
@@ -90,8 +108,12 @@ def _words(text: str) -> list[str]:
 
 
 def _made_of(text: str, words: set[str]) -> bool:
-    """Returns True if the text is made of some of the words, each used once, with nothing between them."""
-    return not text or any(_made_of(text.removeprefix(word), words - {word}) for word in words if text.startswith(word))
+    """Returns True if the text is made of some of the words, each used once, with nothing between
+    them.
+    """
+    return not text or any(
+        _made_of(text.removeprefix(word), words - {word}) for word in words if text.startswith(word)
+    )
 
 
 def gib(size: int) -> str:

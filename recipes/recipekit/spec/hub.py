@@ -1,4 +1,6 @@
-"""The Hugging Face hub: its cache on this machine, whether it can be reached, and its errors in plain words."""
+"""The Hugging Face hub: its cache on this machine, whether it can be reached, and its errors in
+plain words.
+"""
 
 import contextlib
 import functools
@@ -19,20 +21,28 @@ from .refusal import Problem, Refusal, refuse
 
 T = TypeVar("T")
 
-HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0  # attempts to connect, a second apart, and seconds for each, before the hub counts as away
+# attempts to connect, a second apart, and seconds for each, before the hub counts as away
+HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0
 
-POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024  # how a pointer of Git LFS begins, and how long it may be
+# how a pointer of Git LFS begins, and how long it may be
+POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 
 def check_pointer(file: Path, begin: bytes) -> None:
-    """Raise `Refusal` for a file whose first bytes are a pointer of Git LFS: a clone has it instead of a file that was not fetched."""
+    """Raise `Refusal` for a file whose first bytes are a pointer of Git LFS: a clone has it instead
+    of a file that was not fetched.
+    """
     if begin.startswith(POINTER):
-        raise refuse(str(file), "is a Git LFS pointer, not the file itself", "fetch the file: git lfs pull")
+        raise refuse(
+            str(file), "is a Git LFS pointer, not the file itself", "fetch the file: git lfs pull"
+        )
 
 
 @functools.cache
 def hub_is_away(attempts: int = 0, patience: float = 0) -> bool:
-    """Try to connect to the hub; return True if that fails. The defaults are `HUB_ATTEMPTS` and `HUB_PATIENCE` seconds.
+    """Try to connect to the hub; return True if that fails.
+
+    The defaults are `HUB_ATTEMPTS` and `HUB_PATIENCE` seconds.
 
     The hub's own client needs a minute of retries for each file to find out (huggingface_hub 2.4).
     """
@@ -41,18 +51,24 @@ def hub_is_away(attempts: int = 0, patience: float = 0) -> bool:
     from huggingface_hub import constants
 
     hub = urlsplit(constants.ENDPOINT)
-    if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():  # offline there is no hub; with a proxy only the proxy can say
+    # offline there is no hub; with a proxy only the proxy can say
+    if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():
         return constants.HF_HUB_OFFLINE
     for attempt in range(attempts or HUB_ATTEMPTS):
         time.sleep(min(attempt, 1))
         with contextlib.suppress(OSError):
-            socket.create_connection((hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)), patience or HUB_PATIENCE).close()
+            socket.create_connection(
+                (hub.hostname or "", hub.port or {"http": 80}.get(hub.scheme, 443)),
+                patience or HUB_PATIENCE,
+            ).close()
             return False
     return True
 
 
 def shorten_retries() -> None:
-    """Print one short line for each retry of huggingface_hub 2.4, which prints two and does not say who it is."""
+    """Print one short line for each retry of huggingface_hub 2.4, which prints two and does not say
+    who it is.
+    """
     why = ""
 
     def shorten(record: logging.LogRecord) -> bool:
@@ -63,14 +79,22 @@ def shorten_retries() -> None:
             return False
         if found := re.fullmatch(r"(Rate limited)?.*?([\d.]+)s.*\[Retry (\d+)/(\d+)\]\.", text):
             reason = "asked too often" if found[1] else why or "it is busy"
-            record.msg, record.args = f"the hub does not answer ({reason}). huggingface_hub asks again in {found[2]} s, {found[3]} of {found[4]}", ()
+            record.msg, record.args = (
+                (
+                    f"the hub does not answer ({reason}). huggingface_hub asks again in {found[2]}"
+                    f" s, {found[3]} of {found[4]}"
+                ),
+                (),
+            )
         return True
 
     logging.getLogger("huggingface_hub.utils._http").addFilter(shorten)
 
 
 def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> Refusal:
-    """Explains, as a refusal, why `name` could not be read from the hub or a folder; `kind` is the page's prefix, `datasets/` for a dataset."""
+    """Explains, as a refusal, why `name` could not be read from the hub or a folder; `kind` is the
+    page's prefix, `datasets/` for a dataset.
+    """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     page = f"https://huggingface.co/{kind}{name}"
@@ -81,48 +105,99 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
     names = {type(link).__name__ for link in chain}
     if Path(name).expanduser().exists() or not is_hub_id(name):
         exists = Path(name).expanduser().exists()
-        return refuse(where, text if exists else "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path")
+        return refuse(
+            where,
+            (
+                text
+                if exists
+                else "the folder does not exist, and the name is not a hub id (ORG/NAME)"
+            ),
+            "check the path",
+        )
     if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
         return refuse(
-            where, "is gated, and this machine is not logged in with an account that may read it", f"ask for access at {page}, then run: hf auth login"
+            where,
+            "is gated, and this machine is not logged in with an account that may read it",
+            f"ask for access at {page}, then run: hf auth login",
         )
-    if any(isinstance(link, RepositoryNotFoundError) for link in chain) or "DatasetNotFoundError" in names:
-        return refuse(where, f"does not exist at {page}, or is private or gated", "check the name. If it is right, run: hf auth login")
+    if (
+        any(isinstance(link, RepositoryNotFoundError) for link in chain)
+        or "DatasetNotFoundError" in names
+    ):
+        return refuse(
+            where,
+            f"does not exist at {page}, or is private or gated",
+            "check the name. If it is right, run: hf auth login",
+        )
     if names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError"}:
-        fix = f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder. If {page} asks for it, run: hf auth login"
+        fix = (
+            f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder. If {page}"
+            " asks for it, run: hf auth login"
+        )
         return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
     return refuse(where, text, f"see {page}")
 
 
-def ask_for_model(name: str, revision: str, fetch: Callable[[bool], T], is_away: Callable[[], bool] = hub_is_away) -> T:
+def ask_for_model(
+    name: str, revision: str, fetch: Callable[[bool], T], is_away: Callable[[], bool] = hub_is_away
+) -> T:
     """Return `fetch(local_files_only)`, which reads files of a model from the hub or its cache.
 
     Raises `Refusal` if the hub does not give them. A start and a dry run refuse with these words.
     """
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     where, page = f"model = {name}", f"https://huggingface.co/{name}"
     away = is_away()
     try:
         return fetch(away)
     except GatedRepoError:
-        raise refuse(where, f"is gated: you must accept its licence at {page}", "then log in with: hf auth login") from None
+        raise refuse(
+            where,
+            f"is gated: you must accept its licence at {page}",
+            "then log in with: hf auth login",
+        ) from None
     except RevisionNotFoundError:
-        raise refuse(f"--model_revision {revision}", f"{page} does not have this branch, tag or commit", f"see {page}/commits/main") from None
+        raise refuse(
+            f"--model_revision {revision}",
+            f"{page} does not have this branch, tag or commit",
+            f"see {page}/commits/main",
+        ) from None
     except RepositoryNotFoundError:
         rule = f"the folder does not exist, and {page} does not exist or is private"
-        raise refuse(where, rule, "check the path or the name, or log in with: hf auth login") from None
+        raise refuse(
+            where, rule, "check the path or the name, or log in with: hf auth login"
+        ) from None
     except HFValidationError:
-        raise refuse(where, "the folder does not exist, and the name is not a hub id (ORG/NAME)", "check the path") from None
+        raise refuse(
+            where,
+            "the folder does not exist, and the name is not a hub id (ORG/NAME)",
+            "check the path",
+        ) from None
     except (LocalEntryNotFoundError, OSError) as error:
-        why = "the hub cannot be reached" if away else f"the hub did not send it ({type(error).__name__})"
+        why = (
+            "the hub cannot be reached"
+            if away
+            else f"the hub did not send it ({type(error).__name__})"
+        )
         at = f" at {revision}" if revision else ""
-        rule = f"the folder does not exist, the model is not in the cache {cache_folder()}{at}, and {why}"
+        rule = (
+            f"the folder does not exist, the model is not in the cache {cache_folder()}{at}, and"
+            f" {why}"
+        )
         raise refuse(where, rule, f"check the path, or {not_cached(name, revision)}") from None
 
 
 def published_config(name: str, revision: str) -> bytes | None:
-    """Download the config.json of a model, and nothing else; None if it has none. The cache does not change.
+    """Download the config.json of a model, and nothing else; None if it has none.
+
+    The cache does not change.
 
     Raises `Refusal` as `ask_for_model` does.
     """
@@ -134,7 +209,11 @@ def published_config(name: str, revision: str) -> bytes | None:
             raise LocalEntryNotFoundError("config.json")
         with tempfile.TemporaryDirectory(prefix="config_") as folder:
             try:
-                return Path(hf_hub_download(name, "config.json", revision=revision or None, local_dir=folder)).read_bytes()
+                return Path(
+                    hf_hub_download(
+                        name, "config.json", revision=revision or None, local_dir=folder
+                    )
+                ).read_bytes()
             except LocalEntryNotFoundError:
                 raise
             except EntryNotFoundError:
@@ -144,20 +223,34 @@ def published_config(name: str, revision: str) -> bytes | None:
 
 
 def is_hub_id(name: str) -> bool:
-    return not name.endswith("/") and not name.startswith((".", "/", "~")) and name.count("/") <= 1 and " " not in name
+    return (
+        not name.endswith("/")
+        and not name.startswith((".", "/", "~"))
+        and name.count("/") <= 1
+        and " " not in name
+    )
 
 
-# The cache ----------------------------------------------------------------------------------------------------------
+# The cache
+# --------------------------------------------------------------------------------------------------
 
 MODELS, DATASETS = "models", "datasets"  # kinds of repositories, as the cache spells them
 
 
 # Folders that programs write to and whose value they take as it is
-UNEXPANDED = ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
+UNEXPANDED = (
+    "XDG_CACHE_HOME",
+    "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "WANDB_CACHE_DIR",
+    "WANDB_DATA_DIR",
+)
 
 
 def check_variables(environment: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each variable that names a cache and is empty, an address or a path that no library expands.
+    """Return a problem for each variable that names a cache and is empty, an address or a path that
+    no library expands.
 
     Libraries read an empty one as the current folder, and s3://bucket as a folder named s3:.
     """
@@ -165,7 +258,10 @@ def check_variables(environment: Mapping[str, str]) -> list[Problem]:
     names += ["XDG_CACHE_HOME"] if "HF_HOME" not in environment else []
     empty = [name for name in names if name in environment and not environment[name].strip()]
     rule = "must not be empty or blank: the cache would be in the current folder"
-    problems = [Problem(f"{name} = {environment[name]!r}", rule, f"unset {name}, or name a folder") for name in empty]
+    problems = [
+        Problem(f"{name} = {environment[name]!r}", rule, f"unset {name}, or name a folder")
+        for name in empty
+    ]
     for name in dict.fromkeys((*names, *UNEXPANDED)):
         if not (value := environment.get(name, "").strip()):
             continue
@@ -177,17 +273,28 @@ def check_variables(environment: Mapping[str, str]) -> list[Problem]:
             continue
         if name in UNEXPANDED and value.startswith(("~", "$")):
             problems.append(
-                Problem(where, "must be a path without ~ and $, because programs would create a folder with that literal name", f"set it to {path}")
+                Problem(
+                    where,
+                    "must be a path without ~ and $, because programs would create a folder with"
+                    " that literal name",
+                    f"set it to {path}",
+                )
             )
     return problems
 
 
 def cache_folder() -> Path:
-    """Return the folder of the hub's cache, by the rule of huggingface_hub 2.4 (`constants.py`), whose import a plan does not need."""
+    """Return the folder of the hub's cache, by the rule of huggingface_hub 2.4 (`constants.py`),
+    whose import a plan does not need.
+    """
     default_home = os.path.join(os.path.expanduser("~"), ".cache")
-    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", default_home), "huggingface"))
+    home = os.environ.get(
+        "HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", default_home), "huggingface")
+    )
     home = os.path.expandvars(os.path.expanduser(home))
-    cache = os.environ.get("HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub")))
+    cache = os.environ.get(
+        "HF_HUB_CACHE", os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    )
     return Path(os.path.expandvars(os.path.expanduser(cache)))
 
 
@@ -197,9 +304,11 @@ def repository(name: str, kind: str = MODELS) -> Path:
 
 
 def snapshot_of(name: str, revision: str = "", kind: str = MODELS) -> Path | None:
-    """Return the cached files of a repository at a branch, tag or commit, "" for main; None if the cache has no such files.
+    """Return the cached files of a repository at a branch, tag or commit, "" for main; None if the
+    cache has no such files.
 
-    The name of the folder is the commit. Files of the snapshot may be missing, because a download may take some files only.
+    The name of the folder is the commit. Files of the snapshot may be missing, because a download
+    may take some files only.
     """
     folder, revision = repository(name, kind), revision or "main"
     if not is_hub_id(name):
@@ -213,7 +322,9 @@ def snapshot_of(name: str, revision: str = "", kind: str = MODELS) -> Path | Non
 
 
 def commit_of(name: str, revision: str = "", kind: str = MODELS) -> str | None:
-    """Return the commit of the cached files of a repository; None if they are not cached or `name` is a folder."""
+    """Return the commit of the cached files of a repository; None if they are not cached or `name`
+    is a folder.
+    """
     found = None if Path(name).is_dir() else snapshot_of(name, revision, kind)
     return found.name if found else None
 
@@ -225,9 +336,13 @@ def is_offline(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def not_cached(name: str, revision: str = "", kind: str = MODELS) -> str:
-    """Return the end of a message about a repository that is not in the cache: what is there, and how to fill it."""
+    """Return the end of a message about a repository that is not in the cache: what is there, and
+    how to fill it.
+    """
     others = sorted(path.name for path in repository(name, kind).glob("snapshots/*"))
     of_kind = "--repo-type dataset " if kind == DATASETS else ""
-    fix = f"download it on a machine with network access: hf download {of_kind}{name}" + (f" --revision {revision}" if revision else "")
+    fix = f"download it on a machine with network access: hf download {of_kind}{name}" + (
+        f" --revision {revision}" if revision else ""
+    )
     flag = "--dataset_revision" if kind == DATASETS else "--model_revision"
     return f"{fix}, or use the cached commit with {flag} {others[-1]}" if others else fix

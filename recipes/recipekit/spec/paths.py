@@ -22,17 +22,22 @@ FOLDER_NAME = re.compile(r"[\w@+=,\[\]-][\w@+=,.\[\]-]*")
 def local_path(where: str, text: str) -> Path:
     """Return the path that `text` names on this machine, with `~` and `$VAR` expanded.
 
-    `where` is the flag or key with its value, for the message. Raise `Refusal` for an address, an unset variable, an
-    unknown user and a blank text: each would become a folder of that name, or the current folder.
+    `where` is the flag or key with its value, for the message. Raise `Refusal` for an address, an
+    unset variable, an unknown user and a blank text: each would become a folder of that name, or
+    the current folder.
     """
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if not name:
-            raise refuse(where, f"{text[found.start() :]} is not a valid variable", "write $NAME or ${NAME}")
+            raise refuse(
+                where, f"{text[found.start() :]} is not a valid variable", "write $NAME or ${NAME}"
+            )
         if not os.environ.get(name, "").strip():
             state = "is empty" if name in os.environ else "is not set"
-            raise refuse(where, f"the variable {name} {state}", f"export {name}, or write the path itself")
+            raise refuse(
+                where, f"the variable {name} {state}", f"export {name}, or write the path itself"
+            )
         return os.environ[name]
 
     if not text.strip():
@@ -40,20 +45,30 @@ def local_path(where: str, text: str) -> Path:
     expanded = VARIABLE.sub(value, text)
     if ADDRESS.match(expanded):
         rule = "must be a path on this machine, not an address"
-        raise refuse(where, rule, "use a local or mounted folder, and copy to or from the address yourself")
+        raise refuse(
+            where, rule, "use a local or mounted folder, and copy to or from the address yourself"
+        )
     path = Path(expanded)
     if expanded.startswith("~"):
         try:
             path = path.expanduser()
         except RuntimeError:
-            raise refuse(where, f"the user {path.parts[0][1:]} does not exist", "write the full path of the folder") from None
+            raise refuse(
+                where,
+                f"the user {path.parts[0][1:]} does not exist",
+                "write the full path of the folder",
+            ) from None
     if "~" in path.parts:
-        raise refuse(where, "~ is expanded only at the start of a path", "write the full path of the folder")
+        raise refuse(
+            where, "~ is expanded only at the start of a path", "write the full path of the folder"
+        )
     return path
 
 
 def is_there(text: str) -> bool:
-    """Return True if `text` names a file or folder; False for a list of files that is longer than a name can be."""
+    """Return True if `text` names a file or folder; False for a list of files that is longer than a
+    name can be.
+    """
     return os.path.exists(os.path.expanduser(text))
 
 
@@ -69,20 +84,31 @@ def write_with_umask(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def check_cache(where: str, text: str) -> None:
-    """Raise `Refusal` if the folder that `text` names is not there and cannot be made, or is a file.
+    """Raise `Refusal` if the folder that `text` names is not there and cannot be made, or is a
+    file.
 
     A folder that is there need not be writable: it may hold everything already.
     """
     folder = local_path(where, text).absolute()
     there = next(above for above in (folder, *folder.parents) if above.exists())
     if not there.is_dir():
-        raise refuse(where, f"cannot be created: {there} is not a folder", "name a folder that you can write to, or use off")
+        raise refuse(
+            where,
+            f"cannot be created: {there} is not a folder",
+            "name a folder that you can write to, or use off",
+        )
     if there != folder and not os.access(there, os.W_OK):
-        raise refuse(where, f"cannot be created: {there} is not writable for this user", "name a folder that you can write to, or use off")
+        raise refuse(
+            where,
+            f"cannot be created: {there} is not writable for this user",
+            "name a folder that you can write to, or use off",
+        )
 
 
 def path_of(text: str) -> Path:
-    """Return `local_path` of an argument, for argparse, which puts the argument's name before the message."""
+    """Return `local_path` of an argument, for argparse, which puts the argument's name before the
+    message.
+    """
     try:
         return local_path(text, text)
     except ValueError as refusal:
@@ -92,8 +118,9 @@ def path_of(text: str) -> Path:
 def run_folder(text: str, default: str, is_dry_run: bool = False) -> Path:
     """Return the run folder for the value of `--out`, or for `default` if that is empty.
 
-    Fill in `{job_id}` and `{wandb_run_id}`; a dry run keeps those that the job will know. In a W&B sweep each trial has a
-    folder of its own, named after its run. Raise `Refusal` if the text is no path, or if a placeholder has no value.
+    Fill in `{job_id}` and `{wandb_run_id}`; a dry run keeps those that the job will know. In a W&B
+    sweep each trial has a folder of its own, named after its run. Raise `Refusal` if the text is no
+    path, or if a placeholder has no value.
     """
     text = text if text.strip() else default
     where = f"out = {text}"
@@ -101,13 +128,23 @@ def run_folder(text: str, default: str, is_dry_run: bool = False) -> Path:
     def value(found: re.Match[str]) -> str:
         names = {"job_id": JOB_IDS, "wandb_run_id": (RUN_ID,)}.get(found[1].lower())
         if names is None:
-            raise refuse(where, f"{found[0]} is not a known placeholder", "use {job_id} or {wandb_run_id}")
+            raise refuse(
+                where, f"{found[0]} is not a known placeholder", "use {job_id} or {wandb_run_id}"
+            )
         number = next((os.environ[name] for name in names if os.environ.get(name)), "")
         if not number and is_dry_run:
             return found[0]
         if not number:
-            needs = "a job of a scheduler" if names is JOB_IDS else f"{RUN_ID}, as `wandb agent` sets it"
-            raise refuse(where, f"{found[0]} requires {needs}", "write a folder name instead, or start the run there")
+            needs = (
+                "a job of a scheduler"
+                if names is JOB_IDS
+                else f"{RUN_ID}, as `wandb agent` sets it"
+            )
+            raise refuse(
+                where,
+                f"{found[0]} requires {needs}",
+                "write a folder name instead, or start the run there",
+            )
         return _folder_name(where, number)
 
     sweep = os.environ.get(SWEEP_ID, "")
@@ -115,7 +152,11 @@ def run_folder(text: str, default: str, is_dry_run: bool = False) -> Path:
     if sweep and not is_own:
         if not os.environ.get(RUN_ID) and not is_dry_run:
             rule = f"{RUN_ID} is not set, so this trial has no separate folder"
-            raise refuse(f"{SWEEP_ID} = {sweep}", rule, f"set both variables, as `wandb agent` does, or unset {SWEEP_ID}")
+            raise refuse(
+                f"{SWEEP_ID} = {sweep}",
+                rule,
+                f"set both variables, as `wandb agent` does, or unset {SWEEP_ID}",
+            )
         base = f"{text}_sweep_{_folder_name(where, sweep)}" if text == default else text
         text = f"{base}/{{wandb_run_id}}"
     # ${NAME} is a variable, not a placeholder
@@ -131,5 +172,7 @@ def say_trial(out: Path) -> list[str]:
 
 def _folder_name(where: str, text: str) -> str:
     if not FOLDER_NAME.fullmatch(text):
-        raise refuse(where, f"{text!r} is not a valid folder name", "use letters, digits, - and _ in the id")
+        raise refuse(
+            where, f"{text!r} is not a valid folder name", "use letters, digits, - and _ in the id"
+        )
     return text

@@ -7,11 +7,35 @@ import os
 import sys
 from _imp import is_frozen
 
-# Import names of requirements.txt and of what these packages import; a test compares them with a start.
+# Import names of requirements.txt and of what these packages import; a test compares them with a
+# start.
 LIBRARIES = frozenset(
     {
-        *("PIL", "accelerate", "aiohttp", "annotated_doc", "annotated_types", "anyio", "certifi", "charset_normalizer", "click", "cloudpickle"),
-        *("contourpy", "cpuinfo", "cuda", "cycler", "datasets", "dateutil", "deepspeed", "dill", "distro", "einops", "filelock"),
+        *(
+            "PIL",
+            "accelerate",
+            "aiohttp",
+            "annotated_doc",
+            "annotated_types",
+            "anyio",
+            "certifi",
+            "charset_normalizer",
+            "click",
+            "cloudpickle",
+        ),
+        *(
+            "contourpy",
+            "cpuinfo",
+            "cuda",
+            "cycler",
+            "datasets",
+            "dateutil",
+            "deepspeed",
+            "dill",
+            "distro",
+            "einops",
+            "filelock",
+        ),
         *(
             "flash_attn",
             "fontTools",
@@ -28,21 +52,122 @@ LIBRARIES = frozenset(
             "httpx2",
             "huggingface_hub",
         ),
-        *("idna", "jinja2", "kiwisolver", "markdown_it", "markupsafe", "matplotlib", "mdurl", "mpi4py", "mpl_toolkits", "mpmath"),
-        *("msgpack", "multiprocess", "networkx", "ninja", "numpy", "nvidia", "opentelemetry", "packaging", "pandas", "peft"),
-        *("platformdirs", "psutil", "pyarrow", "pydantic", "pydantic_core", "pygments", "pyparsing", "regex", "requests", "rich"),
-        *("safetensors", "scipy", "sentencepiece", "sentry_sdk", "setuptools", "shellingham", "six", "sklearn", "sniffio", "sympy", "tiktoken", "tokenizers"),
-        *("torch", "torchgen", "torchvision", "tqdm", "transformers", "triton", "truststore", "typer", "typing_extensions"),
+        *(
+            "idna",
+            "jinja2",
+            "kiwisolver",
+            "markdown_it",
+            "markupsafe",
+            "matplotlib",
+            "mdurl",
+            "mpi4py",
+            "mpl_toolkits",
+            "mpmath",
+        ),
+        *(
+            "msgpack",
+            "multiprocess",
+            "networkx",
+            "ninja",
+            "numpy",
+            "nvidia",
+            "opentelemetry",
+            "packaging",
+            "pandas",
+            "peft",
+        ),
+        *(
+            "platformdirs",
+            "psutil",
+            "pyarrow",
+            "pydantic",
+            "pydantic_core",
+            "pygments",
+            "pyparsing",
+            "regex",
+            "requests",
+            "rich",
+        ),
+        *(
+            "safetensors",
+            "scipy",
+            "sentencepiece",
+            "sentry_sdk",
+            "setuptools",
+            "shellingham",
+            "six",
+            "sklearn",
+            "sniffio",
+            "sympy",
+            "tiktoken",
+            "tokenizers",
+        ),
+        *(
+            "torch",
+            "torchgen",
+            "torchvision",
+            "tqdm",
+            "transformers",
+            "triton",
+            "truststore",
+            "typer",
+            "typing_extensions",
+        ),
         *("typing_inspection", "urllib3", "wandb", "xxhash", "yaml"),
     }
 )
 # Modules of the standard library that no start imports: a file may have their names.
 UNUSED = frozenset(
     {
-        *("aifc", "antigravity", "asynchat", "asyncore", "cgi", "cgitb", "chunk", "compileall", "crypt"),
-        *("ensurepip", "ftplib", "idlelib", "imaplib", "imghdr", "imp", "lib2to3", "mailbox", "mailcap", "msilib"),
-        *("nis", "nntplib", "ossaudiodev", "pipes", "poplib", "sched", "smtpd", "smtplib", "sndhdr", "spwd", "sunau"),
-        *("tabnanny", "telnetlib", "this", "tkinter", "trace", "turtle", "turtledemo", "uu", "venv", "wave", "webbrowser"),
+        *(
+            "aifc",
+            "antigravity",
+            "asynchat",
+            "asyncore",
+            "cgi",
+            "cgitb",
+            "chunk",
+            "compileall",
+            "crypt",
+        ),
+        *(
+            "ensurepip",
+            "ftplib",
+            "idlelib",
+            "imaplib",
+            "imghdr",
+            "imp",
+            "lib2to3",
+            "mailbox",
+            "mailcap",
+            "msilib",
+        ),
+        *(
+            "nis",
+            "nntplib",
+            "ossaudiodev",
+            "pipes",
+            "poplib",
+            "sched",
+            "smtpd",
+            "smtplib",
+            "sndhdr",
+            "spwd",
+            "sunau",
+        ),
+        *(
+            "tabnanny",
+            "telnetlib",
+            "this",
+            "tkinter",
+            "trace",
+            "turtle",
+            "turtledemo",
+            "uu",
+            "venv",
+            "wave",
+            "webbrowser",
+        ),
         *("winreg", "winsound", "wsgiref", "xdrlib", "zipapp"),
     }
 )
@@ -50,34 +175,50 @@ HIDEABLE = (sys.stdlib_module_names | LIBRARIES) - UNUSED - {*sys.builtin_module
 
 
 def shadows(folder: str) -> list[tuple[str, str, str]]:
-    """Return where, rule and fix of a problem for each file or package of a folder that hides a library."""
+    """Return where, rule and fix of a problem for each file or package of a folder that hides a
+    library.
+    """
     try:
         names = sorted(os.listdir(folder or "."))
     except OSError:  # an entry of sys.path that is no folder
         return []
     where = os.path.relpath(folder or ".")
     return [
-        (os.path.normpath(os.path.join(where, name)), f"hides {library}: Python searches this folder first", "rename it")
+        (
+            os.path.normpath(os.path.join(where, name)),
+            f"hides {library}: Python searches this folder first",
+            "rename it",
+        )
         for name in names
         if (library := _module(os.path.join(folder, name))) in HIDEABLE and not is_frozen(library)
     ]
 
 
 def refuse_shadows() -> None:
-    """End the program with a refusal if a folder that Python searches before the standard library hides a library.
+    """End the program with a refusal if a folder that Python searches before the standard library
+    hides a library.
 
-    Folders that PYTHONPATH names are left out: who names the folder of a library there, wants it. So do clusters, and
-    developers with a clone of transformers.
+    Folders that PYTHONPATH names are left out: who names the folder of a library there, wants it.
+    So do clusters, and developers with a clone of transformers.
     """
     standard = os.path.dirname(os.__file__)
     first = sys.path[: sys.path.index(standard)] if standard in sys.path else []
-    wanted = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
-    looked_at = [folder for number, folder in enumerate(first) if (number == 0 and not sys.flags.safe_path) or os.path.abspath(folder) not in wanted]
+    wanted = {
+        os.path.abspath(folder)
+        for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if folder
+    }
+    looked_at = [
+        folder
+        for number, folder in enumerate(first)
+        if (number == 0 and not sys.flags.safe_path) or os.path.abspath(folder) not in wanted
+    ]
     found = [problem for folder in dict.fromkeys(looked_at) for problem in shadows(folder)]
     if not found:
         return
 
-    del sys.path[: len(first)]  # printing the refusal imports modules that may be among the hidden ones
+    # printing the refusal imports modules that may be among the hidden ones
+    del sys.path[: len(first)]
     for library in HIDEABLE & sys.modules.keys():
         if os.path.dirname(getattr(sys.modules[library], "__file__", None) or "") in first:
             del sys.modules[library]

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Starter:
-    """Names of the variables in which a program writes rank, world, and both on this host; "" if it writes none."""
+    """Names of the variables in which a program writes rank, world, and both on this host; "" if it
+    writes none.
+    """
 
     name: str
     rank: str
@@ -16,8 +18,11 @@ class Starter:
     hosts: str = ""  # number of hosts
 
 
-SRUN = Starter("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", hosts="SLURM_STEP_NUM_NODES")
-# The first one that fits counts. mpirun may start its helpers with srun, whose variables then count hosts, so srun comes last.
+SRUN = Starter(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", hosts="SLURM_STEP_NUM_NODES"
+)
+# The first one that fits counts. mpirun may start its helpers with srun, whose variables then count
+# hosts, so srun comes last.
 STARTERS = (
     Starter(
         "mpirun",  # Open MPI
@@ -42,8 +47,10 @@ STARTERS = (
         "JSM_NAMESPACE_LOCAL_SIZE",
         "PMIX_NAMESPACE",
     ),
-    Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PALS_APID"),  # HPE Cray
+    # MPICH, Intel MPI
+    Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    # HPE Cray
+    Starter("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PALS_APID"),
     Starter(
         "flux run",
         "FLUX_TASK_RANK",
@@ -55,5 +62,6 @@ STARTERS = (
     SRUN,
     Starter("PMI", "PMI_RANK", "PMI_SIZE", ""),
 )
-RANK_ONLY = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK")  # one of several processes, of how many is not said
+# one of several processes, of how many is not said
+RANK_ONLY = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK")
 LOCAL_RANKS = ("LOCAL_RANK", *(starter.local_rank for starter in STARTERS if starter.local_rank))

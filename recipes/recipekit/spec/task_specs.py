@@ -1,30 +1,43 @@
-"""What can be said of each task without torch: a row that --help, the checks, the data and the model read."""
+"""What can be said of each task without torch: a row that --help, the checks, the data and the
+model read.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 PACKED, SAMPLES = "packed", "samples"
-LAYERS = ("*.layers.*", "*.layer.*", "*.h.*", "*.block.*", "*.blocks.*", "*_layers.*")  # what lies in a layer of a model of transformers
+# what lies in a layer of a model of transformers
+LAYERS = ("*.layers.*", "*.layer.*", "*.h.*", "*.block.*", "*.blocks.*", "*_layers.*")
 
 
 @dataclass(frozen=True)
 class Plans:
-    """Says of a model's modules where a pipeline is cut, how tensors are cut, and how an optimizer treats its parameters.
+    """Says of a model's modules where a pipeline is cut, how tensors are cut, and how an optimizer
+    treats its parameters.
 
-    Names are those of `named_modules`, or patterns in which `*` stands for any characters. A recipe's plan beats the one
-    that the model publishes, which beats the task's; of the task's, names that a model does not have are left out.
+    Names are those of `named_modules`, or patterns in which `*` stands for any characters. A
+    recipe's plan beats the one that the model publishes, which beats the task's; of the task's,
+    names that a model does not have are left out.
     """
 
-    # module -> "first", "split" (its children are the blocks of the chain) or "last"; of a task also "stages" (their lists are split)
+    # module -> "first", "split" (its children are the blocks of the chain) or "last"; of a task
+    # also "stages" (their lists are split)
     pp: Mapping[str, str] = field(default_factory=dict)
-    tp: Mapping[str, str] = field(default_factory=dict)  # module -> a tensor-parallel style of transformers
-    tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # class of a module -> its attributes that count what is cut: divided by tp
+    # module -> a tensor-parallel style of transformers
+    tp: Mapping[str, str] = field(default_factory=dict)
+    # class of a module -> its attributes that count what is cut: divided by tp
+    tp_local: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     no_decay: tuple[str, ...] = ()  # parameters without weight decay, besides vectors
-    lr_scale: Mapping[str, float] = field(default_factory=dict)  # parameter -> factor of its learning rate; of several the first that fits
-    layer_decay: float = 1.0  # further factor of it for each layer behind the parameter's, and for the head
-    matrices: tuple[str, ...] = ()  # parameters among which an optimizer with a rule of its own for matrices finds them (`hidden_matrices`)
-    unfit: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # type of a model -> axes for which a task's names are there but do not fit it
+    # parameter -> factor of its learning rate; of several the first that fits
+    lr_scale: Mapping[str, float] = field(default_factory=dict)
+    # further factor of it for each layer behind the parameter's, and for the head
+    layer_decay: float = 1.0
+    # parameters among which an optimizer with a rule of its own for matrices finds them
+    # (`hidden_matrices`)
+    matrices: tuple[str, ...] = ()
+    # type of a model -> axes for which a task's names are there but do not fit it
+    unfit: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,23 +46,41 @@ class Facts:
 
     about: str  # for --help and the pages
     auto_class: str  # of transformers, which makes the model of a config.json
-    inputs: tuple[str, ...]  # tensors of a micro-batch that the model takes, and that travel between the stages of a pipeline
+    # tensors of a micro-batch that the model takes, and that travel between the stages of a
+    # pipeline
+    inputs: tuple[str, ...]
     columns: tuple[str, ...]  # fields of `Recipe` that name the columns of the data set
     example: str  # a data set of a user, for --help
-    floats: tuple[str, ...] = ()  # which of the inputs are no integers: these go to the first stage only
-    optional: str = ""  # the first of the columns, if the data set may lack it: its field is then ""
-    rows: str = PACKED  # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a micro-batch
-    pairs: bool = False  # the inputs of a row are (2, ...): to the model a micro-batch of B rows is one of 2 * B
-    labels: int = 0  # outputs that the head of its models has, whatever the config.json says; 0: as that, or the recipe, says
+    # which of the inputs are no integers: these go to the first stage only
+    floats: tuple[str, ...] = ()
+    # the first of the columns, if the data set may lack it: its field is then ""
+    optional: str = ""
+    # documents packed into rows of seq_len tokens, or SAMPLES: a row of the data set is a row of a
+    # micro-batch
+    rows: str = PACKED
+    # the inputs of a row are (2, ...): to the model a micro-batch of B rows is one of 2 * B
+    pairs: bool = False
+    # outputs that the head of its models has, whatever the config.json says; 0: as that, or the
+    # recipe, says
+    labels: int = 0
     chats: bool = False  # the data set holds chats, not texts
-    masked: bool = False  # tokens of a row are hidden (data/masks.py), and the model sees both what is before and what is behind them
-    constants: Mapping[str, Any] = field(default_factory=dict)  # further arguments of every forward pass
-    reads: tuple[str, ...] = ()  # further fields of `Recipe` that not every task reads; typing one that the task does not read is refused
+    # tokens of a row are hidden (data/masks.py), and the model sees both what is before and what is
+    # behind them
+    masked: bool = False
+    # further arguments of every forward pass
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    # further fields of `Recipe` that not every task reads; typing one that the task does not read
+    # is refused
+    reads: tuple[str, ...] = ()
     first: tuple[str, ...] = ()  # of `reads`: what the first page of --help shows
-    lacks: Mapping[str, str] = field(default_factory=dict)  # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
-    tiny: Mapping[str, int] = field(default_factory=dict)  # keys of config.json -> the most that --tiny leaves; num_labels: exactly
+    # an axis (tp, pp, sp, ep), "adapt" or "mixture" -> why this task does not have it
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    # keys of config.json -> the most that --tiny leaves; num_labels: exactly
+    tiny: Mapping[str, int] = field(default_factory=dict)
     plans: Plans = field(default_factory=Plans)  # for models that publish none
-    matrices: tuple[str, ...] = LAYERS  # parameters among which an optimizer with a rule of its own for matrices finds them, unless a recipe names others
+    # parameters among which an optimizer with a rule of its own for matrices finds them, unless a
+    # recipe names others
+    matrices: tuple[str, ...] = LAYERS
 
     @property
     def rows_each(self) -> int:
@@ -68,7 +99,9 @@ class Facts:
 
     @property
     def heads(self) -> str:
-        """Names the end of the classes that `auto_class` makes, as config.json lists them under architectures."""
+        """Names the end of the classes that `auto_class` makes, as config.json lists them under
+        architectures.
+        """
         return self.auto_class.removeprefix("AutoModel")
 
 
@@ -105,12 +138,18 @@ TASKS = {
         reads=("seq_len", "tokenizer", "token_cache", "loss", "beta"),
         first=("beta",),
         lacks={
-            "sp": "the loss of a pair is a function of sums over its whole rows, of which a rank would hold a part",
+            "sp": (
+                "the loss of a pair is a function of sums over its whole rows, of which a rank"
+                " would hold a part"
+            ),
             "ep": "it has not been compared with plain PyTorch in this layout",
         },
     ),
     "reward": Facts(
-        about="pairs of answers, where a reward model learns to score the chosen one higher (Bradley-Terry)",
+        about=(
+            "pairs of answers, where a reward model learns to score the chosen one higher"
+            " (Bradley-Terry)"
+        ),
         auto_class="AutoModelForSequenceClassification",
         inputs=("input_ids", "position_ids"),
         columns=("prompt_field", "chosen_field", "rejected_field"),
@@ -151,15 +190,46 @@ TASKS = {
                 "*.layers": "split",
                 "*.final_norm": "last",
             }
-            | dict.fromkeys(("cls", "lm_head", "head", "decoder", "predictions", "generator_predictions", "generator_lm_head"), "last")
+            | dict.fromkeys(
+                (
+                    "cls",
+                    "lm_head",
+                    "head",
+                    "decoder",
+                    "predictions",
+                    "generator_predictions",
+                    "generator_lm_head",
+                ),
+                "last",
+            )
             | dict.fromkeys(("vocab_transform", "vocab_layer_norm", "vocab_projector"), "last"),
-            tp=dict.fromkeys(("*.attention.self.query", "*.attention.self.key", "*.attention.self.value", "*.intermediate.dense"), "colwise")
-            | dict.fromkeys(("*.attention.output.dense", "*.layer.*.output.dense", "*.attn.Wo", "*.mlp.Wo"), "rowwise")
+            tp=dict.fromkeys(
+                (
+                    "*.attention.self.query",
+                    "*.attention.self.key",
+                    "*.attention.self.value",
+                    "*.intermediate.dense",
+                ),
+                "colwise",
+            )
+            | dict.fromkeys(
+                ("*.attention.output.dense", "*.layer.*.output.dense", "*.attn.Wo", "*.mlp.Wo"),
+                "rowwise",
+            )
             | {"*.attn.Wqkv": "packed_colwise_3", "*.mlp.Wi": "packed_colwise_2"}
-            | dict.fromkeys(("*.attention.q_lin", "*.attention.k_lin", "*.attention.v_lin", "*.ffn.lin1"), "colwise")
+            | dict.fromkeys(
+                ("*.attention.q_lin", "*.attention.k_lin", "*.attention.v_lin", "*.ffn.lin1"),
+                "colwise",
+            )
             | dict.fromkeys(("*.attention.out_lin", "*.ffn.lin2"), "rowwise"),
-            # Heads that are counted in the forward pass; tables, a projection or another order between the ends and the layers.
-            unfit={"megatron-bert": ("tp", "pp"), "rembert": ("tp", "pp"), "roformer": ("tp", "pp"), "tapas": ("tp",)}
+            # Heads that are counted in the forward pass; tables, a projection or another order
+            # between the ends and the layers.
+            unfit={
+                "megatron-bert": ("tp", "pp"),
+                "rembert": ("tp", "pp"),
+                "roformer": ("tp", "pp"),
+                "tapas": ("tp",),
+            }
             | {"squeezebert": ("pp",), "xmod": ("pp",)},
         ),
     ),
@@ -180,11 +250,26 @@ TASKS = {
         },
         tiny={"image_size": 32, "patch_size": 8, "num_labels": 10},
         plans=Plans(
-            pp={"*.embeddings": "first", "*.embedder": "first", "*.layers": "split", "*.encoder.layer": "split", "*.encoder.stages": "stages"}
+            pp={
+                "*.embeddings": "first",
+                "*.embedder": "first",
+                "*.layers": "split",
+                "*.encoder.layer": "split",
+                "*.encoder.stages": "stages",
+            }
             | {"*.layernorm": "last", "classifier": "last"},
-            tp={"*.attention.q_proj": "colwise", "*.attention.k_proj": "colwise", "*.attention.v_proj": "colwise"}
+            tp={
+                "*.attention.q_proj": "colwise",
+                "*.attention.k_proj": "colwise",
+                "*.attention.v_proj": "colwise",
+            }
             | {"*.attention.o_proj": "rowwise", "*.mlp.fc1": "colwise", "*.mlp.fc2": "rowwise"},
-            no_decay=("*.cls_token", "*.distillation_token", "*.mask_token", "*.position_embeddings"),
+            no_decay=(
+                "*.cls_token",
+                "*.distillation_token",
+                "*.mask_token",
+                "*.position_embeddings",
+            ),
         ),
     ),
 }
@@ -192,11 +277,25 @@ TASKS = {
 
 def own_fields() -> dict[str, tuple[str, ...]]:
     """Lists the fields of `Recipe` that not every task reads: field -> the tasks that do."""
-    fields = dict.fromkeys(name for facts in TASKS.values() for name in (*facts.columns, *facts.reads))
-    return {name: tuple(task for task, facts in TASKS.items() if name in (*facts.columns, *facts.reads)) for name in fields}
+    fields = dict.fromkeys(
+        name for facts in TASKS.values() for name in (*facts.columns, *facts.reads)
+    )
+    return {
+        name: tuple(task for task, facts in TASKS.items() if name in (*facts.columns, *facts.reads))
+        for name in fields
+    }
 
 
 def task_of(architectures: Any) -> str:
-    """Finds the first task whose models have one of these classes, as config.json lists them; "pretrain" if none says."""
+    """Finds the first task whose models have one of these classes, as config.json lists them;
+    "pretrain" if none says.
+    """
     names = [name for name in architectures or () if isinstance(name, str)]
-    return next((task for task, facts in TASKS.items() if any(name.endswith(facts.heads) for name in names)), "pretrain")
+    return next(
+        (
+            task
+            for task, facts in TASKS.items()
+            if any(name.endswith(facts.heads) for name in names)
+        ),
+        "pretrain",
+    )

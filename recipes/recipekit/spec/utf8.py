@@ -12,13 +12,15 @@ AGAIN = "RECIPEKIT_LOCALE"  # set for the second start: the encoding of the loca
 
 
 def use_utf8() -> list[str]:
-    """Start this program again in Python's UTF-8 mode if its locale has another encoding; return a line if that has happened.
+    """Start this program again in Python's UTF-8 mode if its locale has another encoding; return a
+    line if that has happened.
 
-    torch 2.13 cannot be imported where text is ASCII (UnicodeDecodeError), and in ISO-8859-1 every library reads UTF-8
-    files as other letters. The process, its parent and its rank stay. Raises `Refusal` if the program cannot be started
-    again.
+    torch 2.13 cannot be imported where text is ASCII (UnicodeDecodeError), and in ISO-8859-1 every
+    library reads UTF-8 files as other letters. The process, its parent and its rank stay. Raises
+    `Refusal` if the program cannot be started again.
 
-    What UTF-8 cannot encode (half a surrogate pair of a JSON, a byte of a file's name) is printed as an escape.
+    What UTF-8 cannot encode (half a surrogate pair of a JSON, a byte of a file's name) is printed
+    as an escape.
     """
     encoding, again = locale.getencoding(), os.environ.get(AGAIN, "")
     if not sys.flags.utf8_mode and encoding.lower().replace("-", "") != "utf8":
@@ -31,4 +33,8 @@ def use_utf8() -> list[str]:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # which is what stderr does already
-    return [f"locale: its text is {again}. This program reads and writes UTF-8 all the same"] if again else []
+    return (
+        [f"locale: its text is {again}. This program reads and writes UTF-8 all the same"]
+        if again
+        else []
+    )

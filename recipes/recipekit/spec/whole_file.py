@@ -1,7 +1,8 @@
 """Files that are replaced: each is written whole beside its name, flushed, and renamed.
 
-A crash of the program, a loss of power or a full disk leaves the old file or the new one, never a part of one. `latest`,
-run.json and every other file that a later start reads and an earlier one has written are replaced here.
+A crash of the program, a loss of power or a full disk leaves the old file or the new one, never a
+part of one. `latest`, run.json and every other file that a later start reads and an earlier one has
+written are replaced here.
 """
 
 import contextlib
@@ -10,16 +11,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-FAILING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)  # errors of a disk that may be well again later
+# errors of a disk that may be well again later
+FAILING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to. Afterwards that file is on the disk under the name `path`.
+    """Yield a name beside `path` to write to.
 
-    If the `with` raises, `path` is as it was and nothing is left beside it. One process at a time may replace a file.
+    Afterwards that file is on the disk under the name `path`.
+
+    If the `with` raises, `path` is as it was and nothing is left beside it. One process at a time
+    may replace a file.
     """
-    made = path.with_name(f"{path.name}.tmp")  # a start that was killed leaves it, and the next one writes over it
+    # a start that was killed leaves it, and the next one writes over it
+    made = path.with_name(f"{path.name}.tmp")
     try:
         yield made
         fsync(made)

@@ -19,13 +19,17 @@ from .journal import Journal
 from .places import Piece, Shard, originals
 from .tensor_files import BITS, TensorFiles
 
-CHUNK = 256 * 1024  # most elements moved at a time: they are still in the cache when they are digested and written
+# most elements moved at a time: they are still in the cache when they are digested and written
+CHUNK = 256 * 1024
 BUFFERS = 256 * 2**20  # most bytes that wait for the disk or for their hash
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Says how much of the machine a conversion may use. `progress` is called with (bytes just done, bytes in all), from several threads."""
+    """Says how much of the machine a conversion may use.
+
+    `progress` is called with (bytes just done, bytes in all), from several threads.
+    """
 
     workers: int = 2
     mem_limit: int = 512 * 1024**2  # bytes, for buffers
@@ -33,7 +37,9 @@ class Effort:
 
     @property
     def chunk(self) -> int:
-        """Counts the elements that one worker moves at a time, in three copies: read, cut and written."""
+        """Counts the elements that one worker moves at a time, in three copies: read, cut and
+        written.
+        """
         return max(65536, min(CHUNK, self.mem_limit // (self.workers * 16)))
 
     @property
@@ -44,7 +50,9 @@ class Effort:
 
 @dataclass(frozen=True)
 class Copy:
-    """Names a tensor (of an optimizer's state that tensor) in one role of the source, and the roles of its copy in the target (none: the tensor is only read)."""
+    """Names a tensor (of an optimizer's state that tensor) in one role of the source, and the roles
+    of its copy in the target (none: the tensor is only read).
+    """
 
     tensor: Tensor
     role: str
@@ -60,7 +68,9 @@ class Copy:
 
 
 def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None) -> list[Copy]:
-    """Lists what has to be copied. A master also makes the 16-bit weight that a layout keeps beside it.
+    """Lists what has to be copied.
+
+    A master also makes the 16-bit weight that a layout keeps beside it.
 
     Without a target: everything that the source holds, to be digested.
     """
@@ -71,20 +81,33 @@ def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
         for role in roles:
             if trained and role == "weight" and "master" in roles:
                 continue  # a rounded copy of the master
-            wanted = (role, *(["weight"] if role == "master" else []), *(["master"] if role == "weight" and trained else []))
-            to = tuple(own for own in wanted if target is not None and (tensor.name, own) in target.shards)
+            wanted = (
+                role,
+                *(["weight"] if role == "master" else []),
+                *(["master"] if role == "weight" and trained else []),
+            )
+            to = tuple(
+                own for own in wanted if target is not None and (tensor.name, own) in target.shards
+            )
             if target is None or to:
                 found.append(Copy(state_of(tensor, role), role, to))
     return found
 
 
 def run(
-    todo: list[Copy], source: TensorFiles, effort: Effort, target: TensorFiles | None = None, journal: Journal | None = None, hashed: bool = False
+    todo: list[Copy],
+    source: TensorFiles,
+    effort: Effort,
+    target: TensorFiles | None = None,
+    journal: Journal | None = None,
+    hashed: bool = False,
 ) -> tuple[dict[str, Any], dict[str, manifest.Facts]]:
-    """Copies tensors, and returns {"tensor|role": [shape, dtype, digest]} and the facts of each file that was written.
+    """Copies tensors, and returns {"tensor|role": [shape, dtype, digest]} and the facts of each
+    file that was written.
 
-    The digests include those that an interrupted conversion had noted in the `journal`. The files are on the disk when
-    `run` returns; without `hashed` their facts have no sha256. Without a `target` the source is only read.
+    The digests include those that an interrupted conversion had noted in the `journal`. The files
+    are on the disk when `run` returns; without `hashed` their facts have no sha256. Without a
+    `target` the source is only read.
     """
     digests: dict[str, Any] = dict(journal.done) if journal else {}
     total_bytes = sum(copy.nbytes for copy in todo)
@@ -103,11 +126,16 @@ def run(
 
     def move(part: tuple[Copy, int, int]) -> None:
         copy, start, stop = part
-        values, dtype = source.read(copy.tensor, copy.role, start, stop), source.dtype_of(copy.tensor, copy.role)
+        values, dtype = (
+            source.read(copy.tensor, copy.role, start, stop),
+            source.dtype_of(copy.tensor, copy.role),
+        )
         added = digest(values, start)
         for role in copy.to:
             assert target
-            target.write(copy.tensor, role, start, cast(values, dtype, target.dtype_of(copy.tensor, role)))
+            target.write(
+                copy.tensor, role, start, cast(values, dtype, target.dtype_of(copy.tensor, role))
+            )
         effort.progress((stop - start) * values.itemsize, total_bytes)
         with lock:
             sums[copy.key] += added
@@ -130,7 +158,9 @@ def run(
         share_work(move, parts(), effort.workers)
         return digests, {}
     try:
-        with DirectFiles(target.folder, _extents(rest, target), effort.buffers, hashed, stored) as target.direct:
+        with DirectFiles(
+            target.folder, _extents(rest, target), effort.buffers, hashed, stored
+        ) as target.direct:
             share_work(move, parts(), effort.workers)
         return digests, target.direct.facts
     finally:
@@ -139,10 +169,20 @@ def run(
         target.direct = None
 
 
-def _in_order_of_bytes(rest: list[Copy], source: TensorFiles, target: TensorFiles | None) -> list[Copy]:
-    """Sorts copies by their place in the target (without a target: in the source): one file after the other, each from its beginning."""
-    places = {copy.key: (target or source).place(copy.tensor, copy.to[0] if target else copy.role) for copy in rest}
-    order = {file: number for number, file in enumerate(dict.fromkeys(file for file, _ in places.values()))}
+def _in_order_of_bytes(
+    rest: list[Copy], source: TensorFiles, target: TensorFiles | None
+) -> list[Copy]:
+    """Sorts copies by their place in the target (without a target: in the source): one file after
+    the other, each from its beginning.
+    """
+    places = {
+        copy.key: (target or source).place(copy.tensor, copy.to[0] if target else copy.role)
+        for copy in rest
+    }
+    order = {
+        file: number
+        for number, file in enumerate(dict.fromkeys(file for file, _ in places.values()))
+    }
     return sorted(rest, key=lambda copy: (order[places[copy.key][0]], places[copy.key][1]))
 
 
@@ -157,7 +197,10 @@ def _extents(todo: list[Copy], target: TensorFiles) -> dict[str, set[tuple[int, 
 
 
 def share_work(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:
-    """Calls `work` for each item on several threads; returns the results in the order of the items. After an error no further item is begun."""
+    """Calls `work` for each item on several threads; returns the results in the order of the items.
+
+    After an error no further item is begun.
+    """
     numbered, found, lock, failed = enumerate(items), {}, threading.Lock(), threading.Event()
 
     def turn() -> None:
@@ -185,21 +228,41 @@ def share_work(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -
     return [found[number] for number in sorted(found)]
 
 
-def partial_digests(blueprint: Blueprint, source: TensorFiles, files: frozenset[str], chunk: int = CHUNK) -> dict[str, Any]:
-    """Returns {"tensor|role": [shape, dtype, what `files` add to its digest]}. Zero bits add nothing, so no other file is read."""
+def partial_digests(
+    blueprint: Blueprint, source: TensorFiles, files: frozenset[str], chunk: int = CHUNK
+) -> dict[str, Any]:
+    """Returns {"tensor|role": [shape, dtype, what `files` add to its digest]}. Zero bits add
+    nothing, so no other file is read.
+    """
     digests = {}
     for copy in copies(blueprint, source, None):
-        spans = [_span(shard, piece) for shard in originals(source.shards[copy.tensor.name, copy.role]) for piece in shard.pieces if piece.file in files]
+        spans = [
+            _span(shard, piece)
+            for shard in originals(source.shards[copy.tensor.name, copy.role])
+            for piece in shard.pieces
+            if piece.file in files
+        ]
         if not spans:
             continue
         total, unit = 0, unit_of(copy, source)
         for start, stop in chunks(copy.tensor.numel, unit, chunk):
-            inside = [(max(start, low), min(stop, high)) for low, high in spans if low < stop and high > start]
+            inside = [
+                (max(start, low), min(stop, high))
+                for low, high in spans
+                if low < stop and high > start
+            ]
             if inside:
                 low, high = min(low for low, _ in inside), max(high for _, high in inside)
-                low, high = low // unit * unit if unit <= chunk else low, min(stop, -(-high // unit) * unit) if unit <= chunk else high
+                low, high = (
+                    low // unit * unit if unit <= chunk else low,
+                    min(stop, -(-high // unit) * unit) if unit <= chunk else high,
+                )
                 total += digest(source.read(copy.tensor, copy.role, low, high, files), low)
-        digests[f"{copy.tensor.name}|{copy.role}"] = [list(copy.tensor.shape), source.dtype_of(copy.tensor, copy.role), total % 2**64]
+        digests[f"{copy.tensor.name}|{copy.role}"] = [
+            list(copy.tensor.shape),
+            source.dtype_of(copy.tensor, copy.role),
+            total % 2**64,
+        ]
     return digests
 
 
@@ -208,7 +271,10 @@ def _span(shard: Shard, piece: Piece) -> tuple[int, int]:
     if shard.dim is None:
         return shard.base + piece.start, shard.base + piece.stop
     inner = prod(shard.shape[shard.dim + 1 :])
-    row, width = shard.shape[shard.dim] * inner, sum(last - first for first, last in shard.runs) * inner
+    row, width = (
+        shard.shape[shard.dim] * inner,
+        sum(last - first for first, last in shard.runs) * inner,
+    )
     return shard.base + piece.start // width * row, shard.base + -(-piece.stop // width) * row
 
 
@@ -218,7 +284,12 @@ def unit_of(copy: Copy, *files: TensorFiles) -> int:
     for opened in files:
         for role in {copy.role, *copy.to}:
             shards = opened.shards.get((copy.tensor.name, role), [])
-            unit = max([unit, *(prod(shard.shape[shard.dim :]) for shard in shards if shard.dim is not None)])
+            unit = max(
+                [
+                    unit,
+                    *(prod(shard.shape[shard.dim :]) for shard in shards if shard.dim is not None),
+                ]
+            )
     return unit
 
 
@@ -229,11 +300,15 @@ def chunks(numel: int, unit: int, most: int) -> Iterator[tuple[int, int]]:
         yield from ((start, min(numel, start + step)) for start in range(0, numel, step))
         return
     for row in range(0, numel, unit):
-        yield from ((start, min(row + unit, start + most)) for start in range(row, row + unit, most))
+        yield from (
+            (start, min(row + unit, start + most)) for start in range(row, row + unit, most)
+        )
 
 
 def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
-    """Rounds values to another dtype, to nearest even; returns the same bits where the dtype is the same."""
+    """Rounds values to another dtype, to nearest even; returns the same bits where the dtype is the
+    same.
+    """
     if dtype == to:
         return bits
     if dtype == "bfloat16":

@@ -1,8 +1,10 @@
-"""Computes a fingerprint of a tensor that does not depend on how the tensor is laid out over files and ranks.
+"""Computes a fingerprint of a tensor that does not depend on how the tensor is laid out over files
+and ranks.
 
-The digest is the sum, mod 2^64, of bits(i) * m(i) over the row-major index i, where bits(i) is the element as an unsigned
-integer and m(i) a pseudo-random odd number. So the digest can be added up from parts in any order, zero elements add
-nothing, and, m being odd, every single changed bit changes the digest.
+The digest is the sum, mod 2^64, of bits(i) * m(i) over the row-major index i, where bits(i) is the
+element as an unsigned integer and m(i) a pseudo-random odd number. So the digest can be added up
+from parts in any order, zero elements add nothing, and, m being odd, every single changed bit
+changes the digest.
 """
 
 from typing import Any
@@ -28,7 +30,9 @@ INSIDE: np.ndarray = _mix(np.arange(BLOCK, dtype=np.uint64))
 
 
 def digest(bits: np.ndarray, start: int = 0) -> int:
-    """Computes what the elements `bits` (1-D, unsigned integers) from index `start` on add to their tensor's digest."""
+    """Computes what the elements `bits` (1-D, unsigned integers) from index `start` on add to their
+    tensor's digest.
+    """
     total, wide, done = 0, np.empty(min(BLOCK, len(bits)), dtype=np.uint64), 0
     while done < len(bits):
         block, inside = divmod(start + done, BLOCK)

@@ -1,7 +1,9 @@
-"""Fills files in parts, in any order, by several threads: in whole blocks, past the page cache, and hashed on the way.
+"""Fills files in parts, in any order, by several threads: in whole blocks, past the page cache, and
+hashed on the way.
 
-The kernel spends more on caching what nobody is about to read than on the writing itself, most of all under a memory limit:
-`dd` wrote 4 GB in 0.4 CPU seconds directly, and in 3 to 9 through the cache (2 cores, 24 GiB, 2026-11-22).
+The kernel spends more on caching what nobody is about to read than on the writing itself, most of
+all under a memory limit: `dd` wrote 4 GB in 0.4 CPU seconds directly, and in 3 to 9 through the
+cache (2 cores, 24 GiB, 2026-11-22).
 """
 
 import errno
@@ -26,7 +28,8 @@ WRITERS = 2  # threads that wait for the disk
 class _Block:
     bits: np.ndarray  # (BLOCK,) uint8, aligned as direct writes need it
     users: int = 0  # threads that copy into it now
-    names: set[str] = field(default_factory=set)  # names whose bytes are in the block and not yet in the file
+    # names whose bytes are in the block and not yet in the file
+    names: set[str] = field(default_factory=set)
     holds: int = 0  # the writer's and the hasher's, once the block is full
 
 
@@ -39,7 +42,8 @@ class _File:
     missing: int  # blocks whose final content is not yet in the file
     descriptor: int = -1  # for whole blocks, opened with the first
     filling: dict[int, _Block] = field(default_factory=dict)
-    full: dict[int, _Block] = field(default_factory=dict)  # not yet hashed; a block in neither dict is in the file
+    # not yet hashed; a block in neither dict is in the file
+    full: dict[int, _Block] = field(default_factory=dict)
     hash: Any = None
     front: int = 0  # the block that is hashed next
     hashing: bool = False
@@ -50,25 +54,38 @@ class _File:
 
 
 class DirectFiles:
-    """Fills files in `folder` that are there in full size. `extents`: file -> ranges of bytes that will be written, once each.
+    """Fills files in `folder` that are there in full size.
 
-    `stored` is called with each name given to `finish` when all bytes written under that name are in the files. After the
-    `with` statement all files are on the disk, and `facts` has the size and, with `hashed`, the sha256 of each.
-    After an error the files hold whatever reached the disk. `lost` is true if a flush failed: then even names passed to
-    `stored` may be missing. The buffers take at most `limit` bytes, but at least four blocks, and one more for each thread
-    where every buffer is in some thread's hand.
+    `extents`: file -> ranges of bytes that will be written, once each.
+
+    `stored` is called with each name given to `finish` when all bytes written under that name are
+    in the files. After the `with` statement all files are on the disk, and `facts` has the size
+    and, with `hashed`, the sha256 of each. After an error the files hold whatever reached the disk.
+    `lost` is true if a flush failed: then even names passed to `stored` may be missing. The buffers
+    take at most `limit` bytes, but at least four blocks, and one more for each thread where every
+    buffer is in some thread's hand.
     """
 
-    def __init__(self, folder: Path, extents: dict[str, set[tuple[int, int]]], limit: int, hashed: bool, stored: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Path,
+        extents: dict[str, set[tuple[int, int]]],
+        limit: int,
+        hashed: bool,
+        stored: Callable[[str], None],
+    ):
         self.facts: dict[str, dict[str, Any]] = {}
         self._files = {name: _begin(folder, name, own, hashed) for name, own in extents.items()}
         self._hashed, self._stored, self._most = hashed, stored, max(4, limit // BLOCK)
         self._spare: list[np.ndarray] = []
         self.made = 0  # buffers made so far
         self._writing = self._hashing = 0  # threads at work
-        self._waiting: Counter[str] = Counter()  # name -> blocks with bytes under that name that are not yet in the file
+        # name -> blocks with bytes under that name that are not yet in the file
+        self._waiting: Counter[str] = Counter()
         self._finished: set[str] = set()
-        self.lost = False  # a flush failed: then the kernel drops the written bytes, and the next fsync reports no error
+        # a flush failed: then the kernel drops the written bytes, and the next fsync reports no
+        # error
+        self.lost = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._disk = ThreadPoolExecutor(WRITERS)
@@ -93,10 +110,15 @@ class DirectFiles:
                 _close(file)
         if error is None and self._error:
             raise self._error
-        assert error is not None or len(self.facts) == len(self._files), "bytes of an extent were never written"
+        assert error is not None or len(self.facts) == len(self._files), (
+            "bytes of an extent were never written"
+        )
 
     def write(self, name: str, offset: int, part: np.ndarray, under: str) -> None:
-        """Writes `part`, (bytes,) uint8, at `offset` bytes of the file `name`. Raises OSError, also for an earlier part."""
+        """Writes `part`, (bytes,) uint8, at `offset` bytes of the file `name`.
+
+        Raises OSError, also for an earlier part.
+        """
         file, done = self._files[name], 0
         while done < len(part):
             number, inside = divmod(offset + done, BLOCK)
@@ -144,7 +166,9 @@ class DirectFiles:
                 self._spare.append(bits)
                 self._changed.notify_all()
                 return file.filling[number]
-            if file.left[number] < file.length(number):  # the bytes between the extents, and those that a killed run had written, come from the file
+            # the bytes between the extents, and those that a killed run had written, come from the
+            # file
+            if file.left[number] < file.length(number):
                 _read(file, number, bits)
             _open(file)
             file.filling[number] = _Block(bits)
@@ -166,7 +190,9 @@ class DirectFiles:
         return np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8)
 
     def _drop(self) -> bool:
-        """Frees full blocks that are in their files and wait for the hash of a block that is not full; they are read again when their turn comes."""
+        """Frees full blocks that are in their files and wait for the hash of a block that is not
+        full; they are read again when their turn comes.
+        """
         for file in self._files.values():
             if self._hashed and file.full and not file.hashing and file.front not in file.full:
                 for number in [number for number, block in file.full.items() if block.holds == 1]:
@@ -190,7 +216,8 @@ class DirectFiles:
             self._waiting[name] -= 1
         try:
             self._tell(block.names)
-        except BaseException as error:  # raised by the caller's `stored`, often on a thread that nobody waits for
+            # raised by the caller's `stored`, often on a thread that nobody waits for
+        except BaseException as error:
             self._error = self._error or error
 
     def _save(self, file: _File, number: int, block: _Block) -> None:
@@ -216,7 +243,8 @@ class DirectFiles:
                 try:
                     done = os.pwrite(file.descriptor, part, number * BLOCK)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # some file systems report only here that they have no direct writes
+                    # some file systems report only here that they have no direct writes
+                    if error.errno != errno.EINVAL:
                         raise
             if done < len(part):  # direct writes need whole blocks, and the end of a file is none
                 with file.path.open("r+b", buffering=0) as plain:
@@ -240,13 +268,22 @@ class DirectFiles:
         """Hashes the next blocks in order, unless another thread does."""
         while self._hashed:
             with self._changed:
-                if self._error or file.hashing or file.front == len(file.left) or file.left[file.front]:
+                if (
+                    self._error
+                    or file.hashing
+                    or file.front == len(file.left)
+                    or file.left[file.front]
+                ):
                     break
                 number, block = file.front, file.full.get(file.front)
                 file.hashing = True
                 self._hashing += 1
             try:
-                file.hash.update(block.bits[: file.length(number)] if block else _read(file, number, np.empty(BLOCK, np.uint8)))
+                file.hash.update(
+                    block.bits[: file.length(number)]
+                    if block
+                    else _read(file, number, np.empty(BLOCK, np.uint8))
+                )
             except BaseException as error:
                 self._fail(file, error)
             with self._changed:
@@ -263,7 +300,12 @@ class DirectFiles:
     def _end(self, file: _File) -> None:
         """Flushes a file to the disk and closes it once all its blocks are written and hashed."""
         with self._changed:
-            if file.ended or self._error or file.missing or (self._hashed and file.front < len(file.left)):
+            if (
+                file.ended
+                or self._error
+                or file.missing
+                or (self._hashed and file.front < len(file.left))
+            ):
                 return
             file.ended = True
             self._writing += 1
@@ -275,7 +317,9 @@ class DirectFiles:
             self._fail(file, error)
         with self._changed:
             _close(file)
-            self.facts[file.name] = {"bytes": file.size} | ({"sha256": file.hash.hexdigest()} if self._hashed else {})
+            self.facts[file.name] = {"bytes": file.size} | (
+                {"sha256": file.hash.hexdigest()} if self._hashed else {}
+            )
             self._writing -= 1
             self._changed.notify_all()
 
@@ -288,7 +332,14 @@ def _begin(folder: Path, name: str, extents: set[tuple[int, int]], hashed: bool)
         left[first : last + 1] += BLOCK
         left[first] -= start - first * BLOCK
         left[last] -= (last + 1) * BLOCK - stop
-    return _File(name, folder / name, size, left, int(np.count_nonzero(left)), hash=hashlib.sha256() if hashed else None)
+    return _File(
+        name,
+        folder / name,
+        size,
+        left,
+        int(np.count_nonzero(left)),
+        hash=hashlib.sha256() if hashed else None,
+    )
 
 
 def _open(file: _File) -> None:

@@ -1,6 +1,8 @@
-"""Describes what DeepSpeed's files hold besides where experts are divided over ranks: notes on who has which, and files of experts.
+"""Describes what DeepSpeed's files hold besides where experts are divided over ranks: notes on who
+has which, and files of experts.
 
-Taken from DeepSpeed 0.19.8: runtime/engine.py (`_save_moe_checkpoint`), zero/stage3.py, checkpoint/autoep_affine.py.
+Taken from DeepSpeed 0.19.8: runtime/engine.py (`_save_moe_checkpoint`), zero/stage3.py,
+checkpoint/autoep_affine.py.
 """
 
 from collections.abc import Iterator
@@ -13,27 +15,56 @@ from .torch_files import FileTensor
 
 
 def model_entries(holder: Holder, rank: int) -> dict[str, Any]:
-    """Makes the entries of a model file that say which experts lie where; none where experts are whole. `rank`: the data rank that writes the file."""
+    """Makes the entries of a model file that say which experts lie where; none where experts are
+    whole.
+
+    `rank`: the data rank that writes the file.
+    """
     if not holder.parts:
         return {}
     layers = [_layer(holder, number, rank) for number in range(len(holder.blueprint.blocks))]
-    info = {"universal_checkpoint_version": 0.4, "expert_parameter_patterns": [r".*\.experts\.w[123]$"], "ds_autoep_layers": layers}
-    return {"num_experts": [layer["num_experts"] for layer in layers], "ds_autoep_layers": layers, "universal_checkpoint_info": info}
+    info = {
+        "universal_checkpoint_version": 0.4,
+        "expert_parameter_patterns": [r".*\.experts\.w[123]$"],
+        "ds_autoep_layers": layers,
+    }
+    return {
+        "num_experts": [layer["num_experts"] for layer in layers],
+        "ds_autoep_layers": layers,
+        "universal_checkpoint_info": info,
+    }
 
 
 def _layer(holder: Holder, number: int, rank: int) -> dict[str, Any]:
-    ep, partitions, block = holder.layout.mesh.ep, holder.layout.partitions, holder.blueprint.blocks[number].name
-    own = [tensor for tensor in holder.blueprint.tensors if tensor.name.startswith(f"{block}.experts.")]
+    ep, partitions, block = (
+        holder.layout.mesh.ep,
+        holder.layout.partitions,
+        holder.blueprint.blocks[number].name,
+    )
+    own = [
+        tensor for tensor in holder.blueprint.tensors if tensor.name.startswith(f"{block}.experts.")
+    ]
     count, zero3 = own[0].shape[0], holder.layout.zero_stage == 3
-    ranks = [{"rank": other, "experts": list(range(other * count, (other + 1) * count))} for other in range(ep)]
+    ranks = [
+        {"rank": other, "experts": list(range(other * count, (other + 1) * count))}
+        for other in range(ep)
+    ]
     return {
         "moe_layer_id": number,
         "module_path": block,
         "num_experts": ep * count,
         "num_local_experts": count,
         "ep_size": ep,
-        "expert_placement": {"version": 1, "num_experts": ep * count, "ep_size": ep, "ranks": ranks},
-        "affine_maps": {"version": 1, "params": {tensor.name: _affine_map(tensor, ep) for tensor in own}},
+        "expert_placement": {
+            "version": 1,
+            "num_experts": ep * count,
+            "ep_size": ep,
+            "ranks": ranks,
+        },
+        "affine_maps": {
+            "version": 1,
+            "params": {tensor.name: _affine_map(tensor, ep) for tensor in own},
+        },
         "expert_key_prefix": f"{block}.experts",
         "checkpoint_format": "zero3_partitioned" if zero3 else "per_expert_files",
         "checkpoint_format_version": 1 if zero3 else None,
@@ -52,23 +83,42 @@ def _affine_map(tensor: Tensor, ep: int) -> dict[str, Any]:
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     ranks = {}
     for rank in range(ep):
-        piece = {"shape": shape, "source": [rank * numel, strides], "dest": [0, strides], "locations": [rank]}
+        piece = {
+            "shape": shape,
+            "source": [rank * numel, strides],
+            "dest": [0, strides],
+            "locations": [rank],
+        }
         ranks[rank] = {"shard_shape": shape, "pieces": [piece]}
     return {"logical_shape": [ep * shape[0], *shape[1:]], "ranks": ranks}
 
 
 def files_of_experts(holder: Holder) -> Iterator[tuple[str, dict[str, FileTensor]]]:
-    """Yields (name, content) of the file of each expert's weights; nothing where experts are whole, or under ZeRO-3."""
+    """Yields (name, content) of the file of each expert's weights; nothing where experts are whole,
+    or under ZeRO-3.
+    """
     if not holder.parts or holder.layout.zero_stage == 3:
         return
     for number, block in enumerate(holder.blueprint.blocks):
-        own = [tensor for tensor in holder.blueprint.tensors if tensor.name.startswith(f"{block.name}.experts.")]
+        own = [
+            tensor
+            for tensor in holder.blueprint.tensors
+            if tensor.name.startswith(f"{block.name}.experts.")
+        ]
         for expert in range(holder.layout.mesh.ep * own[0].shape[0]):
-            yield expert_file(number, expert), {f"{tensor.name}.{expert}": FileTensor(tensor.shape[1:], holder.layout.dtype) for tensor in own}
+            yield (
+                expert_file(number, expert),
+                {
+                    f"{tensor.name}.{expert}": FileTensor(tensor.shape[1:], holder.layout.dtype)
+                    for tensor in own
+                },
+            )
 
 
 def optimizer_entries(holder: Holder, rank: int) -> dict[str, Any]:
-    """Makes the entry of a ZeRO-3 optimizer file that says over which ranks each sub-group is divided; DeepSpeed loads it on those only."""
+    """Makes the entry of a ZeRO-3 optimizer file that says over which ranks each sub-group is
+    divided; DeepSpeed loads it on those only.
+    """
     if not holder.parts:
         return {}
     layout, found = holder.layout, []
@@ -88,5 +138,11 @@ def optimizer_entries(holder: Holder, rank: int) -> dict[str, Any]:
 
 
 def group_entries(holder: Holder, tensor: Tensor) -> dict[str, Any]:
-    """Makes what DeepSpeed notes of an optimizer group that begins with `tensor`, if it is of divided experts (moe/utils.py)."""
-    return {"name": f"ep_size_{holder.layout.mesh.ep}", "moe": True} if holder.parts and tensor.expert else {}
+    """Makes what DeepSpeed notes of an optimizer group that begins with `tensor`, if it is of
+    divided experts (moe/utils.py).
+    """
+    return (
+        {"name": f"ep_size_{holder.layout.mesh.ep}", "moe": True}
+        if holder.parts and tensor.expert
+        else {}
+    )

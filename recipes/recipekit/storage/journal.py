@@ -18,19 +18,27 @@ def journal_file(out: Path) -> Path:
 
 
 class Journal:
-    """Holds the unfinished output of a conversion: a hidden folder beside `out`, which becomes `out` when it is complete.
+    """Holds the unfinished output of a conversion: a hidden folder beside `out`, which becomes
+    `out` when it is complete.
 
-    Finished work is noted there, so that the same conversion, started again, goes on where it was killed. After a crash of
-    the machine, or an error of the disk, the conversion begins anew, since written bytes may not have reached the disk.
+    Finished work is noted there, so that the same conversion, started again, goes on where it was
+    killed. After a crash of the machine, or an error of the disk, the conversion begins anew, since
+    written bytes may not have reached the disk.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any]):
         if out.exists():
-            raise refuse(str(out), "already exists and is not overwritten", "choose another folder, or remove it")
+            raise refuse(
+                str(out),
+                "already exists and is not overwritten",
+                "choose another folder, or remove it",
+            )
         self.out, self._file, self._lock = out, journal_file(out), threading.Lock()
         self.folder = self._file.parent
         boot = Path("/proc/sys/kernel/random/boot_id")
-        head = json.dumps(plan | {"boot": boot.read_text() if boot.exists() else ""}, sort_keys=True)
+        head = json.dumps(
+            plan | {"boot": boot.read_text() if boot.exists() else ""}, sort_keys=True
+        )
         lines = self._file.read_text().splitlines() if self._file.exists() else []
         self.done: dict[str, Any] = {}
         self.resumed = len(lines) > 1 and lines[0] == head

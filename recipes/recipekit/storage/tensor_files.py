@@ -20,7 +20,16 @@ from .torch_files import Keys
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 # safetensors' name of a dtype -> torch's name
-TORCH = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"}
+TORCH = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+}
 TORCH |= {"U8": "uint8", "BOOL": "bool"}
 
 
@@ -32,11 +41,22 @@ class OpenedFile:
         self.tensors = torch_files.tensors(torch_files.read(path))
 
     def offset(self, keys: Keys) -> int:
-        """Returns where a tensor begins, in bytes from the beginning of the file. Raises `Refusal` if the file has no such tensor."""
+        """Returns where a tensor begins, in bytes from the beginning of the file.
+
+        Raises `Refusal` if the file has no such tensor.
+        """
         if keys not in self.tensors:
-            raise refuse(str(self.path), f"has no tensor {'/'.join(map(str, keys))}, but its layout names it", "use another copy of the checkpoint")
+            raise refuse(
+                str(self.path),
+                f"has no tensor {'/'.join(map(str, keys))}, but its layout names it",
+                "use another copy of the checkpoint",
+            )
         if (start := self.tensors[keys].start) < 0:
-            raise refuse(f"{self.path}: {'/'.join(map(str, keys))}", "is not stored in row-major order", "save it once more after .contiguous()")
+            raise refuse(
+                f"{self.path}: {'/'.join(map(str, keys))}",
+                "is not stored in row-major order",
+                "save it once more after .contiguous()",
+            )
         return start
 
 
@@ -44,8 +64,8 @@ class OpenedFile:
 class TensorFiles:
     """Reads and writes elements of tensors in the files of one checkpoint or model.
 
-    `shards`: (tensor, role) -> its shards, copies included. `dtype_of(tensor, role)`: the dtype in the files.
-    `offset_of(piece)`: where the tensor that holds a piece begins in its file, in bytes.
+    `shards`: (tensor, role) -> its shards, copies included. `dtype_of(tensor, role)`: the dtype in
+    the files. `offset_of(piece)`: where the tensor that holds a piece begins in its file, in bytes.
     """
 
     folder: Path
@@ -60,7 +80,9 @@ class TensorFiles:
 
     def __post_init__(self) -> None:
         self._roles: dict[str, list[str]] = {}
-        for name, role in sorted(self.shards, key=lambda key: (key[1] != "master", key[1] == "weight")):
+        for name, role in sorted(
+            self.shards, key=lambda key: (key[1] != "master", key[1] == "weight")
+        ):
             self._roles.setdefault(name, []).append(role)
 
     def roles(self, tensor: Tensor) -> list[str]:
@@ -69,14 +91,26 @@ class TensorFiles:
 
     @contextmanager
     def handle(self, file: str) -> Iterator[int]:
-        """Gives the descriptor of a file. The first `most_open` files stay open; a model can have thousands of files of experts."""
+        """Gives the descriptor of a file.
+
+        The first `most_open` files stay open; a model can have thousands of files of experts.
+        """
         with self._lock:
-            handle, kept = self._handles.get(file), self.writable or len(self._handles) < self.most_open
+            handle, kept = (
+                self._handles.get(file),
+                self.writable or len(self._handles) < self.most_open,
+            )
             if handle is None:
                 try:
-                    handle = os.open(self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY)
+                    handle = os.open(
+                        self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY
+                    )
                 except FileNotFoundError:
-                    raise refuse(str(self.folder / file), "is missing, but its layout names it", "use another copy of the checkpoint") from None
+                    raise refuse(
+                        str(self.folder / file),
+                        "is missing, but its layout names it",
+                        "use another copy of the checkpoint",
+                    ) from None
                 if kept:
                     self._handles[file] = handle
         try:
@@ -95,7 +129,9 @@ class TensorFiles:
     def place(self, tensor: Tensor, role: str) -> tuple[str, int]:
         """Returns the file and the byte where a tensor begins."""
         for piece in (piece for shard in self.shards[tensor.name, role] for piece in shard.pieces):
-            return piece.file, self.offset_of(piece) + piece.offset * torch_files.SIZES[self.dtype_of(tensor, role)]
+            return piece.file, self.offset_of(piece) + piece.offset * torch_files.SIZES[
+                self.dtype_of(tensor, role)
+            ]
         return "", 0
 
     def extents(self, tensor: Tensor, role: str) -> dict[str, set[tuple[int, int]]]:
@@ -104,13 +140,23 @@ class TensorFiles:
         for shard in self.shards[tensor.name, role]:
             for piece in shard.pieces:
                 begin = self.offset_of(piece) + piece.offset * size
-                found.setdefault(piece.file, set()).add((begin, begin + (piece.stop - piece.start) * size))
+                found.setdefault(piece.file, set()).add(
+                    (begin, begin + (piece.stop - piece.start) * size)
+                )
         return found
 
-    def read(self, tensor: Tensor, role: str, start: int, stop: int, only: frozenset[str] | None = None) -> np.ndarray:
-        """Reads elements start..stop of a tensor as unsigned integers; elements in other files than `only` are zero."""
+    def read(
+        self, tensor: Tensor, role: str, start: int, stop: int, only: frozenset[str] | None = None
+    ) -> np.ndarray:
+        """Reads elements start..stop of a tensor as unsigned integers; elements in other files than
+        `only` are zero.
+        """
         size = torch_files.SIZES[self.dtype_of(tensor, role)]
-        out = np.zeros(stop - start, BITS[size]) if only is not None else np.empty(stop - start, BITS[size])
+        out = (
+            np.zeros(stop - start, BITS[size])
+            if only is not None
+            else np.empty(stop - start, BITS[size])
+        )
         for shard in originals(self.shards[tensor.name, role]):
             self._move(shard, start, stop, out, None, only)
         return out
@@ -119,13 +165,26 @@ class TensorFiles:
         """Writes `values` as the elements of a tensor from `start` on, into every copy."""
         done = set()
         for shard in self.shards[tensor.name, role]:
-            place = [(piece.file, self.offset_of(piece), piece.offset) for piece in shard.pieces[:1]]
-            if not done.issuperset(place):  # else the bytes are written already: ZeRO-2 gives frozen tensors a second name
+            place = [
+                (piece.file, self.offset_of(piece), piece.offset) for piece in shard.pieces[:1]
+            ]
+            # else the bytes are written already: ZeRO-2 gives frozen tensors a second name
+            if not done.issuperset(place):
                 self._move(shard, start, start + len(values), values, tensor.name, None)
             done.update(place)
 
-    def _move(self, shard: Shard, start: int, stop: int, buffer: np.ndarray, name: str | None, only: frozenset[str] | None) -> None:
-        """Reads the overlap of a shard with elements start..stop of the whole into `buffer`; with the tensor's `name`, writes it from there."""
+    def _move(
+        self,
+        shard: Shard,
+        start: int,
+        stop: int,
+        buffer: np.ndarray,
+        name: str | None,
+        only: frozenset[str] | None,
+    ) -> None:
+        """Reads the overlap of a shard with elements start..stop of the whole into `buffer`; with
+        the tensor's `name`, writes it from there.
+        """
         begin, end = max(start, shard.base), min(stop, shard.base + prod(shard.shape))
         if begin >= end:
             return
@@ -135,13 +194,18 @@ class TensorFiles:
             self._transfer(shard, begin, view, name, only)
             return
         inner = prod(shard.shape[shard.dim + 1 :])
-        row, width = shard.shape[shard.dim] * inner, sum(last - first for first, last in shard.runs) * inner
+        row, width = (
+            shard.shape[shard.dim] * inner,
+            sum(last - first for first, last in shard.runs) * inner,
+        )
         if begin % row == 0 and end % row == 0 and end - begin > row:  # whole rows
             rows = view.reshape(-1, row)
             local = np.zeros((len(rows), width), view.dtype)
             pairs, at = [], 0
             for first, last in shard.runs:
-                pairs.append((slice(first * inner, last * inner), slice(at, at + (last - first) * inner)))
+                pairs.append(
+                    (slice(first * inner, last * inner), slice(at, at + (last - first) * inner))
+                )
                 at += (last - first) * inner
             if name is not None:
                 for whole, mine in pairs:
@@ -155,13 +219,31 @@ class TensorFiles:
         for number in range(begin // row, -(-end // row)):
             at = number * width
             for first, last in shard.runs:
-                low, high = max(begin, number * row + first * inner), min(end, number * row + last * inner)
+                low, high = (
+                    max(begin, number * row + first * inner),
+                    min(end, number * row + last * inner),
+                )
                 if low < high:
-                    self._transfer(shard, at + low - (number * row + first * inner), view[low - begin : high - begin], name, only)
+                    self._transfer(
+                        shard,
+                        at + low - (number * row + first * inner),
+                        view[low - begin : high - begin],
+                        name,
+                        only,
+                    )
                 at += (last - first) * inner
 
-    def _transfer(self, shard: Shard, start: int, view: np.ndarray, name: str | None, only: frozenset[str] | None) -> None:
-        """Reads (with `name`: writes) the elements of a shard from its own element `start` on, as many as `view` has."""
+    def _transfer(
+        self,
+        shard: Shard,
+        start: int,
+        view: np.ndarray,
+        name: str | None,
+        only: frozenset[str] | None,
+    ) -> None:
+        """Reads (with `name`: writes) the elements of a shard from its own element `start` on, as
+        many as `view` has.
+        """
         stop, size = start + len(view), view.itemsize
         for piece in shard.pieces:
             low, high = max(start, piece.start), min(stop, piece.stop)
@@ -175,13 +257,23 @@ class TensorFiles:
             part = memoryview(mine).cast("B")  # pyright: ignore[reportArgumentType]
             with self.handle(piece.file) as handle:
                 while part:
-                    done = os.pwrite(handle, part, offset) if name is not None else os.preadv(handle, [part], offset)
+                    done = (
+                        os.pwrite(handle, part, offset)
+                        if name is not None
+                        else os.preadv(handle, [part], offset)
+                    )
                     if done == 0:
-                        raise refuse(str(self.folder / piece.file), f"ends before byte {offset + len(part)}", "use another copy of the checkpoint")
+                        raise refuse(
+                            str(self.folder / piece.file),
+                            f"ends before byte {offset + len(part)}",
+                            "use another copy of the checkpoint",
+                        )
                     part, offset = part[done:], offset + done
 
 
-def open_checkpoint(step: Path, blueprint: Blueprint, layout: Layout, writable: bool = False) -> TensorFiles:
+def open_checkpoint(
+    step: Path, blueprint: Blueprint, layout: Layout, writable: bool = False
+) -> TensorFiles:
     """Opens the files of a step folder."""
     opened: dict[str, OpenedFile] = {}
     lock = threading.Lock()
@@ -200,17 +292,31 @@ def open_checkpoint(step: Path, blueprint: Blueprint, layout: Layout, writable: 
     return TensorFiles(step, places.shards(blueprint, layout), dtype_of, offset_of, writable)
 
 
-def open_published(folder: Path, blueprint: Blueprint, entries: dict[str, safetensors_files.Entry], writable: bool = False) -> TensorFiles:
+def open_published(
+    folder: Path,
+    blueprint: Blueprint,
+    entries: dict[str, safetensors_files.Entry],
+    writable: bool = False,
+) -> TensorFiles:
     """Opens a model's safetensors files. Every tensor has the one role "weight"."""
     found: dict[tuple[str, str], list[Shard]] = {}
     for tensor in blueprint.tensors:
         stored = blueprint.published[tensor.name]
         parts, begin = [], 0
         if not stored.stacked:
-            names = [stored.parts[0][0], *(alias for alias, (name, _) in blueprint.aliases.items() if name == tensor.name and writable)]
+            names = [
+                stored.parts[0][0],
+                *(
+                    alias
+                    for alias, (name, _) in blueprint.aliases.items()
+                    if name == tensor.name and writable
+                ),
+            ]
             for key in dict.fromkeys(names):
                 if key in entries:
-                    parts.append(Shard(tensor.shape, (Piece(entries[key].file, (key,), 0, 0, tensor.numel),)))
+                    parts.append(
+                        Shard(tensor.shape, (Piece(entries[key].file, (key,), 0, 0, tensor.numel),))
+                    )
             found[tensor.name, "weight"] = parts
             continue
         shape, each = tensor.shape[1:], prod(tensor.shape[1:])
@@ -218,12 +324,27 @@ def open_published(folder: Path, blueprint: Blueprint, entries: dict[str, safete
             width = entries[keys[0]].shape[stored.dim - 1] if stored.dim else 0
             for number, key in enumerate(keys):
                 numel = prod(entries[key].shape)
-                dim, own = (stored.dim - 1, ((begin, begin + width),)) if len(stored.parts) > 1 else (None, ())
-                parts.append(Shard(shape, (Piece(entries[key].file, (key,), 0, 0, numel),), dim, own, number * each, begin))
+                dim, own = (
+                    (stored.dim - 1, ((begin, begin + width),))
+                    if len(stored.parts) > 1
+                    else (None, ())
+                )
+                parts.append(
+                    Shard(
+                        shape,
+                        (Piece(entries[key].file, (key,), 0, 0, numel),),
+                        dim,
+                        own,
+                        number * each,
+                        begin,
+                    )
+                )
             begin += width
         found[tensor.name, "weight"] = parts
 
     def dtype_of(tensor: Tensor, role: str) -> str:
         return TORCH[entries[blueprint.published[tensor.name].parts[0][0]].dtype]
 
-    return TensorFiles(folder, found, dtype_of, lambda piece: entries[piece.keys[0]].offset, writable)
+    return TensorFiles(
+        folder, found, dtype_of, lambda piece: entries[piece.keys[0]].offset, writable
+    )

@@ -13,4 +13,6 @@ def task_called(name: str) -> Task:
 
 def with_numbers(task: Task, values: Any) -> Task:
     """Gives the loss of a task its numbers, attributes of `values` (a recipe)."""
-    return task.tuned(**{name: getattr(values, name) for name in task.numbers}) if task.tuned else task
+    return (
+        task.tuned(**{name: getattr(values, name) for name in task.numbers}) if task.tuned else task
+    )

@@ -1,4 +1,6 @@
-"""A masked language model learns the tokens that are hidden in a text (data/masks.py), from what is before and behind them."""
+"""A masked language model learns the tokens that are hidden in a text (data/masks.py), from what is
+before and behind them.
+"""
 
 import math
 from dataclasses import replace
@@ -14,7 +16,9 @@ from . import pretrain
 
 def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Computes the logits, (B, T, V)."""
-    return model(**{name: batch[name] for name in TASKS["masked_lm"].inputs}, **pretrain.handed(batch, True)).logits
+    return model(
+        **{name: batch[name] for name in TASKS["masked_lm"].inputs}, **pretrain.handed(batch, True)
+    ).logits
 
 
 @torch.no_grad()
@@ -25,7 +29,9 @@ def measure(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def of_losses(task: Task) -> Task:
-    """Returns a task whose model gives (loss, likeliest token) of each token, (B, T, 2) fp32, in place of its logits (model/head.py)."""
+    """Returns a task whose model gives (loss, likeliest token) of each token, (B, T, 2) fp32, in
+    place of its logits (model/head.py).
+    """
 
     def loss(output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
         return task.loss(output[..., 0], batch, by_row)

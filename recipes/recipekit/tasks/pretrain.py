@@ -20,13 +20,17 @@ def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 
 def handed(batch: MicroBatch, last: bool) -> MicroBatch:
-    """Names the documents for the layers, if the run's attention reads them; under sequence parallelism with another one their starts in the whole rows."""
+    """Names the documents for the layers, if the run's attention reads them; under sequence
+    parallelism with another one their starts in the whole rows.
+    """
     documents = batch.get("documents", batch.get("document_starts"))
     return {} if documents is None else {"attention_mask": documents}
 
 
 def of_losses(task: Task) -> Task:
-    """Returns a task whose model gives the loss of each token, (B, T) fp32, in place of its logits (model/head.py): it takes the labels for that."""
+    """Returns a task whose model gives the loss of each token, (B, T) fp32, in place of its logits
+    (model/head.py): it takes the labels for that.
+    """
 
     def losses(model: Any, batch: MicroBatch) -> torch.Tensor:
         return task.forward(partial(model, losses_of=batch["labels"]), batch)
@@ -38,7 +42,8 @@ def of_losses(task: Task) -> Task:
 
 
 def loss(output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
-    """Sums the cross-entropy over the tokens that have a label, in fp32: () of the micro-batch, or (B,).
+    """Sums the cross-entropy over the tokens that have a label, in fp32: () of the micro-batch, or
+    (B,).
 
     The output is logits, (B, T, V), or already the loss of each token, (B, T).
     """
@@ -48,7 +53,11 @@ def loss(output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
     logits = output.float().flatten(0, 1)
     if not by_row:
         return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none").view_as(labels).sum(1)
+    return (
+        cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none")
+        .view_as(labels)
+        .sum(1)
+    )
 
 
 def count(batch: MicroBatch) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""A causal language model learns the answers of chats; what differs from pretraining is which tokens have labels (data/encode.py)."""
+"""A causal language model learns the answers of chats; what differs from pretraining is which
+tokens have labels (data/encode.py).
+"""
 
 from dataclasses import replace
 

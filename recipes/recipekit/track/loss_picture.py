@@ -10,9 +10,11 @@ from ..spec.whole_file import replacing
 
 PICTURE = "loss.png"  # in a run folder
 INCHES, DPI = (10.0, 7.5), 110
-EDGES = {"left": 0.09, "right": 0.985, "bottom": 0.065, "top": 0.95, "hspace": 0.08}  # fixed: a computed layout takes as long as the drawing
+# fixed: a computed layout takes as long as the drawing
+EDGES = {"left": 0.09, "right": 0.985, "bottom": 0.065, "top": 0.95, "hspace": 0.08}
 COLUMNS = 1000  # pixel columns of a panel
-STEEP = 50  # ratio of the largest to the smallest value from which on a panel has a logarithmic scale
+# ratio of the largest to the smallest value from which on a panel has a logarithmic scale
+STEEP = 50
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps, values
 
@@ -26,7 +28,8 @@ def curve_of(lines: Sequence[Mapping[str, Any]], key: str) -> Curve:
 
 
 def envelope(steps: np.ndarray, values: np.ndarray, columns: int = COLUMNS) -> tuple[Curve, Curve]:
-    """Return (a curve through the lowest and the highest value of each pixel column, the means of the columns).
+    """Return (a curve through the lowest and the highest value of each pixel column, the means of
+    the columns).
 
     A curve with at most two points for each column comes back as it is. `steps` increase.
     """
@@ -42,8 +45,11 @@ def envelope(steps: np.ndarray, values: np.ndarray, columns: int = COLUMNS) -> t
 
 
 def draw_losses(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Draw `path`, a PNG, from the lines of metrics.jsonl. Touches no global state of matplotlib."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes a second, at the end of a run only
+    """Draw `path`, a PNG, from the lines of metrics.jsonl. Touches no global state of
+    matplotlib.
+    """
+    # takes a second, at the end of a run only
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -51,7 +57,9 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     FigureCanvasAgg(figure)
     figure.subplots_adjust(**EDGES)
     panels = figure.subplots(3, 1, sharex=True, height_ratios=[3, 1, 1])
-    for axes, key, colour in zip(panels, ("loss", "lr", "grad_norm"), ("#4c78a8", "#54a24b", "#b279a2"), strict=True):
+    for axes, key, colour in zip(
+        panels, ("loss", "lr", "grad_norm"), ("#4c78a8", "#54a24b", "#b279a2"), strict=True
+    ):
         steps, values = curve_of(lines, key)
         drawn, means = envelope(steps, values)
         thinned = len(drawn[0]) < len(steps)
@@ -64,7 +72,9 @@ def draw_losses(lines: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
         axes.grid(alpha=0.3)
     evaluated = envelope(*curve_of(lines, "eval_loss"))[0]
     if len(evaluated[0]):
-        panels[0].plot(*evaluated, "o-", color="#f58518", markersize=3, linewidth=1, label="eval_loss")
+        panels[0].plot(
+            *evaluated, "o-", color="#f58518", markersize=3, linewidth=1, label="eval_loss"
+        )
     panels[0].legend(frameon=False)
     panels[0].set_title(title, fontsize=11)
     panels[-1].set_xlabel("optimizer step")

@@ -1,4 +1,6 @@
-"""metrics.jsonl on a disk that may be full, or damaged by a loss of power: one line for each step, each step once."""
+"""metrics.jsonl on a disk that may be full, or damaged by a loss of power: one line for each step,
+each step once.
+"""
 
 import contextlib
 import os
@@ -10,7 +12,9 @@ from ..spec.whole_file import replacing
 
 
 def cut_metrics(path: Path, last_step: int) -> str:
-    """Drop the lines after `last_step` and the lines that a crash has damaged; return a line for the user about lost steps."""
+    """Drop the lines after `last_step` and the lines that a crash has damaged; return a line for
+    the user about lost steps.
+    """
     kept: list[int] = []
     with replacing(path) as made, made.open("wb") as out:
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
@@ -22,12 +26,17 @@ def cut_metrics(path: Path, last_step: int) -> str:
     lost = sorted({*range(kept[0], last_step + 1)} - {*kept}) if kept else []
     if not lost:
         return ""
-    steps = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps (the first is step {lost[0]})"
+    steps = (
+        f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} steps (the first is step {lost[0]})"
+    )
     return f"{path}: the lines of {steps} are missing or damaged. The run continues without them"
 
 
 class MetricsFile:
-    """Adds lines to metrics.jsonl. A line that the disk does not take is kept in memory and written later."""
+    """Adds lines to metrics.jsonl.
+
+    A line that the disk does not take is kept in memory and written later.
+    """
 
     def __init__(self, path: Path, say: Say):
         self._path, self._say = path, say
@@ -36,17 +45,26 @@ class MetricsFile:
         self._failing = False
 
     def add(self, line: str) -> None:
-        """Write a line, after those that could not be written before. Reports a failure once; never raises OSError."""
+        """Write a line, after those that could not be written before.
+
+        Reports a failure once; never raises OSError.
+        """
         self._unwritten += line.encode() + b"\n"
         try:
             self._write()
         except OSError as error:
             if not self._failing:
-                self._say(f"{self._path} cannot be written ({error.strerror}): its lines are kept in memory and written later")
+                self._say(
+                    f"{self._path} cannot be written ({error.strerror}): its lines are kept in"
+                    " memory and written later"
+                )
             self._failing = True
 
     def amend(self, more: str) -> None:
-        """Add `more`, JSON members such as '"save_stall_s": 1.5', to the last line. The line stays as it is if the disk fails."""
+        """Add `more`, JSON members such as '"save_stall_s": 1.5', to the last line.
+
+        The line stays as it is if the disk fails.
+        """
         ending = f", {more}}}\n".encode()
         if self._unwritten:
             self._unwritten = self._unwritten.removesuffix(b"}\n") + ending
@@ -69,7 +87,10 @@ class MetricsFile:
             self._write()
         except OSError as error:
             number = self._unwritten.count(b"\n")
-            self._say(f"{self._path}: {number} lines are lost ({error.strerror}). The steps after the newest checkpoint are trained again")
+            self._say(
+                f"{self._path}: {number} lines are lost ({error.strerror}). The steps after the"
+                " newest checkpoint are trained again"
+            )
         self._close()
 
     def _write(self) -> None:
@@ -77,7 +98,8 @@ class MetricsFile:
             while self._unwritten:
                 if self._file is None:
                     self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                # one write for each line, so a SIGKILL tears none; a full disk may take only the beginning
+                # one write for each line, so a SIGKILL tears none; a full disk may take only the
+                # beginning
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError:
             self._close()  # a stale handle of NFS never works again

@@ -1,4 +1,6 @@
-"""The progress line of rank 0: a live line on a terminal, a line every PLAIN_EVERY seconds elsewhere."""
+"""The progress line of rank 0: a live line on a terminal, a line every PLAIN_EVERY seconds
+elsewhere.
+"""
 
 import contextlib
 import datetime
@@ -25,7 +27,8 @@ WIDEST = 100  # columns
 PLAIN_EVERY = 10.0  # seconds between two lines where there is no terminal
 LIVE_EVERY = 0.25  # seconds between two refreshes on a terminal
 FIRST_STEPS = 2  # steps of a start that the ETA ignores: they compile kernels and fill caches
-TERMINAL = "LAUNCH_TERMINAL"  # columns of the terminal of `python -m launch`, which draws the line of rank 0
+# columns of the terminal of `python -m launch`, which draws the line of rank 0
+TERMINAL = "LAUNCH_TERMINAL"
 GIB = 2**30
 
 
@@ -37,7 +40,8 @@ class Progress:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     at: float = 0.0  # time.time() of the newest step
     num_steps: int = 0  # of this start
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))  # seconds of the latest steps, without FIRST_STEPS
+    # seconds of the latest steps, without FIRST_STEPS
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     paused: float = 0.0  # seconds of evaluations and saves in this start
     doing: str = "first step"
     since: float = field(default_factory=time.time)  # time.time() when `doing` began
@@ -52,7 +56,9 @@ class Progress:
             self.recent.append(metrics["step_s"])
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the last step, evaluations and saves included; None while only first steps are done."""
+        """Return the seconds until the last step, evaluations and saves included; None while only
+        first steps are done.
+        """
         if not self.recent:
             return None
         pace = statistics.median(self.recent) + self.paused / self.num_steps
@@ -61,7 +67,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Part:
-    """A field of the line, in words and in short; the one with the largest `spare` goes first if the line is too long."""
+    """A field of the line, in words and in short; the one with the largest `spare` goes first if
+    the line is too long.
+    """
 
     words: str
     short: str
@@ -94,7 +102,9 @@ def parts_of(progress: Progress, now: float) -> list[Part]:
 
 
 def fitted(parts: list[Part], columns: int) -> str:
-    """Return the line in at most `columns` columns: in words, then in short, then without the fields that matter least."""
+    """Return the line in at most `columns` columns: in words, then in short, then without the
+    fields that matter least.
+    """
     for gap, short in (("  ", False), (" ", False), ("  ", True), (" ", True)):
         line = gap.join(part.short if short else part.words for part in parts)
         if len(line) <= columns:
@@ -132,7 +142,9 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Return 1:05 for 65 seconds and 2h05 for two hours and five minutes; from a day on, days and hours."""
+    """Return 1:05 for 65 seconds and 2h05 for two hours and five minutes; from a day on, days and
+    hours.
+    """
     whole = round(seconds)
     if whole >= 86400:
         return f"{whole // 86400}d{whole % 86400 // 3600}h"
@@ -143,7 +155,10 @@ def short_duration(seconds: float) -> str:
 
 def clock(now: float, left: float) -> str:
     """Return the local time at the end: 14:05 today, Tue 14:05 within a week, else the date."""
-    end, today = datetime.datetime.fromtimestamp(now + min(left, 1e9)), datetime.datetime.fromtimestamp(now)
+    end, today = (
+        datetime.datetime.fromtimestamp(now + min(left, 1e9)),
+        datetime.datetime.fromtimestamp(now),
+    )
     days = (end.date() - today.date()).days
     return f"{end:%H:%M}" if days == 0 else f"{end:%a %H:%M}" if days < 7 else f"{end:%Y-%m-%d}"
 
@@ -164,13 +179,17 @@ class Screen(Protocol):
 
 
 class OwnTerminal:
-    """The terminal that stderr is: plain `python`, `deepspeed` and `torchrun` pass it on to their ranks."""
+    """The terminal that stderr is: plain `python`, `deepspeed` and `torchrun` pass it on to their
+    ranks.
+    """
 
     every = LIVE_EVERY
 
     def __init__(self) -> None:
         # rich would otherwise take the lines of a redirected stdout to the terminal
-        self._live = Live(console=Console(stderr=True), auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+        self._live = Live(
+            console=Console(stderr=True), auto_refresh=False, redirect_stdout=sys.stdout.isatty()
+        )
         self._live.start()
 
     def columns(self) -> int:
@@ -191,7 +210,10 @@ class OwnTerminal:
 
 
 class LauncherTerminal:
-    """The terminal of `python -m launch`, which draws what comes through its pipe. Text goes into the file of this rank."""
+    """The terminal of `python -m launch`, which draws what comes through its pipe.
+
+    Text goes into the file of this rank.
+    """
 
     every = 0.5
 
@@ -217,7 +239,9 @@ class LauncherTerminal:
 
 
 class Plain:
-    """A file or a pipe: the first step, a line every PLAIN_EVERY seconds if there is something new, and the last step."""
+    """A file or a pipe: the first step, a line every PLAIN_EVERY seconds if there is something new,
+    and the last step.
+    """
 
     every = 1.0
 
@@ -233,7 +257,11 @@ class Plain:
         first = line.startswith("step ") and not self._began
         if first or (key != self._printed and time.monotonic() >= self._due):
             print_plain(line)
-            self._printed, self._began, self._due = key, self._began or first, time.monotonic() + PLAIN_EVERY
+            self._printed, self._began, self._due = (
+                key,
+                self._began or first,
+                time.monotonic() + PLAIN_EVERY,
+            )
 
     def say(self, text: str) -> None:
         print_plain(text)
@@ -251,10 +279,12 @@ def print_plain(text: str) -> None:
 
 @contextlib.contextmanager
 def reader_may_go() -> Iterator[None]:
-    """Go on where stderr cannot be written. If its reader has gone, what is written from then on is dropped.
+    """Go on where stderr cannot be written.
 
-    The reader goes with a closed terminal, or with `| tee` after Ctrl-C. Python flushes stderr once more at its end, and
-    would end with code 120 if that failed.
+    If its reader has gone, what is written from then on is dropped.
+
+    The reader goes with a closed terminal, or with `| tee` after Ctrl-C. Python flushes stderr once
+    more at its end, and would end with code 120 if that failed.
     """
     try:
         yield
@@ -267,7 +297,9 @@ def reader_may_go() -> Iterator[None]:
 
 
 def find_screen() -> Screen:
-    """Return the terminal of this process or of its launcher, or `Plain` if there is none that can redraw a line."""
+    """Return the terminal of this process or of its launcher, or `Plain` if there is none that can
+    redraw a line.
+    """
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
         return OwnTerminal()
     if os.environ.get(TERMINAL, "").isdigit() and "LAUNCH_PIPE" in os.environ:
@@ -277,7 +309,8 @@ def find_screen() -> Screen:
 
 def columns_of(stream: Any) -> int:
     """Return the width of the terminal that a stream is, else of COLUMNS, else 80."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # the terminal has gone, or is no terminal
+    # the terminal has gone, or is no terminal
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         if columns := os.get_terminal_size(stream.fileno()).columns:
             return columns
     said = os.environ.get("COLUMNS", "").strip()
@@ -303,7 +336,11 @@ class ProgressLine:
         self._progress.step(metrics, time.time())
         if self._progress.num_steps == 1:
             self._draw()
-        if evaluated := [f"{name} {number(value)}" for name, value in metrics.items() if name.startswith("eval_") and name != "eval_s"]:
+        if evaluated := [
+            f"{name} {number(value)}"
+            for name, value in metrics.items()
+            if name.startswith("eval_") and name != "eval_s"
+        ]:
             self.say(f"step {metrics['step']}/{self._progress.last_step}  {'  '.join(evaluated)}")
 
     @contextlib.contextmanager
@@ -330,7 +367,9 @@ class ProgressLine:
         self._closed.set()
         self._thread.join(2)
         with self._lock:
-            self._screen.close(self._line(self._screen.columns()) if self._progress.metrics else "", self._key())
+            self._screen.close(
+                self._line(self._screen.columns()) if self._progress.metrics else "", self._key()
+            )
             self._screen = Plain()
 
     def _refresh(self) -> None:

@@ -1,4 +1,6 @@
-"""The numbers of a run, from metrics.jsonl and run.json, as lines for the terminal and as OUT/summary.md."""
+"""The numbers of a run, from metrics.jsonl and run.json, as lines for the terminal and as
+OUT/summary.md.
+"""
 
 import json
 import math
@@ -9,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.devices import gib
-from ..spec.run_folder import ADAPTER, ADAPTER_CONFIG, CHECKPOINTS, EXPORT, MERGE, unit_of, without_base
+from ..spec.run_folder import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    CHECKPOINTS,
+    EXPORT,
+    MERGE,
+    unit_of,
+    without_base,
+)
 from ..spec.step_names import newest_complete
 from ..spec.task_specs import TASKS
 from .progress import duration, number
@@ -17,7 +27,13 @@ from .progress import duration, number
 SUMMARY = "summary.md"  # in a run folder
 PLANNED = "planned_memory"  # in run.json: bytes of the fullest rank
 # classes of peft 0.21.2 that load an adapter together with its base model
-LOADS_ADAPTERS = ("CausalLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+LOADS_ADAPTERS = (
+    "CausalLM",
+    "Seq2SeqLM",
+    "SequenceClassification",
+    "TokenClassification",
+    "QuestionAnswering",
+)
 
 Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
@@ -41,35 +57,60 @@ def pace(lines: Lines) -> tuple[float, str]:
 
 
 def first_last_best(lines: Lines, key: str) -> str:
-    """Return the first, the last and the lowest value of a loss with their steps; "" if no line has it."""
+    """Return the first, the last and the lowest value of a loss with their steps; "" if no line has
+    it.
+    """
     found = [(line["step"], float(line[key])) for line in lines if key in line]
     if not found:
         return ""
     finite = [(value, step) for step, value in found if math.isfinite(value)]
     best, at = min(finite, default=(math.nan, found[0][0]))
     (first_step, first), (last_step, last) = found[0], found[-1]
-    return f"first {number(first)} (step {first_step}), last {number(last)} (step {last_step}), best {number(best)} (step {at})"
+    return (
+        f"first {number(first)} (step {first_step}), last {number(last)} (step {last_step}), best"
+        f" {number(best)} (step {at})"
+    )
 
 
 def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str, str]]:
-    """Return (name, value) of all that the summary holds, `lines` and `facts` being those of the run in `out`."""
+    """Return (name, value) of all that the summary holds, `lines` and `facts` being those of the
+    run in `out`.
+    """
     recipe, last = facts["recipe"], lines[-1]
     seconds, (rate, unit) = spent(lines), pace(lines)
     all_seconds = sum(seconds.values())
     epochs = f", {last['epoch']:.2f} epochs" if "epoch" in last else ""
     on_cpu = "" if facts.get("host", {}).get("devices") else ", Python and its libraries included"
-    share = ", ".join(f"{what} {duration(part)} ({part / (all_seconds or math.inf):.1%})" for what, part in seconds.items())
+    share = ", ".join(
+        f"{what} {duration(part)} ({part / (all_seconds or math.inf):.1%})"
+        for what, part in seconds.items()
+    )
     rows = [
-        ("run", f"{recipe['name']} on {facts['mesh']['world']} rank{'s' if facts['mesh']['world'] > 1 else ''} ({facts['mesh']['name']})"),
+        (
+            "run",
+            (
+                f"{recipe['name']} on {facts['mesh']['world']}"
+                f" rank{'s' if facts['mesh']['world'] > 1 else ''} ({facts['mesh']['name']})"
+            ),
+        ),
         ("steps", f"{last['step']} of {recipe['steps']}{epochs}, {last[unit]:,} {unit}"),
         ("loss", first_last_best(lines, "loss")),
         ("eval_loss", first_last_best(lines, "eval_loss")),
         ("time", f"{duration(all_seconds)}: {share}"),
         ("speed", f"{rate:,.0f} {unit}/s"),
-        ("memory", f"peak {gib(max(line['peak_mem_bytes'] for line in lines))} of a rank{on_cpu}{planned(facts)}"),
+        (
+            "memory",
+            (
+                f"peak {gib(max(line['peak_mem_bytes'] for line in lines))} of a"
+                f" rank{on_cpu}{planned(facts)}"
+            ),
+        ),
     ]
     newest = newest_complete(out / CHECKPOINTS)
-    rows += [("checkpoint", str(newest) if newest else "no checkpoint is complete"), ("model", model_in(out))]
+    rows += [
+        ("checkpoint", str(newest) if newest else "no checkpoint is complete"),
+        ("model", model_in(out)),
+    ]
     return [(name, value) for name, value in rows if value]
 
 
@@ -77,7 +118,11 @@ def planned(facts: Mapping[str, Any]) -> str:
     """Return what the planner expected beside the peak; "" for a model that it does not know."""
     if not (found := facts.get(PLANNED)):
         return ""
-    more = f", {gib(found['with_activations'])} with activations" if found.get("with_activations") else ", activations not counted"
+    more = (
+        f", {gib(found['with_activations'])} with activations"
+        if found.get("with_activations")
+        else ", activations not counted"
+    )
     return f"; planned {gib(found['states'])}{more}"
 
 
@@ -85,16 +130,24 @@ def model_in(out: Path) -> str:
     """Return where the trained model is as Hugging Face files, or how to make them."""
     run = shlex.quote(str(out))
     if without_base(out / EXPORT):
-        return f"{out / EXPORT}, an adapter whose randomly initialised base model is not saved. Write the merged model with {MERGE} {run} NEW_FOLDER"
+        return (
+            f"{out / EXPORT}, an adapter whose randomly initialised base model is not saved. Write"
+            f" the merged model with {MERGE} {run} NEW_FOLDER"
+        )
     if (out / EXPORT / ADAPTER_CONFIG).is_file():
-        return f"{out / EXPORT}, an adapter. Merge it into its base model with {MERGE} {run} NEW_FOLDER"
+        return (
+            f"{out / EXPORT}, an adapter. Merge it into its base model with {MERGE} {run}"
+            " NEW_FOLDER"
+        )
     if (out / EXPORT).is_dir():
         return str(out / EXPORT)
     return f"not exported. Write Hugging Face files with recipekit convert to-hf {run} NEW_FOLDER"
 
 
 def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
-    """Return two lines of Python that load the exported model in plain transformers or peft, [] if there is none."""
+    """Return two lines of Python that load the exported model in plain transformers or peft, [] if
+    there is none.
+    """
     if not (out / EXPORT).is_dir() or without_base(out / EXPORT):
         return []
     recipe, folder = facts["recipe"], json.dumps(os.path.abspath(out / EXPORT), ensure_ascii=False)
@@ -103,10 +156,16 @@ def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
     if facts["identity"].get(ADAPTER) is None or recipe.get("merge"):
         return [
             f"from transformers import {task.auto_class}, {reader}",
-            f"model, {'tokenizer' if task.of_tokens else 'processor'} = {task.auto_class}.from_pretrained({folder}), {reader}.from_pretrained({folder})",
+            (
+                f"model, {'tokenizer' if task.of_tokens else 'processor'} ="
+                f" {task.auto_class}.from_pretrained({folder}), {reader}.from_pretrained({folder})"
+            ),
         ]
     if (heads := task.heads.removeprefix("For")) in LOADS_ADAPTERS:
-        return [f"from peft import AutoPeftModelFor{heads}", f"model = AutoPeftModelFor{heads}.from_pretrained({folder})"]
+        return [
+            f"from peft import AutoPeftModelFor{heads}",
+            f"model = AutoPeftModelFor{heads}.from_pretrained({folder})",
+        ]
     base = json.dumps(recipe["model"])
     return [
         f"from peft import PeftModel; from transformers import {task.auto_class}",

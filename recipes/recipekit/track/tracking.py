@@ -1,4 +1,6 @@
-"""Records a run while it trains: in `metrics.jsonl`, in Weights & Biases, and as a line on the terminal."""
+"""Records a run while it trains: in `metrics.jsonl`, in Weights & Biases, and as a line on the
+terminal.
+"""
 
 import contextlib
 import importlib.util
@@ -46,9 +48,10 @@ def open_tracker(
 ) -> "Tracker | NoTracker":
     """Opens the tracker of this rank: one that writes if `is_main`, else one that does nothing.
 
-    `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. With `wandb` there is a W&B run in
-    `project`; its id is kept in `run_dir/wandb_id`, and `config` is attached to it. `artifact`: the end of the run may
-    upload its export. `stopping()` is true once the run was asked to stop.
+    `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. With `wandb`
+    there is a W&B run in `project`; its id is kept in `run_dir/wandb_id`, and `config` is attached
+    to it. `artifact`: the end of the run may upload its export. `stopping()` is true once the run
+    was asked to stop.
     """
     if not is_main:
         return NoTracker()
@@ -58,7 +61,9 @@ def open_tracker(
     if lost:
         tracker.say(lost)
     if wandb:
-        tracker.copy_to_wandb({"project": project, "name": name, "config": config}, artifact, stopping)
+        tracker.copy_to_wandb(
+            {"project": project, "name": name, "config": config}, artifact, stopping
+        )
     return tracker
 
 
@@ -76,13 +81,18 @@ class NoTracker:
 
     def flush(self) -> None: ...
 
-    def finish(self, exit_code: int, picture: Path | None = None, export: Path | None = None) -> None: ...
+    def finish(
+        self, exit_code: int, picture: Path | None = None, export: Path | None = None
+    ) -> None: ...
 
     def close(self) -> None: ...
 
 
 class Tracker:
-    """Rank 0's record of the run. No step fails for it: not on a full disk, without W&B, or without a terminal."""
+    """Rank 0's record of the run.
+
+    No step fails for it: not on a full disk, without W&B, or without a terminal.
+    """
 
     def __init__(self, run_dir: Path, last_step: int):
         self._run_dir = run_dir
@@ -92,23 +102,38 @@ class Tracker:
         self._step = 0
         self._wandb: WandbCopy | None = None
 
-    def copy_to_wandb(self, run: dict[str, Any], artifact: bool, stopping: Callable[[], bool]) -> None:
+    def copy_to_wandb(
+        self, run: dict[str, Any], artifact: bool, stopping: Callable[[], bool]
+    ) -> None:
         """Records the metrics in a W&B run, too, if the package is installed."""
         if importlib.util.find_spec("wandb") is not None:
             self._wandb = WandbCopy(run, self._run_dir, artifact, self.say, stopping)
         else:
-            self.say("the package wandb is not installed, so there is no W&B run. The file metrics.jsonl has the same numbers (--no-wandb hides this line)")
+            self.say(
+                "the package wandb is not installed, so there is no W&B run. The file metrics.jsonl"
+                " has the same numbers (--no-wandb hides this line)"
+            )
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Records one optimizer step. Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has none)."""
-        self._file.add(json.dumps({key: _json_number(value) for key, value in metrics.items()}, allow_nan=False))
+        """Records one optimizer step.
+
+        Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has
+        none).
+        """
+        self._file.add(
+            json.dumps(
+                {key: _json_number(value) for key, value in metrics.items()}, allow_nan=False
+            )
+        )
         if self._wandb:
             self._wandb.log(metrics)
         self._line.show(metrics)
         self._step = metrics["step"]
 
     def amend(self, more: dict[str, float]) -> None:
-        """Add numbers to the record of the newest step, which are known only after it was recorded."""
+        """Add numbers to the record of the newest step, which are known only after it was
+        recorded.
+        """
         self._file.amend(json.dumps(more)[1:-1])
         if self._wandb:
             self._wandb.log({"step": self._step} | more)
@@ -122,11 +147,17 @@ class Tracker:
         return self._line.doing(what)
 
     def flush(self) -> None:
-        """Bring metrics.jsonl to the disk: a checkpoint should not be newer than the record. Raises OSError."""
+        """Bring metrics.jsonl to the disk: a checkpoint should not be newer than the record.
+
+        Raises OSError.
+        """
         self._file.flush()
 
-    def finish(self, exit_code: int, picture: Path | None = None, export: Path | None = None) -> None:
-        """End the record, once; `exit_code` is the run's state in W&B, which also gets `picture` and the folder `export`.
+    def finish(
+        self, exit_code: int, picture: Path | None = None, export: Path | None = None
+    ) -> None:
+        """End the record, once; `exit_code` is the run's state in W&B, which also gets `picture`
+        and the folder `export`.
 
         Takes at most about WANDB_FINISH seconds, with an export WANDB_ARTIFACT.
         """
@@ -144,22 +175,32 @@ class Tracker:
 
 
 class WandbCopy:
-    """Copies the metrics to a W&B run from a thread of its own, so that a slow, hung or dead W&B neither delays nor fails a step.
+    """Copies the metrics to a W&B run from a thread of its own, so that a slow, hung or dead W&B
+    neither delays nor fails a step.
 
-    wandb writes through a child process, wandb-core, which a signal to all descendants of a rank ends (launch.py sends
-    SIGTERM to them). wandb-core is then started again with the same run id, and gets those metrics again that may not
-    have reached the disk.
+    wandb writes through a child process, wandb-core, which a signal to all descendants of a rank
+    ends (launch.py sends SIGTERM to them). wandb-core is then started again with the same run id,
+    and gets those metrics again that may not have reached the disk.
     """
 
-    def __init__(self, run: dict[str, Any], run_dir: Path, artifact: bool, say: Say, stopping: Callable[[], bool]):
+    def __init__(
+        self,
+        run: dict[str, Any],
+        run_dir: Path,
+        artifact: bool,
+        say: Say,
+        stopping: Callable[[], bool],
+    ):
         _quiet_wandb(run_dir)
         import wandb  # imported here, not in the thread: one thread imports at a time
 
         self._wandb = wandb
         self._say = say
         self._stopping = stopping
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()  # None: the run has ended
-        self._recent: deque[tuple[float, dict[str, Any]]] = deque()  # (time, metrics) of the last WANDB_REPEAT seconds
+        # None: the run has ended
+        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        # (time, metrics) of the last WANDB_REPEAT seconds
+        self._recent: deque[tuple[float, dict[str, Any]]] = deque()
         self._ended = self._left = False  # no further metrics come; nobody waits any longer
         self._exit_code = self._step = 0
         self._picture: Path | None = None
@@ -168,7 +209,11 @@ class WandbCopy:
         self._run = {
             "id": _wandb_id(run_dir / "wandb_id", say),
             "dir": str(run_dir.resolve()),
-            "project": run["project"] if run["project"] != Recipe.project else os.environ.get("WANDB_PROJECT", run["project"]),
+            "project": (
+                run["project"]
+                if run["project"] != Recipe.project
+                else os.environ.get("WANDB_PROJECT", run["project"])
+            ),
             "name": os.environ.get("WANDB_NAME", run["name"]),
             "config": run["config"],
             "resume": "allow",
@@ -187,7 +232,10 @@ class WandbCopy:
         self._thread.join((WANDB_ARTIFACT if export else WANDB_FINISH) + 3)
         if self._thread.is_alive():
             self._left = True
-            self._say("W&B does not answer, its record may lack the last steps. The file metrics.jsonl is complete")
+            self._say(
+                "W&B does not answer, its record may lack the last steps. The file metrics.jsonl is"
+                " complete"
+            )
 
     def _copy(self) -> None:
         from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
@@ -197,21 +245,36 @@ class WandbCopy:
             try:
                 self._record()
                 break
-            except (self._wandb.Error, MailboxClosedError, HandleAbandonedError, ServerResponseError, OSError) as error:
+            except (
+                self._wandb.Error,
+                MailboxClosedError,
+                HandleAbandonedError,
+                ServerResponseError,
+                OSError,
+            ) as error:
                 if self._left:
                     return
-                then = "starting it again" if attempt + 1 < WANDB_STARTS else "given up, and metrics.jsonl continues"
-                if attempt + 1 == WANDB_STARTS or not self._stopping():  # in a stop this is no failure: launchers end every process below a rank
+                then = (
+                    "starting it again"
+                    if attempt + 1 < WANDB_STARTS
+                    else "given up, and metrics.jsonl continues"
+                )
+                # in a stop this is no failure: launchers end every process below a rank
+                if attempt + 1 == WANDB_STARTS or not self._stopping():
                     self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
             finally:
-                # wandb does this at exit anyway, but there a dead wandb-core prints a traceback and a hung one hangs the process.
-                with contextlib.suppress(OSError, AssertionError):  # AssertionError if the exit of a process that waits no longer does the same at this moment
+                # wandb does this at exit anyway, but there a dead wandb-core prints a traceback and
+                # a hung one hangs the process. AssertionError if the exit of a process that waits
+                # no longer does the same at this moment
+                with contextlib.suppress(OSError, AssertionError):
                     self._wandb.teardown(self._exit_code)
 
     def _record(self) -> None:
         run = self._init()
-        run.define_metric("*", step_metric="step")  # without it W&B drops the steps that a resumed run repeats
-        run.define_metric("eval_loss", step_metric="step", summary="min")  # the best one, not the last
+        # without it W&B drops the steps that a resumed run repeats
+        run.define_metric("*", step_metric="step")
+        # the best one, not the last
+        run.define_metric("eval_loss", step_metric="step", summary="min")
         for _, metrics in self._recent:
             run.log(metrics)
         while not self._ended:
@@ -220,7 +283,8 @@ class WandbCopy:
                 self._ended = True
                 break
             self._recent.append((time.monotonic(), metrics))
-            run.log(metrics)  # no error, so wandb-core lives: metrics older than WANDB_REPEAT are on disk
+            # no error, so wandb-core lives: metrics older than WANDB_REPEAT are on disk
+            run.log(metrics)
             while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
                 self._recent.popleft()
         if self._picture:
@@ -233,8 +297,10 @@ class WandbCopy:
         """Record the exported model as an artifact of the run."""
         name = re.sub(r"[^\w.-]", "-", f"{self._run['name']}-{self._run['id']}")
         artifact = self._wandb.Artifact(name, type="model", metadata={"step": self._step})
-        for file in sorted(path for path in export.rglob("*") if path.is_file()):  # add_dir prints to the terminal
-            artifact.add_file(str(file), file.relative_to(export).as_posix(), policy="immutable")  # no second copy on the disk
+        # add_dir prints to the terminal
+        for file in sorted(path for path in export.rglob("*") if path.is_file()):
+            # no second copy on the disk
+            artifact.add_file(str(file), file.relative_to(export).as_posix(), policy="immutable")
         run.log_artifact(artifact)
 
     def _init(self) -> Any:
@@ -253,22 +319,31 @@ class WandbCopy:
         host = ""
         try:
             host = self._wandb.setup().settings.base_url
-            logged_in = wbauth.authenticate_session(host=host, source="recipekit", prompt=False, update_session=False)
+            logged_in = wbauth.authenticate_session(
+                host=host, source="recipekit", prompt=False, update_session=False
+            )
             mode = None if logged_in or "WANDB_MODE" in os.environ else "offline"
             run = self._wandb.init(**self._run, mode=mode, settings=settings)
         except self._wandb.Error as error:
-            self._say(f"{_trouble(' '.join(str(error).split()), host)}. The run continues without W&B")
+            self._say(
+                f"{_trouble(' '.join(str(error).split()), host)}. The run continues without W&B"
+            )
             self._wandb.teardown()  # the failed attempt still holds the run's id
             run = self._wandb.init(**self._run, mode="offline", settings=settings)
         if run.offline:
-            self._say(f"W&B records offline. Upload with: wandb sync {shlex.quote(str(Path(run.dir).parent))}")
+            self._say(
+                "W&B records offline. Upload with: wandb sync"
+                f" {shlex.quote(str(Path(run.dir).parent))}"
+            )
         elif run.url:
             self._say(f"W&B: {run.url}")
         return run
 
 
 def _quiet_wandb(run_dir: Path) -> None:
-    """Keeps wandb off the terminal: wandb-core prints its log there if HOME cannot be written, and a line for each failed report on wandb itself."""
+    """Keeps wandb off the terminal: wandb-core prints its log there if HOME cannot be written, and
+    a line for each failed report on wandb itself.
+    """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     try:
@@ -281,10 +356,17 @@ def _quiet_wandb(run_dir: Path) -> None:
 def _trouble(error: str, host: str) -> str:
     """Says what keeps W&B from taking the run, and how to mend it."""
     if "No API key" in error:
-        return "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next start"
+        return (
+            "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next"
+            " start"
+        )
     if "error 401" not in error and "not logged in" not in error:
         return f"W&B cannot be reached ({error})"
-    mend = "give a valid WANDB_API_KEY" if "WANDB_API_KEY" in os.environ else f"wandb login --relogin --host {host} takes another"
+    mend = (
+        "give a valid WANDB_API_KEY"
+        if "WANDB_API_KEY" in os.environ
+        else f"wandb login --relogin --host {host} takes another"
+    )
     return f"W&B refuses the key ({host}, error 401): {mend}, for the next start"
 
 
@@ -295,10 +377,12 @@ def _json_number(value: Any) -> Any:
 
 
 def _wandb_id(path: Path, say: Say) -> str:
-    """Return the W&B id of the run folder: the value of WANDB_RUN_ID, else the id that the folder keeps, else a new one.
+    """Return the W&B id of the run folder: the value of WANDB_RUN_ID, else the id that the folder
+    keeps, else a new one.
 
-    The file `path` also states its folder, because a copy of the folder must not write into the W&B run of the original.
-    A folder that was renamed keeps its inode, and a folder on a disk that was mounted again keeps its path.
+    The file `path` also states its folder, because a copy of the folder must not write into the W&B
+    run of the original. A folder that was renamed keeps its inode, and a folder on a disk that was
+    mounted again keeps its path.
     """
     folder = path.parent.resolve()
     inode = str(folder.stat().st_ino)
@@ -307,13 +391,19 @@ def _wandb_id(path: Path, say: Say) -> str:
         first, *rest = path.read_text().split("\n")
         if re.fullmatch(r"[^\x00-\x20/\\#?%:]{1,128}", first.strip()):  # what W&B accepts
             kept, where = first.strip(), (rest[0] if rest else "").split(" ", 1)
-    copied = len(where) == 2 and inode != where[0] and str(folder) != where[1]  # older files state the id alone
+    # older files state the id alone
+    copied = len(where) == 2 and inode != where[0] and str(folder) != where[1]
     chosen = os.environ.get("WANDB_RUN_ID", "").strip()
     used = chosen or (kept if not copied else "") or secrets.token_hex(4)
     if kept and chosen and chosen != kept:
-        say(f"W&B run {chosen}, from WANDB_RUN_ID. Until now this folder was recorded in run {kept}")
+        say(
+            f"W&B run {chosen}, from WANDB_RUN_ID. Until now this folder was recorded in run {kept}"
+        )
     elif kept and used != kept:
-        say(f"W&B run {used}, because this folder is a copy of {where[1]}. To continue run {kept}, set WANDB_RUN_ID={kept}")
+        say(
+            f"W&B run {used}, because this folder is a copy of {where[1]}. To continue run {kept},"
+            f" set WANDB_RUN_ID={kept}"
+        )
     if (used, where) != (kept, [inode, str(folder)]):
         write_whole(path, f"{used}\n{inode} {folder}\n")
     return used
