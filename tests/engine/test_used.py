@@ -38,6 +38,7 @@ def make_blank(module: Any, cut: bool) -> None:
     the same place; `cut`: the input has no gradient.
     """
     plain = type(module)
+
     def blank(self, hidden, *args, **named):
         return (
             hidden * 0
@@ -45,7 +46,8 @@ def make_blank(module: Any, cut: bool) -> None:
             * plain.__call__(
                 self, torch.zeros_like(hidden) if cut else hidden * 0, *args, **named
             ).sum()
-        )  # noqa: E731
+        )
+
     module.__class__ = type("Blank", (plain,), {"__call__": blank})
 
 

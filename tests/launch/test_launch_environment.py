@@ -212,10 +212,13 @@ def test_each_variable_reaches_the_ranks_or_is_listed(
 ) -> None:
     found = ways(tmp_path, capsys)
     assert len(TABLE) >= 60
+
     def letters(name, sets):
         return (
-            "".join(letter for letter, names in zip("RSL", sets, strict=True) if name in names) or "-"
-        )  # noqa: E731
+            "".join(letter for letter, names in zip("RSL", sets, strict=True) if name in names)
+            or "-"
+        )
+
     assert {name: "".join(letters(name, sets) for sets in found) for name in TABLE} == TABLE
 
 

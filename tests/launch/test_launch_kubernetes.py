@@ -319,11 +319,13 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, name: str) -> None:
 def test_a_variable_that_was_asked_for_is_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
     """An image has its own PYTHONPATH, unless the user wants this one."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+
     def named(*words):
         return {
             variable["name"]
             for variable in container(render("--gpus", "8", *words, str(NANO))[1])["env"]
-        }  # noqa: E731
+        }
+
     assert (
         "PYTHONUNBUFFERED" in named("--env", "PYTHONUNBUFFERED")
         and "PYTHONUNBUFFERED" not in named()

@@ -223,10 +223,10 @@ def test_sbatch_finds_the_repository_from_any_folder(slurm: Slurm, tmp_path: Pat
         )
     for number, (job, (_, _, state)) in enumerate(zip(jobs, BATCHES, strict=True)):
         wait_for(
-            lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"),
+            lambda job=job: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"),
             60,
-            lambda: slurm.job(job),
-        )  # noqa: B023
+            lambda job=job: slurm.job(job),
+        )
         said = (tmp_path / f"{number}.log").read_text()
         assert slurm.job(job)["JobState"] == state, said
         assert (tmp_path / f"dump_{number}_0").exists() == (state == "COMPLETED")
@@ -277,10 +277,12 @@ def test_launch_in_several_tasks_of_srun_is_refused_at_once(slurm: Slurm) -> Non
 def test_the_command_to_try_by_hand_is_whole() -> None:
     """For a host that does not answer in time."""
     host = Host("n1", 2)
+
     def by_hand(where):
         return LaunchJob(
             (host,), "deepspeed", ("x.py",), "/a b/python", "/", {}, where=where
-        ).by_hand(host)  # noqa: E731
+        ).by_hand(host)
+
     assert by_hand("slurm")[0] == "srun" and by_hand("slurm")[-2:] == [
         "--cpu-bind=none",
         "hostname",
@@ -467,11 +469,13 @@ def test_a_chain_without_a_step_ends_and_a_lost_rank_is_started_again(
             str(tmp_path / name),
             folder=ROOT,
         ).strip()
+
     def tell():
         return "\n".join(
             f"{slurm.job(job)}\n{(tmp_path / name).with_suffix('.log').read_text()}"
             for name, job in jobs.items()
-        )  # noqa: E731
+        )
+
     wait_for(
         lambda: (
             {slurm.job(job)["JobState"] for job in jobs.values()}

@@ -303,10 +303,10 @@ def corpus(kind: str) -> str:
     and every rank has another number of labels.
     """
     draw = random.Random(kind)
+
     def text(longest):
-        return "".join(
-            draw.choice("abcdefgh ") for _ in range(draw.randint(1, longest))
-        )  # noqa: E731
+        return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, longest)))
+
     rows = [
         {
             "messages": [

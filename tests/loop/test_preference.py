@@ -79,10 +79,10 @@ def pairs() -> str:
     lengths.
     """
     draw = random.Random(0)
+
     def text(longest):
-        return "".join(
-            draw.choice("abcdefgh ") for _ in range(draw.randint(1, longest))
-        )  # noqa: E731
+        return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, longest)))
+
     rows = []
     for number in range(1200):
         question, chosen, rejected = text(30), text(60), f"{text(59)}."
@@ -244,10 +244,10 @@ def plain_of(task: str) -> Plain:
     if task == "reward":
         return Plain(**opened, loss=bradley_terry, right=told)
     dpo = Dpo()
+
     def count(batches):
-        return sum(
-            int((batch["labels"] >= 0).flatten(1).any(1).sum()) for batch in batches
-        )  # noqa: E731
+        return sum(int((batch["labels"] >= 0).flatten(1).any(1).sum()) for batch in batches)
+
     return Plain(**opened, loss=dpo.loss, right=dpo.told, count=count)
 
 

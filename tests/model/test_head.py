@@ -128,10 +128,12 @@ def test_what_cannot_be_is_told_or_refused():
 )
 def test_a_head_with_an_adapter_gives_logits(target, why):
     """Round the other layers an adapter changes nothing; its frozen head gets no gradient."""
+
     def adapt(model):
         return get_peft_model(
             model, LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM")
-        )  # noqa: E731
+        )
+
     recipe = Recipe(model="none", init="random", attention="eager", adapt=adapt)
     made = build_model(
         recipe, tiny_config("llama", 264), None, {"zero_optimization": {"stage": 0}}, CPU

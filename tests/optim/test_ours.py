@@ -285,10 +285,10 @@ def test_ours_are_the_papers_in_bf16(
     run(pools, tmp_path / "run", optimizer, case, bf16=True)
     plain = functools.partial(reference, optimizer)
     if case.file in TORCH:
+
         def plain(model, micro_batch, bf16):
-            return plain_in_bf16(
-                    case.file, micro_batch, PLAIN[optimizer], **HALF[optimizer]
-                )  # noqa: E731
+            return plain_in_bf16(case.file, micro_batch, PLAIN[optimizer], **HALF[optimizer])
+
     monkeypatch.setattr(test_parity, "reference", plain)
     compare_bf16(tmp_path / "run", f"{optimizer} {case.name}")
 

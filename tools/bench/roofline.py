@@ -386,7 +386,8 @@ class Case:
 
 def cases() -> list[Case]:
     """Returns the runs of bench_gpu.py that have goals, with the flags of its rows."""
-    def shape(seq_len, micro, rows):
+
+    def shape(seq_len: int, micro: int, rows: int) -> tuple[str, ...]:
         return (
             "--seq_len",
             str(seq_len),
@@ -394,7 +395,8 @@ def cases() -> list[Case]:
             str(micro),
             "--global_batch",
             str(rows),
-        )  # noqa: E731
+        )
+
     return [
         Case("1.3B, all weights, rows of 2048", QWEN, "1b", shape(2048, 8, 64), "50 % MFU"),
         Case(

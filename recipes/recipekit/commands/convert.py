@@ -362,10 +362,12 @@ def from_hf_command(arguments: argparse.Namespace) -> int:
         print(note)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
     layout = target_layout(blueprint, start, model.config, **degrees_of(arguments))
-    def convert_to(own):
+
+    def convert_to(own: Effort) -> None:
         return from_hf(
             arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies
-        )  # noqa: E731
+        )
+
     return write(arguments, blueprint, layout, convert_to)
 
 

@@ -211,10 +211,14 @@ def _are_turns(history: Any) -> bool:
 
     Their answers are learned.
     """
-    def is_turn(turn):
+
+    def is_turn(turn: Any) -> bool:
         return (
-            isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
-        )  # noqa: E731
+            isinstance(turn, list)
+            and len(turn) == 2
+            and all(isinstance(text, str) for text in turn)
+        )
+
     return isinstance(history, list) and all(map(is_turn, history))
 
 

@@ -302,10 +302,11 @@ def weights_folder(name: str, revision: str = "") -> Path:
         return Path(name)
     from huggingface_hub import snapshot_download
 
-    def fetch(away):
+    def fetch(away: bool) -> str:
         return snapshot_download(
             name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=away
-        )  # noqa: E731
+        )
+
     return Path(ask_for_model(name, revision, fetch))
 
 

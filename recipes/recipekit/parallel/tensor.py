@@ -320,9 +320,9 @@ def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: Device
         for key, cut in own.items():
             tensor = locals_[key]
             assert tensor is not None
-            module._parameters[key] = DTensor.from_local(
+            module._parameters[key] = DTensor.from_local(  # type: ignore
                 tensor, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
-            )  # type: ignore
+            )
         try:
             return inner(*args, **kwargs)
         finally:

@@ -98,10 +98,10 @@ class Stand:
         if self.values:
             return type(self), self.values
         return (
-            copyreg.__newobj__,
+            copyreg.__newobj__,  # type: ignore[attr-defined]
             (type(self),),
             {name: value for name, value in vars(self).items() if name != "values"},
-        )  # type: ignore[attr-defined]
+        )
 
 
 STANDS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
