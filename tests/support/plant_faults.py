@@ -87,14 +87,35 @@ def read_results() -> dict[str, dict[str, Any]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
+def pattern(old: str) -> re.Pattern[str]:
+    """Return what matches a piece of code in every layout: with other line breaks, a comma more
+    before a closing bracket, brackets around it, or a long string in two parts.
+    """
+    core = old.strip()
+    found = ""
+    for token in re.findall(r"\w+|\s+|[^\w\s]", core):
+        if token.isspace():
+            found += r'(?:"\s*f?")?\s+(?:"\s*f?")?' if re.search(r"\w$", found) else r"\s*"
+        else:
+            found += (r",?\s*" if token in ")]}" else "") + re.escape(token)
+            found += r"\s*" if not re.fullmatch(r"\w+", token) else ""
+    before, _, after = old.partition(core)
+    return re.compile(re.escape(before) + found.removesuffix(r"\s*") + re.escape(after))
+
+
 def holders(old: str, root: Path = ROOT) -> list[str]:
     """Lists the files below recipekit that hold a text, each as often as it does."""
     files = sorted((root / PACKAGE).rglob("*.py"))
     return [
         str(file.relative_to(root / PACKAGE))
         for file in files
-        for _ in range(file.read_text().count(old))
+        for _ in pattern(old).findall(file.read_text())
     ]
+
+
+def planted(fault: Fault, text: str) -> str:
+    """Return the text of a file with the fault in it."""
+    return pattern(fault.old).sub(lambda _: fault.new, text)
 
 
 def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
@@ -103,7 +124,7 @@ def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
     for fault in faults:
         file = root / PACKAGE / fault.file
         text = file.read_text() if file.exists() else ""
-        if (count := text.count(fault.old)) != 1:
+        if (count := len(pattern(fault.old).findall(text))) != 1:
             there = (
                 ", ".join(dict.fromkeys(holders(fault.old, root)))
                 or "no file: write the fault anew for what took its place"
@@ -116,7 +137,7 @@ def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
             found.append(f"{fault.id}: changes nothing")
         else:
             try:
-                ast.parse(text.replace(fault.old, fault.new))
+                ast.parse(planted(fault, text))
             except SyntaxError as error:
                 found.append(f"{fault.id}: the changed {fault.file} is no Python: {error}")
         for test in fault.tests:
@@ -265,7 +286,7 @@ def plant(fault: Fault, copy: Path, named_only: bool, seconds: float, show: bool
     """
     file, begun = copy / PACKAGE / fault.file, time.monotonic()
     text = file.read_text()
-    file.write_text(text.replace(fault.old, fault.new))
+    file.write_text(planted(fault, text))
     try:
         state, by, output = run_tests(copy, list(fault.tests), seconds)
         if state == "passed" and not named_only and (rest := others(fault, copy)):
