@@ -61,12 +61,12 @@ def marks_slow(text: str) -> bool:
 
 
 def slow_tests(text: str) -> str:
-    """A hash of the slow tests of a file: of the functions that are marked themselves or by a case;
-    imports and helpers do not count.
+    """Hash the slow tests of a file: the functions that are marked themselves or by a case.
+
+    Imports, helpers, comments and the layout of the code do not count.
     """
-    lines = text.splitlines()
     made = [
-        "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
+        ast.dump(node)
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
