@@ -1,7 +1,7 @@
 """A corpus as an endless sequence of packed blocks, in an order drawn for each epoch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,73 +42,117 @@ class Place:
         """
         return self.epoch if any(self.key[1:5]) else self.epoch - 1
 
+    @property
+    def next_epoch(self) -> "Place":
+        """The place where the next epoch begins."""
+        return Place(self.epoch + 1, bad=self.bad, lost=self.lost, empty=self.empty)
+
+    def after(self, chunk: Any) -> "Place":
+        """Return the place behind a chunk that begins here."""
+        return replace(
+            self,
+            row=chunk.row,
+            document=0,
+            bad=self.bad + chunk.bad,
+            lost=added(self.lost, chunk.counts.numbers),
+            empty=self.empty + chunk.empty,
+        )
+
 
 Held = list[tuple[Any, int, int]]  # chunks, and from which to before which of their documents
+
+
+@dataclass
+class _OpenBlock:
+    """A block that takes documents until it has enough tokens."""
+
+    begin: Place
+    held: Held = field(default_factory=list)
+    tokens: int = 0
+
+    def take(self, chunk: Any, first: int, limit: int) -> int:
+        """Take the documents of a chunk from `first` on that fit into `limit` tokens, and return
+        the number of the next document.
+
+        An empty block takes its first document whatever its length.
+        """
+        sums = np.cumsum(chunk.lengths[first:])
+        fitting = int(np.searchsorted(sums, limit - self.tokens, side="right"))
+        count = max(fitting, 0 if self.held else 1)
+        if count:
+            self.held.append((chunk, first, first + count))
+            self.tokens += int(sums[count - 1])
+        return first + count
+
+
+@dataclass
+class _RowCounts:
+    """Counts of the rows read so far, for the report on the first rows and for refusals."""
+
+    reader: Any
+    is_reported: bool
+    counts: Counts = field(default_factory=Counts)
+    rows: int = 0
+    empty: int = 0
+    bad: int = 0
+    barren: int = 0  # documents without a target since the last document with one
+
+    def add(self, chunk: Any) -> None:
+        """Count a chunk. Raise `Refusal` if too many consecutive documents have no target."""
+        self.counts += chunk.counts
+        self.rows += chunk.rows
+        self.empty += chunk.empty
+        self.bad += chunk.bad
+        self.barren = 0 if len(chunk.lengths) else self.barren + chunk.barren
+        if self.barren >= self.reader.sizes.barren_documents:
+            raise _no_target(self.barren, self.reader)
+
+    def report(self, is_all: bool) -> None:
+        """Report the first rows, once; `is_all`: they are the rows of a whole epoch."""
+        if not self.is_reported:
+            self.reader.report(self.counts, self.rows, self.empty, is_all=is_all)
+            self.is_reported = True
+
+    def nothing_to_train_on(self) -> Refusal:
+        """Return the refusal of an epoch without a document."""
+        if self.barren:
+            return _no_target(self.barren, self.reader)
+        return no_document(self.reader.source, self.rows, self.empty, self.bad)
 
 
 def blocks(
     reader: Any, seed: int, limit: int, join: Callable[..., Any], place: Place
 ) -> Iterator[tuple[Place, Any]]:
-    """Yields blocks of `limit` tokens from `place` on, without end: (the place after the block,
+    """Yield blocks of `limit` tokens from `place` on, without end: (the place after the block,
     what `join` makes of its documents and a key).
 
     Raises `Refusal` if there is no document.
     """
-    barren, counts, rows, empty, bad = 0, Counts(), 0, 0, 0
-    # a resume behind the first rows, which an earlier start has reported
-    is_reported = any(place.key)
+    # A resume behind the first rows does not report them: an earlier start has done so.
+    counts = _RowCounts(reader, is_reported=any(place.key))
+
     while True:
-        held: Held = []
-        tokens, begin, epoch, any_document = 0, place, place.epoch, any(place.key[1:5])
+        block, any_document = _OpenBlock(place), any(place.key[1:5])
         for at, chunk in _epoch(reader, seed, place):
+            counts.add(chunk)
             first = at.document
-            counts += chunk.counts
-            rows, empty, bad = rows + chunk.rows, empty + chunk.empty, bad + chunk.bad
-            barren = 0 if len(chunk.lengths) else barren + chunk.barren
-            if barren >= reader.sizes.barren_documents:
-                raise _no_target(barren, reader)
+            any_document |= first < len(chunk.lengths)
             while first < len(chunk.lengths):
-                sums = np.cumsum(chunk.lengths[first:])
-                count = max(
-                    int(np.searchsorted(sums, limit - tokens, side="right")), 0 if held else 1
-                )
-                if count:
-                    held.append((chunk, first, first + count))
-                    tokens += int(sums[count - 1])
-                    first += count
-                    any_document = True
-                if first < len(chunk.lengths) or tokens >= limit:
-                    if not is_reported:
-                        reader.report(counts, rows, empty, is_all=False)
-                        is_reported = True
-                    place = Place(
-                        at.epoch, at.part, at.group, at.row, first, at.bad, at.lost, at.empty
-                    )
-                    yield place, join(held, seed, *begin.key)
-                    held, tokens, begin = [], 0, place
-            place = Place(
-                at.epoch,
-                at.part,
-                at.group,
-                chunk.row,
-                0,
-                at.bad + chunk.bad,
-                added(at.lost, chunk.counts.numbers),
-                at.empty + chunk.empty,
-            )
-        if not is_reported:
-            reader.report(counts, rows, empty, is_all=True)
-            is_reported = True
-        if held:
-            place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost, empty=place.empty)
-            yield place, join(held, seed, *begin.key)
+                first = block.take(chunk, first, limit)
+                if first < len(chunk.lengths) or block.tokens >= limit:
+                    counts.report(is_all=False)
+                    place = replace(at, document=first)
+                    yield place, join(block.held, seed, *block.begin.key)
+                    block = _OpenBlock(place)
+            place = at.after(chunk)
+
+        # A block never crosses the border of two epochs: the last one holds what is left.
+        counts.report(is_all=True)
+        place = place.next_epoch
+        if block.held:
+            yield place, join(block.held, seed, *block.begin.key)
         elif not any_document:
-            raise (
-                _no_target(barren, reader)
-                if barren
-                else no_document(reader.source, rows, empty, bad)
-            )
-        place = Place(epoch=epoch + 1, bad=place.bad, lost=place.lost, empty=place.empty)
+            raise counts.nothing_to_train_on()
 
 
 def added(one: Sequence[int], more: Sequence[int]) -> Sequence[int]:

@@ -57,46 +57,63 @@ def pack(
     row is cut: into whole rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once
     more where that saves a row. A row that is not full ends with tokens from `padding` on.
     """
-    whole = lengths // seq_len  # pieces that fill a row
-    rest = lengths - whole * seq_len
+    whole = lengths // seq_len  # (documents,): rows that each document fills
     number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
     full_starts = np.repeat(begin, whole) + number * seq_len
-    left = np.flatnonzero(rest)
-    if not len(left):  # each row is one piece; the general case below gives the same
+
+    rest = lengths - whole * seq_len
+    if not rest.any():  # each row is one piece; the general case below gives the same
         order = permutation(len(full_starts), "rows", *key)
         full = np.full(len(order), seq_len)
         return Packing(full_starts[order], full, np.arange(len(order) + 1), full)
-    left = left[permutation(len(left), "ties", *key)]
-    left = left[np.argsort(-rest[left], kind="stable")]
-    pieces = list(
-        zip(
-            (begin + whole * seq_len)[left].tolist(),
-            rest[left].tolist(),
-            _best_fit(rest[left].tolist(), seq_len),
-            strict=True,
-        )
-    )
-    pieces = _dissolved(pieces, (whole[left] > 0).tolist(), seq_len)
-    rest_starts, rest_sizes, row_of = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
-    row_of += len(full_starts)
-    num_rows = int(row_of.max()) + 1 if len(row_of) else len(full_starts)
 
-    rank = np.empty(num_rows, dtype=np.int64)
+    rests = _pack_rests(begin + whole * seq_len, rest, whole > 0, seq_len, *key)
+    return _shuffle_and_pad(full_starts, rests, padding, seq_len, *key)
+
+
+def _pack_rests(
+    starts: np.ndarray, sizes: np.ndarray, of_longer: np.ndarray, seq_len: int, *key: object
+) -> np.ndarray:
+    """Pack the rests of documents that are shorter than a row: (3, pieces) int64, which are the
+    first token, the tokens and the row of each piece.
+
+    `sizes` is 0 for a document without a rest. `of_longer` is true for the rest of a document that
+    is longer than a row. Rests of one size are in an order drawn by `key`.
+    """
+    left = np.flatnonzero(sizes)
+    left = left[permutation(len(left), "ties", *key)]
+    left = left[np.argsort(-sizes[left], kind="stable")]
+
+    tokens = sizes[left].tolist()
+    pieces = list(zip(starts[left].tolist(), tokens, _best_fit(tokens, seq_len), strict=True))
+    pieces = _dissolved(pieces, of_longer[left].tolist(), seq_len)
+    return np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+
+
+def _shuffle_and_pad(
+    full_starts: np.ndarray, rests: np.ndarray, padding: int, seq_len: int, *key: object
+) -> Packing:
+    """Order the full rows and the rows of `rests` by `key`, and end rows with room by a piece of
+    padding.
+    """
+    num_full = len(full_starts)
+    rest_starts, rest_sizes, rest_rows = rests
+    num_rows = num_full + (int(rest_rows.max()) + 1 if len(rest_rows) else 0)
+    rank = np.empty(num_rows, dtype=np.int64)  # of each row in the drawn order
     rank[permutation(num_rows, "rows", *key)] = np.arange(num_rows)
-    rows = np.concatenate([rank[: len(full_starts)], rank[row_of]])
-    sizes = np.concatenate([np.full(len(full_starts), seq_len), rest_sizes])
+    rows = np.concatenate([rank[:num_full], rank[num_full + rest_rows]])
+    sizes = np.concatenate([np.full(num_full, seq_len), rest_sizes])
+
     fill = np.bincount(rows, sizes, minlength=num_rows).astype(np.int64)
     padded = np.flatnonzero(fill < seq_len)
     rows = np.concatenate([rows, padded])
     sizes = np.concatenate([sizes, seq_len - fill[padded]])
     starts = np.concatenate([full_starts, rest_starts, np.full(len(padded), padding)])
+
+    # The sort is stable, so the padding stays behind the other pieces of its row.
     order = np.argsort(rows, kind="stable")
-    return Packing(
-        starts[order],
-        sizes[order],
-        np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))]),
-        fill,
-    )
+    first = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))])
+    return Packing(starts[order], sizes[order], first, fill)
 
 
 def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
@@ -137,51 +154,68 @@ def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list
     The emptiest row is dissolved if it holds nothing but such rests, and the gaps of the other rows
     take them in parts of a 32nd of a row at least.
     """
+    pieces, of_longer, gone = list(pieces), list(of_longer), set[int]()
+    gaps, held = _rows_of(pieces, seq_len)
+    least = max(1, seq_len // 32)
+
+    for donor in sorted(range(len(gaps)), key=lambda row: (-gaps[row], row)):
+        needed = seq_len - gaps[donor]
+        if sum(gaps) - gaps[donor] < needed:
+            break
+        if not all(of_longer[number] for number in held[donor]):
+            continue
+        takers = _takers(gaps, least, gone | {donor})
+        if sum(gaps[row] for row in takers) < needed:
+            continue
+
+        for number in held[donor]:
+            pieces[number], *others = _cut_into_gaps(pieces[number], takers, gaps)
+            held[pieces[number][2]].append(number)
+            for other in others:
+                held[other[2]].append(len(pieces))
+                pieces.append(other)
+                of_longer.append(True)
+        gone.add(donor)
+        gaps[donor] = 0
+
+    left = (row for row in range(len(gaps)) if row not in gone)
+    rank = {row: number for number, row in enumerate(left)}
+    return [(start, size, rank[row]) for start, size, row in pieces]
+
+
+def _rows_of(pieces: list[Piece], seq_len: int) -> tuple[list[int], list[list[int]]]:
+    """Return the free tokens of each row, and the numbers of its pieces."""
     count = max((row for _, _, row in pieces), default=-1) + 1
     gaps = [seq_len] * count
     held: list[list[int]] = [[] for _ in range(count)]
     for number, (_, size, row) in enumerate(pieces):
         gaps[row] -= size
         held[row].append(number)
-    least = max(1, seq_len // 32)
-    pieces, gone = list(pieces), set()
-    for donor in sorted(range(count), key=lambda row: (-gaps[row], row)):
-        if sum(gaps) - gaps[donor] < seq_len - gaps[donor]:
-            break
-        if not all(of_longer[number] for number in held[donor]):
-            continue
-        takers = sorted(
-            (
-                row
-                for row in range(count)
-                if row != donor and row not in gone and gaps[row] >= least
-            ),
-            key=lambda row: (-gaps[row], row),
-        )
-        if sum(gaps[row] for row in takers) < seq_len - gaps[donor]:
-            continue
-        for number in held[donor]:
-            start, size, _ = pieces[number]
-            while size:
-                row = takers[0]
-                part = min(size, gaps[row])
-                if pieces[number][2] == donor:
-                    pieces[number] = start, part, row
-                    held[row].append(number)
-                else:
-                    held[row].append(len(pieces))
-                    pieces.append((start, part, row))
-                    of_longer = [*of_longer, True]
-                start, size = start + part, size - part
-                gaps[row] -= part
-                if not gaps[row]:
-                    takers.pop(0)
-        gone.add(donor)
-        gaps[donor] = 0
-    rank = {
-        row: number for number, row in enumerate(row for row in range(count) if row not in gone)
-    }
-    return [(start, size, rank[row]) for start, size, row in pieces]
+    return gaps, held
+
+
+def _takers(gaps: list[int], least: int, excluded: set[int]) -> list[int]:
+    """Return the rows with `least` free tokens or more, the emptiest first."""
+    rows = (row for row in range(len(gaps)) if row not in excluded and gaps[row] >= least)
+    return sorted(rows, key=lambda row: (-gaps[row], row))
+
+
+def _cut_into_gaps(piece: Piece, takers: list[int], gaps: list[int]) -> list[Piece]:
+    """Cut a piece into parts that fill the gaps of `takers`, one row after the other.
+
+    A row that is full afterwards leaves `takers`.
+    """
+    start, size, _ = piece
+    parts = []
+    while size:
+        row = takers[0]
+        part = min(size, gaps[row])
+        parts.append((start, part, row))
+        start, size = start + part, size - part
+        gaps[row] -= part
+        if not gaps[row]:
+            takers.pop(0)
+    return parts
 
 
 class Block(NamedTuple):
