@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..spec.hub import POINTER_BYTES, check_pointer
 from ..spec.refusal import Refusal, refuse
@@ -29,6 +29,14 @@ FIRST_BYTES = 1 << 20
 POINTERS = 256
 
 
+class FirstRow(NamedTuple):
+    """The first row of a file, as far as a task reads it."""
+
+    place: str
+    names: list[str]  # of all columns; empty if the file is text
+    values: dict[str, Any]  # empty if there is no row, or the row is longer than `FIRST_BYTES`
+
+
 def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     """Raises `Refusal` for local files whose first row the task cannot read.
 
@@ -41,59 +49,74 @@ def check_first_row(files: list[Path], dataset: str, request: Request) -> None:
     check_kind(kind, files, dataset, request)
     if not files:
         return
+    _check_pointers(files, kind)
+    _check_any_document(files, kind, dataset, request)
+    if not request.skip:
+        _check_row(_first_row(files[0], kind, request), kind, request)
+
+
+def _check_pointers(files: list[Path], kind: str) -> None:
+    """Raise `Refusal` for a pointer of Git LFS instead of a file."""
     for file in files[: 1 if kind == "pictures" else POINTERS]:
         if file.stat().st_size < POINTER_BYTES:
             check_pointer(file, file.read_bytes())
-    size = sum(file.stat().st_size for file in files) if kind in ("text", "lines") else 0
-    if kind in ("text", "lines") and size <= FIRST_BYTES and _all_empty(files, kind, request):
-        rule = "contains no document: every row is empty (null, no text or blank)"
+
+
+def _check_any_document(files: list[Path], kind: str, dataset: str, request: Request) -> None:
+    """Raise `Refusal` for small files of text or lines without a document."""
+    if kind not in ("text", "lines") or sum(file.stat().st_size for file in files) > FIRST_BYTES:
+        return
+    if _all_empty(files, kind, request):
+        column = f", or name the column with --{request.fields[0]}" if kind == "lines" else ""
         raise refuse(
             f"--dataset {dataset}",
-            rule,
-            "use other"
-            f" data{f', or name the column with --{request.fields[0]}' if kind == 'lines' else ''}",
+            "contains no document: every row is empty (null, no text or blank)",
+            f"use other data{column}",
         )
-    if request.skip:
-        return
-    columns, place = request.columns, f"{files[0]}, row 1"
+
+
+def _first_row(file: Path, kind: str, request: Request) -> FirstRow:
+    """Read the first row of a file. Raise `Refusal` if it cannot be read."""
+    place, columns = f"{file}, row 1", request.columns
     try:
         if kind in ("text", "lines", "csv"):
-            check_text(files[0])
+            check_text(file)
         if kind == "text":
-            codecs.getincrementaldecoder("utf-8")().decode(_head(files[0]))
-            return
+            codecs.getincrementaldecoder("utf-8")().decode(_head(file))
+            return FirstRow(place, [], {})
         if kind == "pictures":
-            names, values, place = list(columns), {columns[0]: files[0]}, str(files[0])
-        elif kind == "lines":
-            number, values = _first_of_lines(files[0], columns)
-            names, place = list(values), f"{files[0]}, row {number}"
-        elif kind == "csv":
-            names, values = _first_of_csv(files[0])
-        else:
-            names, values = _first_of_table(
-                files[0], kind, partial(columns_read, request.task, columns)
-            )
+            return FirstRow(str(file), list(columns), {columns[0]: file})
+        if kind == "lines":
+            number, values = _first_of_lines(file, columns)
+            return FirstRow(f"{file}, row {number}", list(values), values)
+        if kind == "csv":
+            return FirstRow(place, *_first_of_csv(file))
+        wanted = partial(columns_read, request.task, columns)
+        return FirstRow(place, *_first_of_table(file, kind, wanted))
     except UnicodeDecodeError as error:
         raise refuse(place, *not_utf8(error)) from error
     except (OSError, ValueError, EOFError, NotImplementedError, zlib.error) as error:
         raise error if isinstance(error, Refusal) else unreadable(place, error) from error
-    if names:
-        if absent := absent_column(request.task, columns, names):
-            raise refuse(place, *absent)
-        if request.as_rows:
-            _check_sample(
-                {
-                    name: values[column]
-                    for name, column in zip(request.names, columns, strict=True)
-                    if column in values
-                },
-                place,
-            )
-        elif request.chats and (form := form_of(names, columns[0])):
-            if values:
-                form.content(values, place, padded=kind != "lines")
-        elif not is_empty(values.get(columns[0])):
-            check_value(values[columns[0]], request.chats, place, tokens=kind != "lines")
+
+
+def _check_row(row: FirstRow, kind: str, request: Request) -> None:
+    """Raise `Refusal` for a row that the task cannot use."""
+    place, names, values = row
+    columns = request.columns
+    if not names:
+        return
+    if absent := absent_column(request.task, columns, names):
+        raise refuse(place, *absent)
+
+    if request.as_rows:
+        renamed = zip(request.names, columns, strict=True)
+        sample = {name: values[column] for name, column in renamed if column in values}
+        _check_sample(sample, place)
+    elif request.chats and (form := form_of(names, columns[0])):
+        if values:
+            form.content(values, place, padded=kind != "lines")
+    elif not is_empty(values.get(columns[0])):
+        check_value(values[columns[0]], request.chats, place, tokens=kind != "lines")
 
 
 def _all_empty(files: list[Path], kind: str, request: Request) -> bool:
