@@ -145,22 +145,11 @@ def text_source(
     of_files, stats = digests(files), [file.stat() for file in files]
     sizes, piece = [stat.st_size for stat in stats], max(PIECE, TOKEN_LENGTH * seq_len)
     documents = documents or partial(_pieces, piece)
-    target, length = (
-        min(part_bytes, sum(sizes) // TEXT_PARTS),
+    length, target = (
         max(part_bytes, TOKEN_LENGTH * seq_len),
+        min(part_bytes, sum(sizes) // TEXT_PARTS),
     )
-    runs: list[list[Span]] = [[]]
-    held = 0
-    for file, size in zip(files, sizes, strict=True):
-        opened = partial(open, file, "rb")
-        for span in (
-            [Span(file, opened, 0, 1 << 62)] if whole else spans_of(file, size, opened, length)
-        ):
-            if runs[-1] and held >= target:
-                runs.append([])
-                held = 0
-            runs[-1].append(span)
-            held += min(span.stop, size) - span.start
+    runs = _runs_of_spans(files, sizes, length, target, whole)
 
     def read(part: int, group: int, row: int) -> Iterator[list[bytes]]:
         for span in runs[part][row:]:
@@ -177,7 +166,6 @@ def text_source(
         run[0].name if len(run) == 1 else f"{run[0].name} and the {len(run) - 1} after it"
         for run in runs
     )
-    times = tuple(stat.st_mtime_ns for stat in stats)
     return Source(
         names,
         lambda part: 1,
@@ -186,9 +174,31 @@ def text_source(
         fingerprint(of_files, *more),
         files=of_files,
         size=sum(sizes),
-        times=times,
+        times=tuple(stat.st_mtime_ns for stat in stats),
         piece=piece,
     )
+
+
+def _runs_of_spans(
+    files: list[Path], sizes: list[int], length: int, target: int, whole: bool
+) -> list[list[Span]]:
+    """Cut text files into spans of `length` bytes, and group neighbouring spans until a group has
+    `target` bytes.
+
+    With `whole` each file is one span.
+    """
+    runs: list[list[Span]] = [[]]
+    held = 0
+    for file, size in zip(files, sizes, strict=True):
+        opened = partial(open, file, "rb")
+        spans = [Span(file, opened, 0, 1 << 62)] if whole else spans_of(file, size, opened, length)
+        for span in spans:
+            if runs[-1] and held >= target:
+                runs.append([])
+                held = 0
+            runs[-1].append(span)
+            held += min(span.stop, size) - span.start
+    return runs
 
 
 def _pieces(most: int, text: str, place: str) -> list[Document]:

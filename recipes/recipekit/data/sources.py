@@ -102,6 +102,11 @@ def _source_of(
         return picture_source(files, wanted)
     if kind == "text":
         return text_source(files, request.seq_len, sizes.part_bytes, request.task)
+    return _rows_source(files, kind, wanted, sizes.part_bytes)
+
+
+def _rows_source(files: list[Path], kind: str, wanted: Wanted, part_bytes: int) -> Source:
+    """Open local files of rows: lines, CSV, Arrow or Parquet."""
     of_files, stats = digests(files), [file.stat() for file in files]
     mark = fingerprint(of_files, wanted.task, *wanted.columns)
     more = {
@@ -111,7 +116,7 @@ def _source_of(
     }
     if kind == "lines":
         cut = (
-            spans_of(file, stat.st_size, partial(open, file, "rb"), sizes.part_bytes)
+            spans_of(file, stat.st_size, partial(open, file, "rb"), part_bytes)
             for file, stat in zip(files, stats, strict=True)
         )
         return lines_source([span for spans in cut for span in spans], wanted, mark, **more)
@@ -189,44 +194,9 @@ def _hub_source(
     if cached := from_rank_0(lambda: cached_commit(domain.dataset, revision)):
         return cached_source(domain, cached, split, wanted, f"{name}{cached}{of_rows}", patience)
 
-    def resolve() -> tuple[str, list[str], Any]:
-        """Asks the hub for (hash of the commit and subset, addresses of the Parquet files, or else
-        the data set).
-        """
-        # a run that has read it before is patient
-        if not before and not datasets_config.HF_HUB_OFFLINE and hub_is_away():
-            away = ConnectionError("no connection to the hub")
-            raise hub_refusal(f"--dataset {domain.dataset}", domain.dataset, away, "datasets/")
-        try:
-            builder = patience(
-                f"--dataset {domain.dataset}",
-                lambda: datasets.load_dataset_builder(
-                    domain.dataset, domain.subset or None, revision=revision or None
-                ),
-            )
-            files = (builder.config.data_files or {}).get(split, [])
-            if (
-                isinstance(builder, Parquet)
-                and files
-                and all(file.startswith("hf://datasets/") for file in files)
-            ):
-                return builder.hash or "", [address_of(file) for file in files], None
-            return (
-                builder.hash or "",
-                [],
-                patience(
-                    f"--dataset {domain.dataset}", lambda: builder.as_streaming_dataset(split=split)
-                ),
-            )
-            # RuntimeError: datasets 5.2 for a data set that has a script
-        except (OSError, ValueError, RuntimeError) as error:
-            raise (
-                error
-                if isinstance(error, Refusal)
-                else hub_refusal(f"--dataset {domain.dataset}", domain.dataset, error, "datasets/")
-            ) from error
-
-    commit, urls, dataset = from_rank_0(resolve)
+    # A run that has read the data set before does not give up at once without a connection.
+    asking = partial(_ask_hub, domain, split, revision, patience, is_new=not before)
+    commit, urls, dataset = from_rank_0(asking)
     mark = f"{name}{commit}{of_rows}"
     if urls:
         found = functools.lru_cache(maxsize=16)(
@@ -244,6 +214,39 @@ def _hub_source(
         for number in range(dataset.num_shards)
     )
     return streamed_source(dataset, names, wanted, mark, patience)
+
+
+def _ask_hub(
+    domain: Domain, split: str, revision: str, patience: Patience, is_new: bool
+) -> tuple[str, list[str], Any]:
+    """Ask the hub for (hash of the commit and subset, addresses of the Parquet files, or else the
+    data set).
+    """
+    where = f"--dataset {domain.dataset}"
+    if is_new and not datasets_config.HF_HUB_OFFLINE and hub_is_away():
+        away = ConnectionError("no connection to the hub")
+        raise hub_refusal(where, domain.dataset, away, "datasets/")
+    try:
+        builder = patience(
+            where,
+            lambda: datasets.load_dataset_builder(
+                domain.dataset, domain.subset or None, revision=revision or None
+            ),
+        )
+        commit = builder.hash or ""
+        files = (builder.config.data_files or {}).get(split, [])
+        if isinstance(builder, Parquet) and files and all(map(_is_on_hub, files)):
+            return commit, [address_of(file) for file in files], None
+        return commit, [], patience(where, lambda: builder.as_streaming_dataset(split=split))
+    # datasets 5.2 raises RuntimeError for a data set that has a script.
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, Refusal):
+            raise
+        raise hub_refusal(where, domain.dataset, error, "datasets/") from error
+
+
+def _is_on_hub(file: str) -> bool:
+    return file.startswith("hf://datasets/")
 
 
 def address_of(file: str) -> str:
