@@ -92,41 +92,56 @@ def _kept() -> dict[tuple[Path, bool], Listing]:
     return {}
 
 
+class _Entries:
+    """The entries met while a folder is listed."""
+
+    def __init__(self, hidden: bool):
+        self.hidden = hidden
+        self.files: list[Path] = []
+        self.reasons: dict[Path, str] = {}  # of the entries that are not read
+        self.targets: dict[str, Path] = {}  # one target of the links in each folder
+
+    def add(self, entry: os.DirEntry) -> bool:
+        """Add an entry of a folder. Return True for a folder that is to be listed."""
+        path = Path(entry.path)
+        try:
+            is_folder, is_file = entry.is_dir(), entry.is_file()
+        except OSError:  # a link to itself
+            is_folder = is_file = False
+        if not self.hidden and is_left_out(entry.name, is_folder):
+            self.reasons[path] = "hidden folder" if is_folder else "hidden file"
+            return False
+
+        if entry.is_symlink() and (is_folder or is_file):
+            target = os.path.join(path.parent, os.readlink(entry.path))
+            in_folder = target if is_folder else os.path.dirname(target)
+            self.targets.setdefault(in_folder, Path(target))
+        if is_file:
+            self.files.append(path)
+        elif entry.is_symlink() and not is_folder:
+            self.reasons[path] = "broken link"
+        return is_folder
+
+
 def _listed(folder: Path, hidden: bool) -> Listing:
-    # `linked`: one target of the links in each folder
-    found, linked = list[Path](), dict[str, Path]()
-    stamps, reasons = dict[Path, tuple[int, int, int]](), dict[Path, str]()
+    found = _Entries(hidden)
+    stamps = dict[Path, tuple[int, int, int]]()
     # with device and inode of each folder around it
     folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
 
     while folders:
         path, around = folders.pop()
-        # before it is listed: what changes meanwhile is seen the next time
+        # The stamp is older than the list: a change in between shows the next time.
         stamps[path] = stamp(path)
         try:
             stat, entries = path.stat(), list(os.scandir(path))  # rglob takes twice as long
         except OSError:
-            reasons[path] = "unreadable folder"
+            found.reasons[path] = "unreadable folder"
             continue
         if (number := (stat.st_dev, stat.st_ino)) in around:
-            reasons[path] = "circular link"
+            found.reasons[path] = "circular link"
             continue
+        folders += [(Path(entry.path), around | {number}) for entry in entries if found.add(entry)]
 
-        for entry in entries:
-            try:
-                is_folder, is_file = entry.is_dir(), entry.is_file()
-            except OSError:  # a link to itself
-                is_folder = is_file = False
-            if not hidden and is_left_out(entry.name, is_folder):
-                reasons[Path(entry.path)] = "hidden folder" if is_folder else "hidden file"
-                continue
-            if entry.is_symlink() and (is_folder or is_file):
-                target = os.path.join(path, os.readlink(entry.path))
-                linked.setdefault(target if is_folder else os.path.dirname(target), Path(target))
-            if is_folder:
-                folders.append((Path(entry.path), around | {number}))
-            elif is_file:
-                found.append(Path(entry.path))
-            elif entry.is_symlink():
-                reasons[Path(entry.path)] = "broken link"
-    return Listing(tuple(sorted(found)), stamps, reasons, tuple(linked.values()))
+    targets_of_links = tuple(found.targets.values())
+    return Listing(tuple(sorted(found.files)), stamps, found.reasons, targets_of_links)

@@ -233,30 +233,43 @@ def packed_batches(micro_batch: int, seq_len: int) -> Callable[[list[Run]], list
         rows = sum(run.size for run in runs)
         if all(run.block.ids is None for run in runs):
             out = _buffer(buffers[2], (rows, seq_len + 1))
-            for run in runs:
-                fill_whole_rows(out[run.slot : run.slot + run.size], run.block, run.row)
-            parts = [out[first : first + micro_batch] for first in range(0, rows, micro_batch)]
-            return [
-                {
-                    "input_ids": torch.from_numpy(part[:, :-1]),
-                    "labels": torch.from_numpy(part[:, 1:]),
-                    "position_ids": whole,
-                }
-                for part in parts
-            ]
-        out = _buffer(buffers[3], (3, rows, seq_len))
-        for run in runs:
-            ids, labels, positions = out[:, run.slot : run.slot + run.size]
-            fill_rows(ids, labels, run.block, run.row)
-            fill_positions(positions, run.block, run.row)
-        names = ("input_ids", "labels", "position_ids")
-        parts = [out[:, first : first + micro_batch] for first in range(0, rows, micro_batch)]
-        return [
-            {name: torch.from_numpy(tensor) for name, tensor in zip(names, part, strict=True)}
-            for part in parts
-        ]
+            return _of_whole_rows(runs, out, whole)
+        return _of_pieces(runs, _buffer(buffers[3], (3, rows, seq_len)), micro_batch)
 
     return build
+
+
+def _of_whole_rows(runs: list[Run], out: np.ndarray, positions: torch.Tensor) -> list[MicroBatch]:
+    """Write rows that are one piece each into `out`, (rows, seq_len + 1), and return views of it.
+
+    `positions` are those of each micro-batch, (micro_batch, seq_len).
+    """
+    for run in runs:
+        fill_whole_rows(out[run.slot : run.slot + run.size], run.block, run.row)
+    micro_batch = len(positions)
+    parts = [out[first : first + micro_batch] for first in range(0, len(out), micro_batch)]
+    return [
+        {
+            "input_ids": torch.from_numpy(part[:, :-1]),
+            "labels": torch.from_numpy(part[:, 1:]),
+            "position_ids": positions,
+        }
+        for part in parts
+    ]
+
+
+def _of_pieces(runs: list[Run], out: np.ndarray, micro_batch: int) -> list[MicroBatch]:
+    """Write rows of several pieces into `out`, (3, rows, seq_len), and return views of it."""
+    for run in runs:
+        ids, labels, positions = out[:, run.slot : run.slot + run.size]
+        fill_rows(ids, labels, run.block, run.row)
+        fill_positions(positions, run.block, run.row)
+    names = ("input_ids", "labels", "position_ids")
+    parts = [out[:, first : first + micro_batch] for first in range(0, out.shape[1], micro_batch)]
+    return [
+        {name: torch.from_numpy(tensor) for name, tensor in zip(names, part, strict=True)}
+        for part in parts
+    ]
 
 
 def _buffer(buffers: deque[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

@@ -171,40 +171,63 @@ def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
         row, pairs.template.roles if tokenizer.chat_template else ()
     )
     if isinstance(prompt, str):
-        texts = [prompt, prompt + str(chosen), prompt + str(rejected)]
-        begin, *whole = _tokens(tokenizer, texts, add_special_tokens=True)
-        end = tokenizer.eos_token_id
-        whole = [ids if ids and ids[-1] == end else [*ids, end] for ids in whole]
+        begin, *whole = _encoded_texts(tokenizer, prompt, str(chosen), str(rejected))
     else:
-        if not prompt:
-            raise ValueError(
-                "its answers have no common prompt: their first messages already differ"
-            )
-        for name, answer in (("chosen", chosen), ("rejected", rejected)):
-            if not all(learned(message) for message in answer if isinstance(message, dict)):
-                raise ValueError(
-                    f"its {name} answer has a message with weight 0 or train false, but a pair"
-                    " compares full answers"
-                )
-        begin, *whole = _rendered(
-            pairs.template, [prompt, prompt + list(chosen), prompt + list(rejected)], _tools_of(row)
-        )
+        begin, *whole = _encoded_chats(pairs.template, prompt, list(chosen), list(rejected), row)
+
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
         raise ValueError(
             f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only."
             " Add more with resize_token_embeddings"
         )
     start = min(_common(begin, ids) for ids in whole)
-    if (longest := max(map(len, whole))) > pairs.seq_len:
+    _check_answers(whole, start, pairs.seq_len)
+    return start, whole[0], whole[1]
+
+
+def _encoded_texts(tokenizer: Any, prompt: str, chosen: str, rejected: str) -> list[list[int]]:
+    """Encode the prompt, and the prompt with each answer; an answer ends with the end token."""
+    texts = [prompt, prompt + chosen, prompt + rejected]
+    begin, *whole = _tokens(tokenizer, texts, add_special_tokens=True)
+    end = tokenizer.eos_token_id
+    return [begin, *(ids if ids and ids[-1] == end else [*ids, end] for ids in whole)]
+
+
+def _encoded_chats(
+    template: ChatTemplate,
+    prompt: Messages,
+    chosen: list[Any],
+    rejected: list[Any],
+    row: Row,
+) -> list[list[int]]:
+    """Encode the prompt, and the prompt with each answer, with the tools of the row.
+
+    Raises ValueError for messages that cannot be compared.
+    """
+    if not prompt:
+        raise ValueError("its answers have no common prompt: their first messages already differ")
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not all(learned(message) for message in answer if isinstance(message, dict)):
+            raise ValueError(
+                f"its {name} answer has a message with weight 0 or train false, but a pair"
+                " compares full answers"
+            )
+    return _rendered(template, [prompt, prompt + chosen, prompt + rejected], _tools_of(row))
+
+
+def _check_answers(whole: list[list[int]], start: int, seq_len: int) -> None:
+    """Raise ValueError if prompt and answer are too long together, if an answer has no token, or if
+    both answers have the same ones.
+    """
+    if (longest := max(map(len, whole))) > seq_len:
         raise ValueError(
-            f"it has {longest} tokens, more than seq_len = {pairs.seq_len}. Use --seq_len {longest}"
+            f"it has {longest} tokens, more than seq_len = {seq_len}. Use --seq_len {longest}"
             " or more"
         )
     if min(map(len, whole)) <= max(start, 1):
         raise ValueError("one of its answers has no token to predict")
     if whole[0] == whole[1]:
         raise ValueError("its chosen and rejected answers have the same tokens")
-    return start, whole[0], whole[1]
 
 
 def _tools_of(row: Row) -> list[Any] | None:

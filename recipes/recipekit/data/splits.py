@@ -217,47 +217,57 @@ def _of_config(folder: Path, files: Files, page: str, config: dict[str, Any]) ->
             f"{page} has the data_dir {base} for its subset {name}, but that folder does not exist",
             "download it, or name the files",
         )
-    names = _relative(folder, files)
     if config.get("data_files") is None:
-        inside = (
-            names
-            if base == "."
-            else {
-                path: file
-                for path, file in _named(folder, names, base).items()
-                if path.startswith(f"{base}/")
-            }
-        )
-        return _by_names(
-            folder / base,
-            tuple(
-                file
-                for path, file in inside.items()
-                if base == "." or _hidden_parts(path) == _hidden_parts(f"{base}/")
-            ),
-        )
+        return _in_data_dir(folder, files, base)
 
-    found = {}
-    for split, patterns in _patterns(where, page, config["data_files"]).items():
-        of_split: dict[Path, None] = {}
-        for pattern in patterns:
-            whole = posixpath.normpath(posixpath.join(base, pattern))
-            matched = _matched(whole, _named(folder, names, whole))
-            if not matched and not any(sign in pattern for sign in "*?["):
-                raise refuse(
-                    where,
-                    f"{page} names {pattern} for its split {split}, but that file does not exist",
-                    "download it, or name the files",
-                )
-            of_split.update(dict.fromkeys(matched))
-        if of_split:
-            found[split] = tuple(of_split)
+    patterns = _patterns(where, page, config["data_files"])
+    found = _by_patterns(folder, files, base, page, patterns)
     if not found:
         raise refuse(
             where,
             f"no file matches the data_files of {page} for its subset {name}",
             "download its files, or name your files instead",
         )
+    return found
+
+
+def _in_data_dir(folder: Path, files: Files, base: str) -> dict[str, Files]:
+    """Return the files of each split of a subset that names a data_dir, and no data_files."""
+    names = _relative(folder, files)
+    if base == ".":
+        return _by_names(folder / base, tuple(names.values()))
+    hidden = _hidden_parts(f"{base}/")
+    inside = tuple(
+        file
+        for path, file in _named(folder, names, base).items()
+        if path.startswith(f"{base}/") and _hidden_parts(path) == hidden
+    )
+    return _by_names(folder / base, inside)
+
+
+def _by_patterns(
+    folder: Path, files: Files, base: str, page: str, patterns: dict[str, list[str]]
+) -> dict[str, Files]:
+    """Return the files of each split that has some, by its patterns below the folder `base`.
+
+    Raises `Refusal` for a file that a pattern names, but that does not exist.
+    """
+    names = _relative(folder, files)
+    found = {}
+    for split, of_split in patterns.items():
+        chosen: dict[Path, None] = {}
+        for pattern in of_split:
+            whole = posixpath.normpath(posixpath.join(base, pattern))
+            matched = _matched(whole, _named(folder, names, whole))
+            if not matched and not any(sign in pattern for sign in "*?["):
+                raise refuse(
+                    f"--dataset {folder}",
+                    f"{page} names {pattern} for its split {split}, but that file does not exist",
+                    "download it, or name the files",
+                )
+            chosen.update(dict.fromkeys(matched))
+        if chosen:
+            found[split] = tuple(chosen)
     return found
 
 
@@ -364,15 +374,22 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
     _check_states(folder, files, states)
     if not states:
         return files, {}
-    kept = []
-    for file in files:
-        state = states.get(file.parent)
-        if state is None or file.name in {entry["filename"] for entry in state["_data_files"]}:
-            kept.append(file)
-    for parent, state in states.items():
-        missing = {entry["filename"] for entry in state["_data_files"]} - {
-            file.name for file in kept if file.parent == parent
-        }
+
+    named = {
+        parent: {entry["filename"] for entry in state["_data_files"]}
+        for parent, state in states.items()
+    }
+    kept = tuple(
+        file for file in files if file.parent not in named or file.name in named[file.parent]
+    )
+    _check_complete(folder, kept, named)
+    return kept, _saved_splits(folder, kept, states)
+
+
+def _check_complete(folder: Path, kept: Files, named: dict[Path, set[str]]) -> None:
+    """Raise `Refusal` if a file that the state.json of its folder names does not exist."""
+    for parent, names in named.items():
+        missing = names - {file.name for file in kept if file.parent == parent}
         if missing:
             raise refuse(
                 f"--dataset {folder}",
@@ -380,15 +397,18 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
                 COPY,
             )
 
+
+def _saved_splits(folder: Path, files: Files, states: dict[Path, Any]) -> dict[str, Files]:
+    """Return the splits of a folder that `save_to_disk` wrote; {} for another folder."""
     if folder in states:
-        own = tuple(file for file in kept if file.parent == folder)
+        own = tuple(file for file in files if file.parent == folder)
         saved_as = states[folder].get("_split")
-        return tuple(kept), dict.fromkeys(
-            [TRAIN, saved_as] if saved_as and isinstance(saved_as, str) else [TRAIN], own
-        )
+        names = [TRAIN, saved_as] if saved_as and isinstance(saved_as, str) else [TRAIN]
+        return dict.fromkeys(names, own)
+
     page = folder / "dataset_dict.json"
     if page not in files:
-        return tuple(kept), {}
+        return {}
     splits = _parsed(page).get("splits")
     if not isinstance(splits, list):
         raise refuse(
@@ -402,8 +422,8 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
             f"dataset_dict.json names the split {lost[0]}, which does not exist",
             COPY,
         )
-    return tuple(kept), {
-        str(split): tuple(file for file in kept if file.parent == folder / str(split))
+    return {
+        str(split): tuple(file for file in files if file.parent == folder / str(split))
         for split in splits
     }
 
