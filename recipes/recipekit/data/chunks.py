@@ -292,9 +292,15 @@ class Reader:
     def _encoded(self, part: int, group: int, row: int, rows: Rows) -> Chunk:
         encoder, problems = self.encoder, list[Refusal]()
         assert encoder is not None
-        documents, row, last, ready, *of_rows = self._found(part, group, row, rows, problems)
-        if ready is not None:
-            return self._ready(encoder, ready, part, group, row)
+        found = self._found(part, group, row, rows, problems)
+        if found.ready is not None:
+            return self._ready(encoder, found.ready, part, group, found.row)
+        self._say_if_long(found.documents)
+        encoded, counts = self._encode(encoder, found.documents, problems)
+        return _joined(found, encoded, encoder.chats, counts, problems)
+
+    def _say_if_long(self, documents: list[Document]) -> None:
+        """Say which text is tokenised if that takes long."""
         characters = sum(characters_of(content) for content, _ in documents)
         if characters > self.sizes.long_text:
             longest = max(
@@ -302,61 +308,36 @@ class Reader:
                 key=lambda document: len(document[0]) if isinstance(document[0], str) else 0,
             )
             self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
+
+    def _encode(
+        self, encoder: Encoder, documents: list[Document], problems: list[Refusal]
+    ) -> tuple[list[Encoded], Counts]:
+        """Encode documents; add to `problems` why some of them are skipped.
+
+        A chat may turn out to be broken only when it is rendered. Then each document is encoded
+        alone.
+        """
         try:
-            encoded, counts = encode_fitting(encoder, documents)
-        except Refusal as problem:  # a chat may turn out to be broken only when it is rendered
+            return encode_fitting(encoder, documents)
+        except Refusal as problem:
             self.refuse_unless_skipped(problem)
-            encoded, counts = list[Encoded](), Counts()
-            for document in documents:
-                try:
-                    alone, more = encode_fitting(encoder, [document])
-                    encoded, counts = encoded + alone, counts + more
-                except Refusal as problem:
-                    self.refuse_unless_skipped(problem)
-                    problems.append(problem)
-        full = [(ids, labels) for ids, labels in encoded if len(ids)]
-        ids = (
-            np.concatenate([ids for ids, _ in full]).astype(np.int32)
-            if full
-            else np.empty(0, np.int32)
-        )
-        labels = (
-            np.concatenate([labels for _, labels in full]).astype(np.int32)
-            if full and encoder.chats
-            else None
-        )
-        lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
-        told = [problem.problems[0].fault for problem in problems[:TOLD]]
-        return Chunk(
-            ids,
-            labels,
-            np.cumsum(lengths) - lengths,
-            lengths,
-            row,
-            last,
-            len(problems),
-            len(encoded) - len(full),
-            told,
-            counts,
-            *of_rows,
-        )
+
+        encoded, counts = list[Encoded](), Counts()
+        for document in documents:
+            try:
+                alone, more = encode_fitting(encoder, [document])
+                encoded, counts = encoded + alone, counts + more
+            except Refusal as problem:
+                self.refuse_unless_skipped(problem)
+                problems.append(problem)
+        return encoded, counts
 
     def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
-        """Reads the rows of a chunk; adds to `problems` why some of them are skipped."""
+        """Read the rows of a chunk; add to `problems` why some of them are skipped."""
         begin, characters, count, empty = row, 0, 0, 0
         documents: list[Document] = []
         while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
-            try:
-                some = rows.at(row)
-            except UNREADABLE as error:
-                problem = (
-                    error
-                    if isinstance(error, Refusal)
-                    else unreadable(self.source.place(part, group, row), error)
-                )
-                self.refuse_unless_skipped(problem)
-                problems.append(problem)
-                some = None
+            some = self._next_values(part, group, row, rows, problems)
             if some is None:
                 return Found(documents, row, True, rows=count, empty=empty)
             if not isinstance(some, list):
@@ -364,58 +345,75 @@ class Reader:
                     assert not documents
                     return Found([], row, False, some)
                 some = as_python(some)
+
             for value in some:
-                place, new = self.source.place(part, group, row), list[Document]()
-                count += 1
+                place = self.source.place(part, group, row)
+                row += 1
                 try:
-                    if isinstance(value, UnicodeDecodeError):
-                        raise refuse(place, *not_utf8(value))
-                    found = self.source.documents(value, place)
-                    new = [document for document in found or () if not is_empty(document[0])]
-                    count -= found is None
-                    empty += found is not None and not new
+                    new = self._documents(value, place)
                 except Refusal as problem:
                     self.refuse_unless_skipped(problem)
                     problems.append(problem)
-                row += 1
+                    count += 1
+                    continue
+                if new is None:
+                    continue
+                count += 1
+                empty += not new
                 characters += sum(characters_of(content) for content, _ in new)
                 documents += new if self.held_out is None else self._own(new, self.held_out)
         return Found(documents, row, False, rows=count, empty=empty)
 
+    def _next_values(
+        self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]
+    ) -> Values | None:
+        """Read some values from `row` on; None at the end of the group, and where the rest of it
+        cannot be read and is skipped.
+        """
+        try:
+            return rows.at(row)
+        except UNREADABLE as error:
+            problem = (
+                error
+                if isinstance(error, Refusal)
+                else unreadable(self.source.place(part, group, row), error)
+            )
+            self.refuse_unless_skipped(problem)
+            problems.append(problem)
+            return None
+
+    def _documents(self, value: Any, place: str) -> list[Document] | None:
+        """Return the documents of a row that are not empty; None for a blank line, which is no row.
+
+        Raises `Refusal` for a row that cannot be read.
+        """
+        if isinstance(value, UnicodeDecodeError):
+            raise refuse(place, *not_utf8(value))
+        found = self.source.documents(value, place)
+        if found is None:
+            return None
+        return [document for document in found if not is_empty(document[0])]
+
     def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
-        """Makes a chunk of documents that are tokens already; the tokens are taken as they are."""
+        """Make a chunk of documents that are tokens already; the tokens are taken as they are."""
         if encoder.chats:
             raise refuse(
                 "--dataset",
                 "task sft requires chats, but this column contains token ids",
                 "name the column of the chats with --messages_field",
             )
-        end, vocabulary = row + len(lists), encoder.vocabulary
-        told: list[str] = []
-        if wrong := wrong_tokens(lists, vocabulary):
-            for number, token in wrong:
-                rule = (
-                    f"contains token {'null' if token is None else token}, but the tokenizer's ids"
-                    f" are 0 to {vocabulary - 1}"
-                )
-                problem = refuse(
-                    self.source.place(part, group, row + number),
-                    rule,
-                    "use the tokenizer that made these tokens (--tokenizer), or correct the row",
-                )
-                self.refuse_unless_skipped(problem)
-                told.append(str(problem))
-            lists = lists.take(
-                pa.array(np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong]))
-            )
+        count, end = len(lists), row + len(lists)
+        lists, told = self._without_wrong_tokens(lists, encoder.vocabulary, part, group, row)
+
         nulls = lists.null_count
         lists = lists.drop_null()
         ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
         offsets = lists.offsets.to_numpy().astype(np.int64)
         starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
-        count, empty = end - row, nulls + int(np.count_nonzero(lengths == 0))
+
+        # A document of one token has no token to predict.
+        empty, barren = nulls + int(np.count_nonzero(lengths == 0)), np.count_nonzero(lengths == 1)
         long = lengths > 1
-        barren = int(np.count_nonzero(lengths == 1))
         if not long.all():
             starts, lengths = starts[long], lengths[long]
         if self.held_out is not None:
@@ -427,12 +425,37 @@ class Reader:
             lengths,
             end,
             False,
-            len(wrong),
-            barren,
+            len(told),
+            int(barren),
             told[:TOLD],
             rows=count,
             empty=empty,
         )
+
+    def _without_wrong_tokens(
+        self, lists: pa.Array, vocabulary: int, part: int, group: int, row: int
+    ) -> tuple[pa.Array, list[str]]:
+        """Return the documents of ready tokens that the tokenizer may have made, and why others are
+        skipped.
+        """
+        told: list[str] = []
+        wrong = wrong_tokens(lists, vocabulary)
+        for number, token in wrong:
+            rule = (
+                f"contains token {'null' if token is None else token}, but the tokenizer's ids"
+                f" are 0 to {vocabulary - 1}"
+            )
+            problem = refuse(
+                self.source.place(part, group, row + number),
+                rule,
+                "use the tokenizer that made these tokens (--tokenizer), or correct the row",
+            )
+            self.refuse_unless_skipped(problem)
+            told.append(str(problem))
+        if wrong:
+            right = np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])
+            lists = lists.take(pa.array(right))
+        return lists, told
 
     def _own(self, documents: list[Document], held_out: bool) -> list[Document]:
         parts = ((self.rule.part(content, held_out), place) for content, place in documents)
@@ -441,6 +464,34 @@ class Reader:
     def refuse_unless_skipped(self, problem: Refusal) -> None:
         if not self.skip or isinstance(problem, Unreachable):
             raise problem
+
+
+def _joined(
+    found: Found, encoded: list[Encoded], chats: bool, counts: Counts, problems: list[Refusal]
+) -> Chunk:
+    """Join encoded documents to a chunk. `chats`: a part of the tokens only are targets."""
+    full = [(ids, labels) for ids, labels in encoded if len(ids)]
+    ids, labels = np.empty(0, np.int32), None
+    if full:
+        ids = np.concatenate([ids for ids, _ in full]).astype(np.int32)
+    if full and chats:
+        labels = np.concatenate([labels for _, labels in full]).astype(np.int32)
+    lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
+    told = [problem.problems[0].fault for problem in problems[:TOLD]]
+    return Chunk(
+        ids,
+        labels,
+        np.cumsum(lengths) - lengths,
+        lengths,
+        found.row,
+        found.last,
+        len(problems),
+        len(encoded) - len(full),
+        told,
+        counts,
+        found.rows,
+        found.empty,
+    )
 
 
 def encode_fitting(encoder: Encoder, documents: list[Document]) -> tuple[list[Encoded], Counts]:

@@ -6,7 +6,8 @@ last rows are padded. So the R(e) rows of epoch e = 0, 1, ... hold each token of
 R(e) changes by a few rows where the order of an epoch packs other documents together. With b(s)
 rows in step s
 
-    steps(X) = the smallest S with b(1) + ... + b(S) >= R(0) + ... + R(n - 1) + ceil((X - n) * R(n)),  n = floor(X)
+    steps(X) = the smallest S with
+               b(1) + ... + b(S) >= R(0) + ... + R(n - 1) + ceil((X - n) * R(n)),  n = floor(X)
 
 and the rows that step S has in addition are the first ones of the next epoch. The epochs that are
 complete after a step are the tokens given so far (of samples: the samples) over those of an epoch.

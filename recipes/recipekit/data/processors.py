@@ -32,7 +32,9 @@ _SPECIAL = [
 _MASK = "<|reserved_0|>"
 
 _CHATML = """\
-{%- for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor -%}
+{%- for message in messages %}\
+{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}\
+{% endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
 
 
