@@ -108,6 +108,7 @@ def main() -> int:
     from recipekit.architectures.export_folder import find_export
     from recipekit.commands.sample import load
     from recipekit.data.held_out import eval_rows
+    from recipekit.data.lanes import DataRank
     from recipekit.data.request import request_of
     from recipekit.spec.recipe import Recipe
     from recipekit.spec.run_folder import (
@@ -126,7 +127,7 @@ def main() -> int:
     lines = read_metrics(arguments.out)
     generator = load(find_export(arguments.out))
     tokenizer = generator.tokenizer
-    rows = eval_rows(request_of(recipe), tokenizer, dp=1, dp_rank=0)
+    rows = eval_rows(request_of(recipe), tokenizer, rank=DataRank(1, 0))
     engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(generator.model, rows)
     print(f"  engine {engine_loss:.6f}, transformers {plain_loss:.6f}")
     if abs(plain_loss - engine_loss) > TOLERANCE * engine_loss:

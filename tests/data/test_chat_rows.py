@@ -11,6 +11,7 @@ from chat_templates import assistant, published_tokenizer, user
 from recipekit.data.chat_rows import messages_of
 from recipekit.data.chunks import open_cache
 from recipekit.data.encode import Encoder
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus, open_stream
@@ -47,7 +48,7 @@ def read(dataset, tokenizer=None, steps=3, state=None, **changes):
     request, tokenizer = Request(dataset=dataset, **fields | changes), tokenizer or byte_tokenizer()
     found, said = [], []
     with contextlib.closing(
-        open_stream(request, tokenizer, dp=1, dp_rank=0, say=said.append, state=state)
+        open_stream(request, tokenizer, rank=DataRank(1, 0), say=said.append, state=state)
     ) as stream:
         for _ in range(steps):
             (batch,), state = next(stream)

@@ -33,6 +33,7 @@ from recipekit.data.content import is_held_out
 from recipekit.data.encode import Counts, encode_chats
 from recipekit.data.formats import PIECE
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.mixture import Domain, domains_of, furthest_behind
 from recipekit.data.packing import fill_rows, fill_whole_rows, make_block, pack, permutation
 from recipekit.data.processors import byte_tokenizer
@@ -168,7 +169,9 @@ def take_steps(
     """Of each step (3, rows, seq_len), the ids, labels and positions of all ranks put together, and
     the merged state; `sizes` are the rows that it has to have.
     """
-    streams = [open_stream(request, BYTES, dp=dp, dp_rank=rank, state=state) for rank in range(dp)]
+    streams = [
+        open_stream(request, BYTES, rank=DataRank(dp, rank), state=state) for rank in range(dp)
+    ]
     found, states = [], []
     for size in sizes:
         taken = [next(own)[0] for own in streams]
@@ -191,7 +194,9 @@ def take(
     """(steps, 3, global_batch, seq_len): the ids, labels and positions of all ranks put together,
     and the merged state.
     """
-    streams = [open_stream(request, BYTES, dp=dp, dp_rank=rank, state=state) for rank in range(dp)]
+    streams = [
+        open_stream(request, BYTES, rank=DataRank(dp, rank), state=state) for rank in range(dp)
+    ]
     batches = []
     for _ in range(steps):
         rows = []
@@ -400,7 +405,7 @@ def test_orders_are_those_of_every_version():
 def test_every_token_once_per_epoch_and_no_short_document_cut(corpora, kind, seq_len):
     request = request_for(corpora[kind], seq_len=seq_len, global_batch=1)
     rows = []
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own:
         epochs: list[list[np.ndarray]] = [[], [], []]
         while True:
             batches, state = next(own)
@@ -588,7 +593,7 @@ def test_ten_thousand_row_groups_start_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(chunks.Reader, "chunks", counted)
     request = request_for(str(tmp_path), text_field="ids")
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own:
         assert own.error_ahead() is None
     assert len(set(opened)) <= 2
 
@@ -674,11 +679,11 @@ def test_a_tokenizer_with_another_end_token_is_another(corpora, tmp_path):
     other.eos_token = "<|im_end|>"
     request = request_for(corpora["lines"], token_cache=str(tmp_path))
     _, state = take(request, 1)
-    with contextlib.closing(open_stream(request, other, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(open_stream(request, other, rank=DataRank(1, 0))) as own:
         ids = np.concatenate([batch["input_ids"].numpy() for batch in next(own)[0]])
     assert (ids == other.eos_token_id).any() and not (ids == END).any()
     with pytest.raises(Refusal, match=r"^--tokenizer: must match the tokenizer of the saved run"):
-        open_stream(request, other, dp=1, dp_rank=0, state=state)
+        open_stream(request, other, rank=DataRank(1, 0), state=state)
 
 
 def test_builtin_resumes_on_fewer_ranks():
@@ -697,14 +702,14 @@ def test_state_of_another_stream_is_refused(corpora, change):
     request = request_for(corpora["lines"])
     _, state = take(request, 1)
     with pytest.raises(Refusal) as refused:
-        open_stream(dataclasses.replace(request, **change), BYTES, dp=1, dp_rank=0, state=state)
+        open_stream(dataclasses.replace(request, **change), BYTES, rank=DataRank(1, 0), state=state)
     name = {"dataset": "corpus"}.get(next(iter(change)), next(iter(change)))
     assert any(problem.where.startswith(name) for problem in refused.value.problems)
 
 
 def test_states_of_all_ranks_must_agree(corpora):
     streams = [
-        open_stream(request_for(corpora["lines"]), BYTES, dp=2, dp_rank=rank) for rank in (0, 1)
+        open_stream(request_for(corpora["lines"]), BYTES, rank=DataRank(2, rank)) for rank in (0, 1)
     ]
     states = [next(own)[1] for own in streams]
     assert merge_states(states)["step"] == 1
@@ -787,8 +792,7 @@ def test_what_of_a_ramp_has_come_is_part_of_the_stream(corpora):
             open_stream(
                 dataclasses.replace(plain, batch_ramp=batch_ramp),
                 BYTES,
-                dp=1,
-                dp_rank=0,
+                rank=DataRank(1, 0),
                 state=states[3],
             )
         assert str(refused.value).startswith(
@@ -798,7 +802,10 @@ def test_what_of_a_ramp_has_come_is_part_of_the_stream(corpora):
         OtherData, match=r"batch_ramp = \[\[2, 24\]\]: the saved data stream has \[\]"
     ):
         open_stream(
-            dataclasses.replace(plain, batch_ramp="2:24"), BYTES, dp=1, dp_rank=0, state=without[1]
+            dataclasses.replace(plain, batch_ramp="2:24"),
+            BYTES,
+            rank=DataRank(1, 0),
+            state=without[1],
         )
 
 
@@ -809,8 +816,7 @@ def test_a_ramp_that_does_not_divide_is_refused_by_the_stream(corpora):
                 of_kind(corpora, "lines", "pretrain"), batch_ramp="3:20, 4:24, 6:30"
             ),
             BYTES,
-            dp=4,
-            dp_rank=0,
+            rank=DataRank(4, 0),
         )
     assert [str(problem) for problem in refused.value.problems] == [
         "batch_ramp from step 6 = 30: is not divisible by dp(4) * micro_batch(1). Use --batch_ramp"
@@ -836,7 +842,7 @@ def test_global_batch_must_divide(corpora):
             r" --global_batch 10"
         ),
     ):
-        open_stream(request_for(corpora["lines"]), BYTES, dp=5, dp_rank=0)
+        open_stream(request_for(corpora["lines"]), BYTES, rank=DataRank(5, 0))
 
 
 # Mixtures
@@ -850,7 +856,7 @@ def test_shares_of_a_mixture_after_every_batch(corpora):
     request = request_for(corpora["mixture"], global_batch=7)
     shares = {1: (0.5, 0.3, 0.2), 20: (50 / 80, 10 / 80, 20 / 80)}
     counted = np.zeros(3)
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own:
         for step in range(1, 60):
             batches, state = next(own)
             if step == 20:
@@ -872,7 +878,7 @@ def test_domain_of_every_row(corpora):
             f"lower={corpora['lines']}@1; upper={corpora['other.jsonl']}@1", micro_batch=micro_batch
         )
         for rank in range(dp):
-            with contextlib.closing(open_stream(request, BYTES, dp=dp, dp_rank=rank)) as own:
+            with contextlib.closing(open_stream(request, BYTES, rank=DataRank(dp, rank))) as own:
                 batches = [batch for _ in range(5) for batch in next(own)[0]]
             for batch in batches:
                 for domain, letters in enumerate(cases):
@@ -912,7 +918,7 @@ def test_shares_after_a_resume_with_other_weights(corpora):
     changed = dataclasses.replace(
         request, dataset=request.dataset.replace("@50", "@70", 1).replace("@50", "@30")
     )
-    with contextlib.closing(open_stream(changed, BYTES, dp=1, dp_rank=0, state=state)) as own:
+    with contextlib.closing(open_stream(changed, BYTES, rank=DataRank(1, 0), state=state)) as own:
         for step in range(51, 60):
             for batch in next(own)[0]:
                 counted[int(batch["domain"])] += int((batch["input_ids"] != PAD).sum())
@@ -1024,7 +1030,7 @@ def test_no_document_sees_another(corpora, family, attention):
         ).eval()
     with contextlib.closing(
         open_stream(
-            request_for(corpora["lines"], seq_len=96, micro_batch=2), BYTES, dp=1, dp_rank=0
+            request_for(corpora["lines"], seq_len=96, micro_batch=2), BYTES, rank=DataRank(1, 0)
         )
     ) as own:
         batch = next(own)[0][0]
@@ -1073,12 +1079,14 @@ def large(tmp_path_factory) -> tuple[str, list[str]]:
 def test_evaluation_is_the_same_on_every_layout(large):
     path, _ = large
     request = request_for(path, eval_rows=7)
-    reference = tokens_of(eval_rows(request, BYTES, dp=1, dp_rank=0))
+    reference = tokens_of(eval_rows(request, BYTES, rank=DataRank(1, 0)))
     assert len(reference) == 7
     for dp, micro_batch in ((2, 1), (2, 4), (4, 2), (8, 1)):
         ranks = [
             eval_rows(
-                dataclasses.replace(request, micro_batch=micro_batch), BYTES, dp=dp, dp_rank=rank
+                dataclasses.replace(request, micro_batch=micro_batch),
+                BYTES,
+                rank=DataRank(dp, rank),
             )
             for rank in range(dp)
         ]
@@ -1097,7 +1105,7 @@ def test_held_out_documents_are_evaluated_and_never_trained_on(large):
     assert 10 < len(held_out) < 60
     said = []
     batches = eval_rows(
-        request_for(path, eval_rows=100_000), BYTES, dp=1, dp_rank=0, say=said.append
+        request_for(path, eval_rows=100_000), BYTES, rank=DataRank(1, 0), say=said.append
     )
     rows = np.stack(
         [
@@ -1127,7 +1135,7 @@ def test_ready_tokens_are_held_out_too(tmp_path):
     request = request_for(
         str(tmp_path / "ids.parquet"), text_field="ids", seq_len=64, eval_rows=100_000
     )
-    batches = eval_rows(request, BYTES, dp=1, dp_rank=0)
+    batches = eval_rows(request, BYTES, rank=DataRank(1, 0))
     rows = np.stack(
         [
             np.concatenate([batch[name].numpy() for batch in batches])
@@ -1204,11 +1212,11 @@ def test_no_held_out_document_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("a small file")
     assert not is_held_out("a small file")
     with pytest.raises(Refusal, match="the 1 % held out for evaluation is empty"):
-        eval_rows(request_for(str(tmp_path / "one.txt")), BYTES, dp=1, dp_rank=0)
+        eval_rows(request_for(str(tmp_path / "one.txt")), BYTES, rank=DataRank(1, 0))
 
 
 def test_builtin_evaluation():
-    batches = eval_rows(request_for("builtin", eval_rows=4), BYTES, dp=2, dp_rank=0)
+    batches = eval_rows(request_for("builtin", eval_rows=4), BYTES, rank=DataRank(2, 0))
     assert len(batches) == 2 and all((batch["labels"] != IGNORE).any() for batch in batches)
 
 
@@ -1337,7 +1345,9 @@ def test_bad_rows_are_named(tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with (
         pytest.raises(Refusal) as refused,
-        contextlib.closing(open_stream(request_for(str(tmp_path)), BYTES, dp=1, dp_rank=0)) as own,
+        contextlib.closing(
+            open_stream(request_for(str(tmp_path)), BYTES, rank=DataRank(1, 0))
+        ) as own,
     ):
         next(own)
     assert all(part in str(refused.value) for part in says), str(refused.value)
@@ -1390,7 +1400,9 @@ def test_missing_corpus_is_refused_at_once(tmp_path, dataset, fields, says):
     for name in ("a.txt", "b.jsonl", "c.bin", "tables/d.xml"):
         (tmp_path / name).write_text("x")
     with pytest.raises(Refusal) as refused:
-        open_stream(request_for(dataset.format(folder=tmp_path), **fields), BYTES, dp=1, dp_rank=0)
+        open_stream(
+            request_for(dataset.format(folder=tmp_path), **fields), BYTES, rank=DataRank(1, 0)
+        )
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
 
@@ -1431,7 +1443,7 @@ def test_a_batch_that_is_kept_takes_no_memory_of_the_others():
 
 def test_close_leaves_no_thread(corpora):
     before = set(threading.enumerate())
-    own = open_stream(request_for(corpora["parquet"]), BYTES, dp=1, dp_rank=0)
+    own = open_stream(request_for(corpora["parquet"]), BYTES, rank=DataRank(1, 0))
     next(own)
     time.sleep(0.1)  # the queue is full, the thread waits
     own.close()
@@ -1447,7 +1459,7 @@ def test_error_comes_after_the_good_steps_is_seen_one_step_early_and_stays(tmp_p
     (tmp_path / "a.jsonl").write_text(good + "\nnonsense\n")
     before = set(threading.enumerate())
     own = open_stream(
-        request_for(str(tmp_path / "a.jsonl"), global_batch=1), BYTES, dp=1, dp_rank=0
+        request_for(str(tmp_path / "a.jsonl"), global_batch=1), BYTES, rank=DataRank(1, 0)
     )
     steps = 0
     while own.error_ahead() is None:

@@ -22,8 +22,10 @@ import pytest
 from recipekit.data import chunks, lanes, prefetch
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
+from recipekit.data.sameness import naming_changes
 from recipekit.data.stream import open_stream
 from recipekit.spec.refusal import Refusal
 
@@ -244,7 +246,7 @@ def take(
         streams = [
             closing.enter_context(
                 contextlib.closing(
-                    open_stream(request, BYTES, dp=dp, dp_rank=rank, state=state, say=say)
+                    open_stream(request, BYTES, rank=DataRank(dp, rank), state=state, say=say)
                 )
             )
             for rank in range(dp)
@@ -375,39 +377,48 @@ def test_evaluation_leaves_out_too(fault, tmp_path):
         (folder / "c.jsonl").write_bytes(lines(held_out))
     said: list[str] = []
     batches = eval_rows(
-        request_for(folder, bad_rows="skip", eval_rows=2), BYTES, dp=1, dp_rank=0, say=said.append
+        request_for(folder, bad_rows="skip", eval_rows=2),
+        BYTES,
+        rank=DataRank(1, 0),
+        say=said.append,
     )
     assert batches and any("skipped" in line for line in said)
     with pytest.raises(Refusal):
-        eval_rows(request_for(folder, eval_rows=2), BYTES, dp=1, dp_rank=0)
+        eval_rows(request_for(folder, eval_rows=2), BYTES, rank=DataRank(1, 0))
 
 
 def test_a_swapped_shard_is_named(tmp_path):
     for number in range(9):
         (tmp_path / f"{number}.jsonl").write_bytes(lines(texts(20, number)))
     request = request_for(tmp_path)
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own:
         next(own)
         state, files = own.state, json.loads(json.dumps(own.files))
     (tmp_path / "3.jsonl").write_bytes(lines(texts(20, 33)))
-    with pytest.raises(
-        Refusal,
-        match=(
-            r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed\."
-            r" Restore the old files"
+    with (
+        pytest.raises(
+            Refusal,
+            match=(
+                r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed\."
+                r" Restore the old files"
+            ),
         ),
+        naming_changes(files),
     ):
-        open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
+        open_stream(request, BYTES, rank=DataRank(1, 0), state=state)
     for number in range(4, 9):
         (tmp_path / f"{number}.jsonl").rename(tmp_path / f"n{number}.jsonl")
-    with pytest.raises(
-        Refusal,
-        match=r"3.jsonl has changed, 4.jsonl is gone, .* 7.jsonl is gone and 6 more\. Restore",
+    with (
+        pytest.raises(
+            Refusal,
+            match=r"3.jsonl has changed, 4.jsonl is gone, .* 7.jsonl is gone and 6 more\. Restore",
+        ),
+        naming_changes(files),
     ):
-        open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
+        open_stream(request, BYTES, rank=DataRank(1, 0), state=state)
     # a run that did not write down its files
     with pytest.raises(Refusal, match="the saved data stream has"):
-        open_stream(request, BYTES, dp=1, dp_rank=0, state=state)
+        open_stream(request, BYTES, rank=DataRank(1, 0), state=state)
 
 
 # What a stream leaves behind
@@ -441,7 +452,7 @@ def test_memory_is_flat_over_10_000_batches(tmp_path, kind):
         text_field="ids" if kind == "parquet" else "text",
         token_cache="off",
     )
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own_stream:
+    with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own_stream:
         for _ in range(1000):
             next(own_stream)
         gc.collect()
@@ -474,8 +485,7 @@ def test_close_leaves_no_file_no_thread_and_no_memory(tmp_path, kind):
         own_stream = open_stream(
             request_for(tmp_path, dataset=str(tmp_path / f"a.{kind}"), token_cache="off"),
             BYTES,
-            dp=1,
-            dp_rank=0,
+            rank=DataRank(1, 0),
         )
         next(own_stream)
         own_stream.close()
@@ -514,7 +524,7 @@ def test_an_error_that_nobody_thought_of_is_raised_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lanes, "fill_rows", fail)
     with (
-        contextlib.closing(open_stream(request_for(tmp_path), BYTES, dp=1, dp_rank=0)) as own,
+        contextlib.closing(open_stream(request_for(tmp_path), BYTES, rank=DataRank(1, 0))) as own,
         pytest.raises(MemoryError, match="no memory left"),
     ):
         next(own)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from job import metrics
 from pool import ROOT
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.stream import open_stream
@@ -107,7 +108,7 @@ def test_every_rank_count_deals_the_same_rows(mixture: str) -> None:
     seen = []
     for dp in (1, 2, 4):
         request = Request(dataset=mixture, seq_len=256, global_batch=16, micro_batch=2)
-        streams = [open_stream(request, tokenizer, dp=dp, dp_rank=rank) for rank in range(dp)]
+        streams = [open_stream(request, tokenizer, rank=DataRank(dp, rank)) for rank in range(dp)]
         rows = [
             np.concatenate(
                 [batch["input_ids"].numpy() for own in streams for batch in next(own)[0]]

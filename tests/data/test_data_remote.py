@@ -27,9 +27,11 @@ import pytest
 from pool import environment, free_port
 from recipekit.data import remote, sources
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.remote import Patience, look_up, shown
 from recipekit.data.request import Request
+from recipekit.data.sameness import naming_changes
 from recipekit.data.stream import open_stream
 from recipekit.spec.refusal import Refusal
 
@@ -236,7 +238,7 @@ def take(
     request: Request, steps: int, state: dict | None = None, **more: Any
 ) -> tuple[np.ndarray, dict]:
     with contextlib.closing(
-        open_stream(request, BYTES, dp=1, dp_rank=0, state=state, **more)
+        open_stream(request, BYTES, rank=DataRank(1, 0), state=state, **more)
     ) as own:
         rows = [[batch["input_ids"].numpy() for batch in next(own)[0]] for _ in range(steps)]
         return np.array(rows), json.loads(json.dumps(own.state))
@@ -303,7 +305,7 @@ def test_small_files_of_a_server_without_ranges_are_read_as_a_whole(
                 r" most 0 MiB\. Download the file"
             ),
         ):
-            open_stream(request_for(dataset), BYTES, dp=1, dp_rank=0)
+            open_stream(request_for(dataset), BYTES, rank=DataRank(1, 0))
         quick.shutdown()
 
 
@@ -324,7 +326,7 @@ def test_a_bad_server_without_ranges_changes_nothing(server):
     fetched = sum(len(server.files[f"{number}.jsonl"]) for number in range(2))
     assert sum(server.sent.values()) <= 5 * fetched, "asked for twice each, and cut short twice"
     with contextlib.closing(
-        open_stream(request_for(addresses(server, "parquet")), BYTES, dp=1, dp_rank=0)
+        open_stream(request_for(addresses(server, "parquet")), BYTES, rank=DataRank(1, 0))
     ) as own:
         server.files = {name: content + b" " for name, content in server.files.items()}
         with pytest.raises(Refusal, match="has changed on the server since it was opened"):
@@ -344,12 +346,16 @@ def test_resume_from_addresses_and_kept_tokens(server, tmp_path):
     assert server.count("train-") - before <= 4, (
         "the tokens are kept: only what the files are is asked for"
     )
-    assert eval_rows(request_for(addresses(server, "parquet"), eval_rows=2), BYTES, dp=1, dp_rank=0)
+    assert eval_rows(
+        request_for(addresses(server, "parquet"), eval_rows=2), BYTES, rank=DataRank(1, 0)
+    )
 
 
 def test_gives_up_after_the_time_with_one_clear_error(server):
     with contextlib.closing(
-        open_stream(request_for(addresses(server, "parquet"), retry_s=1.0), BYTES, dp=1, dp_rank=0)
+        open_stream(
+            request_for(addresses(server, "parquet"), retry_s=1.0), BYTES, rank=DataRank(1, 0)
+        )
     ) as own:
         server.faults = ["503"] * 10_000
         begun = time.monotonic()
@@ -374,8 +380,7 @@ def test_skip_does_not_skip_a_server_that_is_away(server):
             open_stream(
                 request_for(addresses(server, "parquet"), retry_s=0.5, bad_rows="skip"),
                 BYTES,
-                dp=1,
-                dp_rank=0,
+                rank=DataRank(1, 0),
             )
         ) as own,
         pytest.raises(Refusal, match=r"--retry_s 0\.5"),
@@ -414,7 +419,7 @@ def test_retry_after_is_honoured(server):
 
 
 def test_close_ends_a_wait_at_once(server):
-    own = open_stream(request_for(addresses(server, "parquet")), BYTES, dp=1, dp_rank=0)
+    own = open_stream(request_for(addresses(server, "parquet")), BYTES, rank=DataRank(1, 0))
     server.faults = ["wait600"] * 100
     time.sleep(0.5)
     begun = time.monotonic()
@@ -436,7 +441,7 @@ def test_close_ends_a_wait_at_once(server):
 def test_a_wrong_address_is_refused_at_once(server, path, says):
     with pytest.raises(Refusal) as refused:
         open_stream(
-            request_for(f"{server.url}/{path.format(url=server.url)}"), BYTES, dp=1, dp_rank=0
+            request_for(f"{server.url}/{path.format(url=server.url)}"), BYTES, rank=DataRank(1, 0)
         )
     assert all(part in str(refused.value) for part in says), str(refused.value)
 
@@ -448,13 +453,16 @@ def test_secrets_of_an_address_are_not_shown():
 def test_a_file_that_changes_on_the_server_is_named(server, content, tmp_path):
     request = request_for(addresses(server, "parquet"))
     _, state = take(request, 1)
-    with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own:
         files = own.files
     server.files["data/train-1.parquet"] = table(texts(200, 7), tmp_path, row_group_size=50)
-    with pytest.raises(Refusal, match=r"train-1.parquet has changed\. Restore the old files"):
-        open_stream(request, BYTES, dp=1, dp_rank=0, state=state, files=files)
     with (
-        contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as own,
+        pytest.raises(Refusal, match=r"train-1.parquet has changed\. Restore the old files"),
+        naming_changes(files),
+    ):
+        open_stream(request, BYTES, rank=DataRank(1, 0), state=state)
+    with (
+        contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as own,
         pytest.raises(Refusal, match="has changed on the server since"),
     ):
         server.files["data/train-0.parquet"] = server.files["data/train-1.parquet"] = table(
@@ -481,7 +489,7 @@ def test_the_first_batch_needs_no_whole_shard(tmp_path, monkeypatch):
     assert len(content) > 45e6
     with Server({"large.parquet": content}) as running:
         request = request_for(f"{running.url}/large.parquet", seq_len=2048)
-        with contextlib.closing(open_stream(request, BYTES, dp=1, dp_rank=0)) as stream:
+        with contextlib.closing(open_stream(request, BYTES, rank=DataRank(1, 0))) as stream:
             next(stream)
             sent = running.sent["large.parquet"]
         running.shutdown()
@@ -496,6 +504,7 @@ import hashlib, os, sys
 import numpy as np
 import torch.distributed as dist
 from recipekit.data import remote
+from recipekit.data.lanes import DataRank
 from recipekit.data.request import Request
 from recipekit.data.stream import open_stream
 from recipekit.data.processors import byte_tokenizer
@@ -506,7 +515,7 @@ if world > 1:
     dist.init_process_group("gloo")
 request = Request(dataset=sys.argv[1], seq_len=32, global_batch=4, retry_s=float(sys.argv[2]))
 try:
-    stream = open_stream(request, byte_tokenizer(), dp=world, dp_rank=rank, say=lambda text: print("said:", text, flush=True))
+    stream = open_stream(request, byte_tokenizer(), rank=DataRank(world, rank), say=lambda text: print("said:", text, flush=True))
     rows = np.array([[batch["input_ids"].numpy() for batch in next(stream)[0]] for _ in range(40)])  # (steps, rows of this rank, 1, seq_len)
     stream.close()
     if world > 1:
@@ -589,7 +598,9 @@ def test_a_resume_reads_the_commit_that_the_run_began_with(monkeypatch):
     state = {"identity": {"corpus": {"": f"org/name/small/train@{COMMIT} pretrain text"}}}
     for dataset, subset in (("org/name", "small"), ("org/name", "large"), ("org/names", "small")):
         with pytest.raises(Refusal, match="far enough"):
-            open_stream(request_for(dataset, subset=subset), BYTES, dp=1, dp_rank=0, state=state)
+            open_stream(
+                request_for(dataset, subset=subset), BYTES, rank=DataRank(1, 0), state=state
+            )
     assert asked == [COMMIT, None, None]
 
 

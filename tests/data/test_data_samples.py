@@ -25,11 +25,12 @@ from recipekit.data.files import folder_classes, local_files
 from recipekit.data.first_row import check_first_row
 from recipekit.data.folders import SETTLED
 from recipekit.data.held_out import eval_samples
+from recipekit.data.lanes import DataRank
 from recipekit.data.mixture import Domain
 from recipekit.data.pictures import class_number, opened
 from recipekit.data.remote import Patience
 from recipekit.data.request import Request, Sizes
-from recipekit.data.sameness import OtherData, merge_states
+from recipekit.data.sameness import OtherData, merge_states, naming_changes
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.source import Wanted
 from recipekit.data.sources import open_source
@@ -94,9 +95,10 @@ def take(
 ) -> tuple[list[MicroBatch], dict]:
     """The global batches of all ranks put together, and the state after them."""
     with contextlib.ExitStack() as closing:
-        opening = partial(open_samples, request, processor, samples, dp=dp, state=state, **more)
+        opening = partial(open_samples, request, processor, samples, state=state, **more)
         streams = [
-            closing.enter_context(contextlib.closing(opening(dp_rank=rank))) for rank in range(dp)
+            closing.enter_context(contextlib.closing(opening(rank=DataRank(dp, rank))))
+            for rank in range(dp)
         ]
         batches = []
         for _ in range(steps):
@@ -292,7 +294,9 @@ def test_a_block_ends_where_its_samples_are_large(tmp_path):
 def evaluated(
     request: Request, dp: int, samples: Samples = PICTURES, processor: Any = 28
 ) -> list[MicroBatch]:
-    ranks = [eval_samples(request, processor, samples, dp=dp, dp_rank=rank) for rank in range(dp)]
+    ranks = [
+        eval_samples(request, processor, samples, rank=DataRank(dp, rank)) for rank in range(dp)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
     return [batch for batches in ranks for batch in batches]
 
@@ -364,7 +368,7 @@ def test_no_held_out_row_is_refused_and_few_are_told(tmp_path):
         evaluated(request_for(numbers(tmp_path / "numbers.jsonl", 60)), 1, NUMBERS)
     said: list[str] = []
     eval_samples(
-        request_for("builtin", eval_rows=100), None, NUMBERS, dp=1, dp_rank=0, say=said.append
+        request_for("builtin", eval_rows=100), None, NUMBERS, rank=DataRank(1, 0), say=said.append
     )
     assert said == [
         f"evaluation has {sum(is_held_out({'image': n}) for n in range(900))} rows, not eval_rows ="
@@ -376,7 +380,7 @@ def test_a_long_read_for_an_evaluation_is_told_before_it_begins(monkeypatch):
     said: list[str] = []
     for rows, rank in ((201, 0), (200, 0), (201, 1)):
         request = request_for("builtin", eval_rows=rows)
-        eval_samples(request, None, NUMBERS, dp=2, dp_rank=rank, say=said.append)
+        eval_samples(request, None, NUMBERS, rank=DataRank(2, rank), say=said.append)
     line = (
         "evaluation: 1 row in 100 is held out, so for eval_rows = 201 every rank first reads about"
         " 20,100 rows"
@@ -393,7 +397,7 @@ def test_a_long_read_for_an_evaluation_is_told_before_it_begins(monkeypatch):
 
     with pytest.raises(InterruptedError, match="20,100 rows"):
         eval_samples(
-            request_for("builtin", eval_rows=201), None, NUMBERS, dp=1, dp_rank=0, say=stop
+            request_for("builtin", eval_rows=201), None, NUMBERS, rank=DataRank(1, 0), say=stop
         )
 
 
@@ -426,17 +430,22 @@ def test_state_of_another_stream_is_refused(change, says):
 
 def test_changed_files_are_named(tmp_path):
     path = numbers(tmp_path / "numbers.jsonl", 60)
-    with contextlib.closing(open_samples(request_for(path), None, NUMBERS, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(
+        open_samples(request_for(path), None, NUMBERS, rank=DataRank(1, 0))
+    ) as own:
         _, state = next(own)
         before = own.files
     numbers(path, 70)
-    with pytest.raises(
-        OtherData,
-        match=(
-            r"--dataset: the files differ from those the saved run read: numbers.jsonl has changed"
+    with (
+        pytest.raises(
+            OtherData,
+            match=(
+                r"--dataset: the files differ from those the saved run read: numbers.jsonl has changed"
+            ),
         ),
+        naming_changes(before),
     ):
-        take(request_for(path), 1, state=state, samples=NUMBERS, files=before)
+        take(request_for(path), 1, state=state, samples=NUMBERS)
 
 
 # Rows that cannot be used
@@ -658,7 +667,7 @@ def test_pictures_are_read_when_they_are_needed(classes, tmp_path):
             (tmp_path / "d" / file.parent.name).mkdir(parents=True, exist_ok=True)
             (tmp_path / "d" / file.parent.name / file.name).write_bytes(file.read_bytes())
     with contextlib.closing(
-        open_samples(request_for(tmp_path / "d", global_batch=2), 28, PICTURES, dp=1, dp_rank=0)
+        open_samples(request_for(tmp_path / "d", global_batch=2), 28, PICTURES, rank=DataRank(1, 0))
     ) as own:
         next(own)
         for file in (tmp_path / "d").rglob("*.png"):
@@ -678,7 +687,7 @@ def test_a_changed_picture_is_another_data_set(classes, tmp_path):
             (tmp_path / "d" / file.parent.name / file.name).write_bytes(file.read_bytes())
     (tmp_path / "d").rename(tmp_path / "e")  # moved, it is the same
     with contextlib.closing(
-        open_samples(request_for(tmp_path / "e"), 28, PICTURES, dp=1, dp_rank=0)
+        open_samples(request_for(tmp_path / "e"), 28, PICTURES, rank=DataRank(1, 0))
     ) as own:
         _, state = next(own)
         before = own.files
@@ -688,10 +697,13 @@ def test_a_changed_picture_is_another_data_set(classes, tmp_path):
     changed = sorted((tmp_path / "d" / "class_1").iterdir())[3]
     (tmp_path / "new").write_bytes(changed.read_bytes()[:-1] + b"x")
     (tmp_path / "new").replace(changed)
-    with pytest.raises(
-        OtherData, match=r"from those the saved run read: class_1 has changed\. Restore"
+    with (
+        pytest.raises(
+            OtherData, match=r"from those the saved run read: class_1 has changed\. Restore"
+        ),
+        naming_changes(before),
     ):
-        take(request_for(tmp_path / "d"), 1, state=state, files=before)
+        take(request_for(tmp_path / "d"), 1, state=state)
 
 
 def test_a_folder_that_stays_as_it_is_is_listed_and_hashed_once(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from recipekit.data.chunks import Reader
 from recipekit.data.first_row import check_first_row
+from recipekit.data.lanes import DataRank
 from recipekit.data.pairs import Pairs
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
@@ -80,7 +81,7 @@ def request(dataset: str, **more: Any) -> Request:
 def steps(
     asked: Request, count: int, said: list[str], state: Any = None
 ) -> Iterator[tuple[Any, Any]]:
-    stream = open_stream(asked, byte_tokenizer(), dp=1, dp_rank=0, say=said.append, state=state)
+    stream = open_stream(asked, byte_tokenizer(), rank=DataRank(1, 0), say=said.append, state=state)
     try:
         for _ in range(count):
             yield next(stream)

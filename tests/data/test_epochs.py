@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from recipekit.data import passes
 from recipekit.data.content import is_held_out
+from recipekit.data.lanes import DataRank
 from recipekit.data.pairs import Pairs
 from recipekit.data.passes import epochs_of, epochs_of_mixture, outlines_of, steps_of
 from recipekit.data.processors import byte_tokenizer
@@ -62,7 +63,7 @@ def given(
 
     Return how often each piece of a document was given up to each step, and the states.
     """
-    streams = [open_stream(request, tokenizer, dp=dp, dp_rank=rank) for rank in range(dp)]
+    streams = [open_stream(request, tokenizer, rank=DataRank(dp, rank)) for rank in range(dp)]
     seen, counts, states = Counter[bytes](), [], []
     for _ in range(steps):
         of_ranks = [next(stream) for stream in streams]
@@ -198,7 +199,7 @@ def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: s
     request, steps = asked(dataset.format(**files)), 25
     corpus = open_corpus(request, TOKENIZER)
     outlines = outlines_of(corpus, {domain.name for domain in corpus.domains}, SILENT)
-    streams = [open_stream(request, TOKENIZER, dp=2, dp_rank=rank) for rank in range(2)]
+    streams = [open_stream(request, TOKENIZER, rank=DataRank(2, rank)) for rank in range(2)]
     tokens, state = Counter[int](), streams[0].state
     for stream in streams:
         for _ in range(steps):
@@ -253,7 +254,7 @@ def test_a_stream_measures_its_first_epoch(tmp_path: Path, stop: int) -> None:
     _, states = given(request, 30, 1)
 
     stream = open_stream(
-        request, TOKENIZER, dp=2, dp_rank=1, state=json.loads(json.dumps(states[stop - 1]))
+        request, TOKENIZER, rank=DataRank(2, 1), state=json.loads(json.dumps(states[stop - 1]))
     )
     resumed = [next(stream)[1] for _ in range(30 - stop)]
     stream.close()
@@ -278,7 +279,7 @@ def test_a_state_of_a_version_without_a_count_is_resumed(tmp_path: Path) -> None
     _, states = given(request, 20, 1)
     old = json.loads(json.dumps(states[4]))
     del old["domains"][""]["given"]
-    stream = open_stream(request, TOKENIZER, dp=1, dp_rank=0, state=old)
+    stream = open_stream(request, TOKENIZER, rank=DataRank(1, 0), state=old)
     last = [next(stream)[1] for _ in range(15)][-1]["domains"][""]
     stream.close()
     assert (
@@ -308,7 +309,7 @@ def test_samples_have_as_many_rows_in_each_epoch(tmp_path: Path) -> None:
     task = task_called("preference")
     pairs = Pairs(TOKENIZER, 32, False)
     of = outlines_of(open_rows(request, task.samples, pairs), {""}, SILENT)[""]
-    stream = open_samples(request, pairs, task.samples, dp=1, dp_rank=0)
+    stream = open_samples(request, pairs, task.samples, rank=DataRank(1, 0))
     pairs.references.complete = False
     steps, more = steps_of(of, 2, request.ramp, SILENT)
     state = [next(stream)[1] for _ in range(steps)][-1]["domains"][""]

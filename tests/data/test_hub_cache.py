@@ -19,6 +19,7 @@ from fake_hub import Files, files_in, serve, write_cache
 from recipekit.architectures.lookup import folder_of, is_local, model_config
 from recipekit.data import hub_cache
 from recipekit.data.hub_cache import hub_commits
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.revisions import check_revisions
@@ -373,7 +374,7 @@ def documents(**fields: Any) -> tuple[set[str], dict[str, str]]:
         | fields
     )
     found = set[str]()
-    with contextlib.closing(open_stream(request, tokenizer, dp=1, dp_rank=0)) as stream:
+    with contextlib.closing(open_stream(request, tokenizer, rank=DataRank(1, 0))) as stream:
         for _ in range(8):
             (batch,), state = next(stream)
             for row in batch["input_ids"]:
@@ -444,6 +445,7 @@ FIND = """
 import contextlib, json
 from recipekit.architectures.lookup import model_config
 from recipekit.data.hub_cache import hub_commits
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.stream import open_stream
@@ -454,7 +456,7 @@ found = {}
 for revision in ("", "v1"):
     tokenizer = load_tokenizer("org/tiny", revision=revision)
     request = Request(dataset="org/tiny", dataset_revision=revision, seq_len=32, global_batch=1, token_cache="off")
-    with contextlib.closing(open_stream(request, tokenizer, dp=1, dp_rank=0)) as stream:
+    with contextlib.closing(open_stream(request, tokenizer, rank=DataRank(1, 0))) as stream:
         (batch,), state = next(stream)
     found[revision] = {
         "model": [model_config("org/tiny", revision=revision)["number"], commit_of("org/tiny", revision), weights_folder("org/tiny", revision).name],

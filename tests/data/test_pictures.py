@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from recipekit.data import formats
 from recipekit.data.held_out import eval_samples
+from recipekit.data.lanes import DataRank
 from recipekit.data.request import Request, Sizes
 from recipekit.data.sameness import OtherData, merge_states, roll
 from recipekit.data.samples import open_samples
@@ -79,11 +80,10 @@ def take(
     """The global batches of all ranks put together, and the state after them as JSON."""
     pictures = pictures or processor(request.threads)
     with contextlib.ExitStack() as closing:
-        opening = functools.partial(
-            open_samples, request, pictures, SAMPLES, dp=dp, state=state, **more
-        )
+        opening = functools.partial(open_samples, request, pictures, SAMPLES, state=state, **more)
         streams = [
-            closing.enter_context(contextlib.closing(opening(dp_rank=rank))) for rank in range(dp)
+            closing.enter_context(contextlib.closing(opening(rank=DataRank(dp, rank))))
+            for rank in range(dp)
         ]
         batches = []
         for _ in range(steps):
@@ -163,7 +163,9 @@ def test_resume_reads_one_block_wherever_it_is(tmp_path, monkeypatch):
             yield values
 
     monkeypatch.setattr(formats, "_cut", counted)
-    with contextlib.closing(open_samples(request, processor(), SAMPLES, dp=1, dp_rank=0)) as own:
+    with contextlib.closing(
+        open_samples(request, processor(), SAMPLES, rank=DataRank(1, 0))
+    ) as own:
         states = [next(own)[1] for _ in range(140)]
     counts = []
     for at in (2, 70, 138):
@@ -288,13 +290,12 @@ def test_a_held_out_picture_that_is_cut_short(tmp_path, pixels):
     pq.write_table(pa.table({"image": contents, "label": [1] * 300}), tmp_path / "a.parquet")
     request, said = request_for(tmp_path / "a.parquet", eval_rows=4), list[str]()
     with pytest.raises(Refusal, match=r"a.parquet, row \d+: cannot be used"):
-        eval_samples(request, processor(), SAMPLES, dp=1, dp_rank=0)
+        eval_samples(request, processor(), SAMPLES, rank=DataRank(1, 0))
     batches = eval_samples(
         request_for(tmp_path / "a.parquet", eval_rows=2, bad_rows="skip"),
         processor(),
         SAMPLES,
-        dp=1,
-        dp_rank=0,
+        rank=DataRank(1, 0),
         say=said.append,
     )
     assert (
@@ -307,7 +308,7 @@ def test_a_held_out_picture_that_is_cut_short(tmp_path, pixels):
 def test_threads_that_are_gone_raise_where_the_batches_are_taken(fashion):
     pictures = TASK.processor(Request(task="image_classification"), CONFIG)
     with contextlib.closing(
-        open_samples(request_for(fashion), pictures, SAMPLES, dp=1, dp_rank=0)
+        open_samples(request_for(fashion), pictures, SAMPLES, rank=DataRank(1, 0))
     ) as own:
         next(own)
         pictures.pool.shutdown()
@@ -326,7 +327,7 @@ def test_threads_that_are_gone_raise_where_the_batches_are_taken(fashion):
 def test_memory_is_flat_over_2000_batches(fashion):
     with contextlib.closing(
         open_samples(
-            request_for(fashion, micro_batch=12), processor(size=64), SAMPLES, dp=1, dp_rank=0
+            request_for(fashion, micro_batch=12), processor(size=64), SAMPLES, rank=DataRank(1, 0)
         )
     ) as own:
         for _ in range(300):
@@ -342,7 +343,7 @@ def test_memory_is_flat_over_2000_batches(fashion):
 def test_close_leaves_no_thread(fashion):
     before = set(threading.enumerate())
     pictures = TASK.processor(Request(task="image_classification"), CONFIG)
-    own = open_samples(request_for(fashion), pictures, SAMPLES, dp=1, dp_rank=0)
+    own = open_samples(request_for(fashion), pictures, SAMPLES, rank=DataRank(1, 0))
     next(own)
     own.close()
     del own, pictures
@@ -398,7 +399,7 @@ def told(path: str, lost: str, seed: int) -> tuple[list[str], list[str], str]:
         said.append if rank == 0 else lambda _: None,
     )
     with contextlib.closing(
-        open_samples(request, processor(), SAMPLES, dp=2, dp_rank=rank, say=say)
+        open_samples(request, processor(), SAMPLES, rank=DataRank(2, rank), say=say)
     ) as own:
         for _ in range(22):
             next(own)
@@ -422,7 +423,7 @@ def test_the_rank_that_meets_a_broken_picture_tells_and_what_one_cannot_open_all
     for seed in range(10):  # until rank 1 has the picture
         request = request_for(path, bad_rows="skip", global_batch=4, micro_batch=1, seed=seed)
         with contextlib.closing(
-            open_samples(request, processor(), SAMPLES, dp=2, dp_rank=1)
+            open_samples(request, processor(), SAMPLES, rank=DataRank(2, 1))
         ) as own:
             if any((batch["labels"] == IGNORE).any() for _ in range(22) for batch in next(own)[0]):
                 break

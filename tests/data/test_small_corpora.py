@@ -14,6 +14,7 @@ import pytest
 import torch
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_rows, eval_samples
+from recipekit.data.lanes import DataRank
 from recipekit.data.pairs import Pairs
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
@@ -45,10 +46,10 @@ def request(dataset: object, **more: Any) -> Request:
 def trained_and_evaluated(asked: Request, steps: int = 40) -> tuple[str, str, list[str]]:
     """(the text of `steps` steps, the text of the evaluation, the printed lines)."""
     said: list[str] = []
-    stream = open_stream(asked, TOKENIZER, dp=1, dp_rank=0, say=said.append)
+    stream = open_stream(asked, TOKENIZER, rank=DataRank(1, 0), say=said.append)
     batches = [batch for _ in range(steps) for batch in next(stream)[0]]
     stream.close()
-    held_out = eval_rows(asked, TOKENIZER, dp=1, dp_rank=0, state=stream.state, say=said.append)
+    held_out = eval_rows(asked, TOKENIZER, rank=DataRank(1, 0), state=stream.state, say=said.append)
     return text_of(batches), text_of(held_out), said
 
 
@@ -119,7 +120,7 @@ def test_ready_tokens(tmp_path: Path, lengths: list[int]) -> None:
     documents = [draw.permutation(200)[:length].tolist() for length in lengths]
     pq.write_table(pa.table({"ids": documents}), tmp_path / "ids.parquet")
     asked = request(tmp_path / "ids.parquet", text_field="ids")
-    stream = open_stream(asked, TOKENIZER, dp=1, dp_rank=0)
+    stream = open_stream(asked, TOKENIZER, rank=DataRank(1, 0))
     seen = {
         int(token)
         for _ in range(6)
@@ -129,7 +130,7 @@ def test_ready_tokens(tmp_path: Path, lengths: list[int]) -> None:
     stream.close()
     held_out = [
         int(token)
-        for batch in eval_rows(asked, TOKENIZER, dp=1, dp_rank=0, state=stream.state)
+        for batch in eval_rows(asked, TOKENIZER, rank=DataRank(1, 0), state=stream.state)
         for token in batch["input_ids"][batch["labels"] != IGNORE]
     ]
     if len(lengths) == 1:
@@ -167,7 +168,7 @@ def test_pairs(tmp_path: Path) -> None:
     task, pairs = task_called("reward"), Pairs(TOKENIZER, 64, False)
     assert task.samples and not any(is_held_out(row) for row in rows)
     asked = request(tmp_path / "rows.jsonl", task="reward")
-    stream = open_samples(asked, pairs, task.samples, dp=1, dp_rank=0)
+    stream = open_samples(asked, pairs, task.samples, rank=DataRank(1, 0))
     seen = {
         tuple(row.flatten().tolist())
         for _ in range(6)
@@ -175,7 +176,7 @@ def test_pairs(tmp_path: Path) -> None:
         for row in batch["input_ids"]
     }
     stream.close()
-    held_out = eval_samples(asked, pairs, task.samples, dp=1, dp_rank=0, state=stream.state)
+    held_out = eval_samples(asked, pairs, task.samples, rank=DataRank(1, 0), state=stream.state)
     mine = {tuple(row.flatten().tolist()) for batch in held_out for row in batch["input_ids"]} - {
         tuple([TOKENIZER.pad_token_id] * 128)
     }
@@ -222,23 +223,23 @@ def test_without_evaluation_nothing_is_held_out_and_a_resume_keeps_the_choice(
 ) -> None:
     file = book(tmp_path, 200)
     asked = request(file, eval_every=0)
-    stream = open_stream(asked, TOKENIZER, dp=1, dp_rank=0)
+    stream = open_stream(asked, TOKENIZER, rank=DataRank(1, 0))
     assert "held_out" not in next(stream)[1]["identity"]
     stream.close()
-    on = open_stream(request(file), TOKENIZER, dp=1, dp_rank=0)
+    on = open_stream(request(file), TOKENIZER, rank=DataRank(1, 0))
     state = json.loads(json.dumps(next(on)[1]))
     rest = [batch["input_ids"].tolist() for _ in range(3) for batch in next(on)[0]]
     on.close()
     assert state["identity"]["held_out"][1] is True
     for eval_every in (1, 0):
         again = open_stream(
-            request(file, eval_every=eval_every), TOKENIZER, dp=1, dp_rank=0, state=state
+            request(file, eval_every=eval_every), TOKENIZER, rank=DataRank(1, 0), state=state
         )
         assert [batch["input_ids"].tolist() for _ in range(3) for batch in next(again)[0]] == rest
         again.close()
     with pytest.raises(OtherData):
         file.write_text(file.read_text() + "and more")
-        open_stream(request(file), TOKENIZER, dp=1, dp_rank=0, state=state)
+        open_stream(request(file), TOKENIZER, rank=DataRank(1, 0), state=state)
 
 
 def test_kept_tokens_know_what_is_held_out(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_kept_tokens_know_what_is_held_out(tmp_path: Path) -> None:
         )
         found = []
         for more in (with_cache, without):
-            stream = open_stream(request(file, **more), TOKENIZER, dp=1, dp_rank=0)
+            stream = open_stream(request(file, **more), TOKENIZER, rank=DataRank(1, 0))
             found.append(
                 [batch["input_ids"].tolist() for _ in range(20) for batch in next(stream)[0]]
             )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from alphabets import ALPHABETS
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer, edges, encode
 from recipekit.data.request import Request, Sizes
 from recipekit.data.sameness import OtherData
@@ -66,9 +67,9 @@ def first_step(
     of_task = task_called(task)
     processor = of_task.processor(request, {"vocab_size": embeddings or len(tokenizer)})
     if of_task.samples:
-        stream = open_samples(request, processor, of_task.samples, dp=1, dp_rank=0, state=state)
+        stream = open_samples(request, processor, of_task.samples, rank=DataRank(1, 0), state=state)
     else:
-        stream = open_stream(request, processor, dp=1, dp_rank=0, state=state)
+        stream = open_stream(request, processor, rank=DataRank(1, 0), state=state)
     with contextlib.closing(stream):
         (batch,), state = next(stream)
         return {name: tensor.clone() for name, tensor in batch.items()}, state

@@ -344,6 +344,7 @@ def pinned_batches(dataset: str) -> dict[str, int]:
     """Batches that were copied to a busy device: how many, and how many of them were pinned, copied
     late, or arrived changed.
     """
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
@@ -354,7 +355,7 @@ def pinned_batches(dataset: str) -> dict[str, int]:
         RECIPE, model="none", dataset=dataset, seq_len=1024, micro_batch=8, global_batch=32
     )
     stream = open_stream(
-        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0
+        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), rank=DataRank(1, 0)
     )
     work = torch.ones(4096, 4096, device=device)
     found, moved, told = {"batches": 0, "pinned": 0, "changed": 0}, [], []

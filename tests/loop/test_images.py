@@ -23,6 +23,7 @@ from PIL import Image
 from pool import ROOT, CaseFailed, environment
 from recipekit.architectures.families import default_config
 from recipekit.data.held_out import eval_samples
+from recipekit.data.lanes import DataRank
 from recipekit.data.request import request_of
 from recipekit.data.samples import open_samples
 from recipekit.plan import make_plan
@@ -123,7 +124,7 @@ def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
 def rows_of(opens: Any, recipe: Recipe, model_config: dict[str, Any]) -> Any:
     request = request_of(recipe)
     task = image_classification.TASK
-    return opens(request, task.processor(request, model_config), task.samples, dp=1, dp_rank=0)
+    return opens(request, task.processor(request, model_config), task.samples, rank=DataRank(1, 0))
 
 
 PICTURES = Plain(

@@ -23,6 +23,7 @@ from job import Job, deepspeed, metrics
 from pool import ROOT, environment
 from recipekit.architectures.families import default_config
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
@@ -157,10 +158,10 @@ def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
 
 MASKED = Plain(
     stream=lambda recipe, _: open_stream(
-        request_of(recipe), byte_tokenizer(masked=True), dp=1, dp_rank=0
+        request_of(recipe), byte_tokenizer(masked=True), rank=DataRank(1, 0)
     ),
     held_out=lambda recipe, _: eval_rows(
-        request_of(recipe), byte_tokenizer(masked=True), dp=1, dp_rank=0
+        request_of(recipe), byte_tokenizer(masked=True), rank=DataRank(1, 0)
     ),
     loss=summed_loss,
     right=right,

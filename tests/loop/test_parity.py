@@ -18,6 +18,7 @@ import pytest
 import torch
 from recipekit.architectures.families import default_config
 from recipekit.architectures.lookup import SHIPPED
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
@@ -344,7 +345,7 @@ def test_ranks_with_other_numbers_of_labels_train_like_plain_pytorch(pools, tmp_
     dp, counts = case.world // recipe.tp // recipe.pp // recipe.sp, []
     for dp_rank in range(dp):
         with contextlib.closing(
-            open_stream(request_of(recipe), byte_tokenizer(), dp=dp, dp_rank=dp_rank)
+            open_stream(request_of(recipe), byte_tokenizer(), rank=DataRank(dp, dp_rank))
         ) as stream:
             batches, _ = next(stream)
         counts += [

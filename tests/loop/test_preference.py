@@ -21,6 +21,7 @@ import torch
 import transformers
 from pool import CaseFailed
 from recipekit.data.held_out import eval_samples
+from recipekit.data.lanes import DataRank
 from recipekit.data.pairs import NUM_DRAWN, drawn
 from recipekit.data.request import request_of
 from recipekit.data.samples import open_samples
@@ -230,8 +231,7 @@ def rows_of(opens: Any, recipe: Recipe, model_config: dict[str, Any]) -> Any:
         request_of(recipe),
         task.processor(request_of(recipe), model_config),
         task.samples,
-        dp=1,
-        dp_rank=0,
+        rank=DataRank(1, 0),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
@@ -154,7 +155,7 @@ def plain_gradient() -> float:
     assert plan.model_config is not None
     model = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
     with contextlib.closing(
-        open_stream(request_of(plan.recipe), byte_tokenizer(), dp=1, dp_rank=0)
+        open_stream(request_of(plan.recipe), byte_tokenizer(), rank=DataRank(1, 0))
     ) as stream:
         batches = next(stream)[0]
     for batch in batches:

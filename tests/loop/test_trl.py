@@ -16,6 +16,7 @@ import transformers
 from datasets import Dataset
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.samples import open_samples
@@ -93,7 +94,10 @@ def rows_in_order(recipe: Recipe) -> list[dict[str, Any]]:
 
     request = request_of(recipe)
     stream = open_samples(
-        request, task.processor(request, {}), replace(task.samples, collate=record), dp=1, dp_rank=0
+        request,
+        task.processor(request, {}),
+        replace(task.samples, collate=record),
+        rank=DataRank(1, 0),
     )
     for _ in range(STEPS):
         next(stream)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.model.build import build_model
@@ -72,7 +73,7 @@ def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
 
 
 def held_out_loss(model: Any, recipe: Recipe) -> float:
-    batches = eval_rows(request_of(recipe), byte_tokenizer(), dp=1, dp_rank=0)
+    batches = eval_rows(request_of(recipe), byte_tokenizer(), rank=DataRank(1, 0))
     tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     with torch.no_grad():
         return (

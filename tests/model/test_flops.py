@@ -358,6 +358,7 @@ def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -
     """The keys of all ranks' rows, added up by the sum of the tokens: those of a single process
     that reads the same rows.
     """
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
@@ -385,8 +386,7 @@ def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -
     stream = open_stream(
         request_of(plan.recipe),
         load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
-        dp=1,
-        dp_rank=0,
+        rank=DataRank(1, 0),
     )
     try:
         for line in metrics(tmp_path / "known"):

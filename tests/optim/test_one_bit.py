@@ -15,6 +15,7 @@ import torch
 from job import metrics, numbers
 from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.data.lanes import DataRank
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
 from recipekit.model.build import build_model
@@ -95,7 +96,9 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
         groups, workers, freeze_step, (recipe.beta1, recipe.beta2), recipe.eps
     )
     streams = [
-        open_stream(request_of(plan.recipe), tokenizer_of(plan.recipe), dp=workers, dp_rank=rank)
+        open_stream(
+            request_of(plan.recipe), tokenizer_of(plan.recipe), rank=DataRank(workers, rank)
+        )
         for rank in range(workers)
     ]
     found = Simulated([], [], {}, {})

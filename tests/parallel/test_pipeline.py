@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import request_of
 from recipekit.model.describe import draft
@@ -114,8 +115,7 @@ def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_docum
             eval_rows(
                 request_of(recipe_for("tied", dataset=short_documents)),
                 byte_tokenizer(),
-                dp=1,
-                dp_rank=0,
+                rank=DataRank(1, 0),
             )
         )
     )

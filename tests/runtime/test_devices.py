@@ -541,7 +541,11 @@ def test_batches_are_pinned_where_there_is_a_gpu(
     made = {"input_ids": torch.zeros(1), "labels": torch.ones(1)}
     batches, _ = next(
         lanes.steps(
-            domains, lambda mine: [made, made], Request(dataset="x", global_batch=4), {}, 2, 0
+            domains,
+            lambda mine: [made, made],
+            Request(dataset="x", global_batch=4),
+            {},
+            lanes.DataRank(2, 0),
         )
     )
     assert (

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
@@ -124,8 +125,12 @@ def tokenizer_of(recipe: Recipe) -> Any:
 
 
 TEXT = Plain(
-    stream=lambda recipe, _: open_stream(request_of(recipe), tokenizer_of(recipe), dp=1, dp_rank=0),
-    held_out=lambda recipe, _: eval_rows(request_of(recipe), tokenizer_of(recipe), dp=1, dp_rank=0),
+    stream=lambda recipe, _: open_stream(
+        request_of(recipe), tokenizer_of(recipe), rank=DataRank(1, 0)
+    ),
+    held_out=lambda recipe, _: eval_rows(
+        request_of(recipe), tokenizer_of(recipe), rank=DataRank(1, 0)
+    ),
     loss=summed_cross_entropy,
 )
 

@@ -15,6 +15,7 @@ from recipekit.architectures.lookup import model_config
 from recipekit.data.blocks import Place
 from recipekit.data.encode import encode_sequences
 from recipekit.data.held_out import eval_rows
+from recipekit.data.lanes import DataRank
 from recipekit.data.masks import RANDOM, REPLACED, Masks, borders_of_words, masks_of
 from recipekit.data.processors import byte_tokenizer, check_edges, check_tokenizer, edges
 from recipekit.data.request import Request
@@ -60,7 +61,7 @@ def rows_of(
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """The rows of some steps of one rank, one below the other, and the state after them."""
     with contextlib.closing(
-        open_stream(request(**fields), tokenizer, dp=dp, dp_rank=dp_rank, state=state)
+        open_stream(request(**fields), tokenizer, rank=DataRank(dp, dp_rank), state=state)
     ) as stream:
         batches = []
         for _ in range(steps):
@@ -231,11 +232,11 @@ def test_documents_have_edges_and_one_longer_than_a_row_is_cut_into_several_with
 
 
 def test_evaluations_hide_the_same_tokens_whatever_the_seed_and_the_ranks():
-    one = eval_rows(request(eval_rows=12), BYTES, dp=1, dp_rank=0)
+    one = eval_rows(request(eval_rows=12), BYTES, rank=DataRank(1, 0))
     other = [
         batch
         for rank in (0, 1)
-        for batch in eval_rows(request(eval_rows=12, seed=5), BYTES, dp=2, dp_rank=rank)
+        for batch in eval_rows(request(eval_rows=12, seed=5), BYTES, rank=DataRank(2, rank))
     ]
     assert all(
         torch.equal(mine[name], theirs[name])
@@ -426,7 +427,7 @@ def test_what_is_hidden_belongs_to_runs_that_hide_and_to_no_other():
     mine = identity(Recipe(model="a", task="masked_lm", mask_rate=0.3), None)
     assert mine.keys() == {*IDENTITY, "mask_rate", "whole_words"} and mine["mask_rate"] == 0.3
     with contextlib.closing(
-        open_stream(request(task="pretrain"), byte_tokenizer(), dp=1, dp_rank=0)
+        open_stream(request(task="pretrain"), byte_tokenizer(), rank=DataRank(1, 0))
     ) as stream:
         assert stream.state["identity"].keys() == {
             "corpus",
@@ -439,4 +440,4 @@ def test_what_is_hidden_belongs_to_runs_that_hide_and_to_no_other():
         }
     _, state = rows_of(1)
     with pytest.raises(OtherData, match=r"mask_rate = 0.3: the saved data stream has 0.15"):
-        open_stream(request(mask_rate=0.3), BYTES, dp=1, dp_rank=0, state=state)
+        open_stream(request(mask_rate=0.3), BYTES, rank=DataRank(1, 0), state=state)

@@ -15,6 +15,7 @@ from chat_templates import TOOLS, published_tokenizer
 from recipekit.architectures.families import default_config
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_samples
+from recipekit.data.lanes import DataRank
 from recipekit.data.pairs import Pairs, drawn, encode_pair, keys_of
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
@@ -327,7 +328,7 @@ def request_for(dataset: str, task: str = "preference", **fields: Any) -> Reques
 def first_step(request: Request) -> list[dict[str, torch.Tensor]]:
     task = task_called(request.task)
     assert task.samples is not None
-    stream = open_samples(request, task.processor(request, {}), task.samples, dp=1, dp_rank=0)
+    stream = open_samples(request, task.processor(request, {}), task.samples, rank=DataRank(1, 0))
     try:
         return next(stream)[0]
     finally:
@@ -585,7 +586,7 @@ def test_drawn_pairs_are_right_and_wrong_answers():
 def test_no_prompt_is_both_trained_on_and_held_out():
     request = request_for("builtin", eval_rows=64)
     task = task_called("preference")
-    batches = eval_samples(request, task.processor(request, {}), task.samples, dp=1, dp_rank=0)
+    batches = eval_samples(request, task.processor(request, {}), task.samples, rank=DataRank(1, 0))
     told = {
         TOKENIZER.decode(ids[: int((labels != IGNORE).nonzero()[0]) + 1])
         for batch in batches

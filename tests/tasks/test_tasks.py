@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipekit.data.lanes import DataRank
 from recipekit.data.request import Request
 from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
@@ -37,7 +38,7 @@ def first_batch(name: str) -> MicroBatch:
     )
     opened = partial(open_samples, samples=task.samples) if task.samples else open_stream
     with contextlib.closing(
-        opened(request, task.processor(request, MODELS.get(name, {})), dp=1, dp_rank=0)
+        opened(request, task.processor(request, MODELS.get(name, {})), rank=DataRank(1, 0))
     ) as stream:
         return next(stream)[0][0]
 

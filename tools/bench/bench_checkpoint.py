@@ -308,6 +308,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
     from recipekit.checkpoints.retention import Retention
     from recipekit.checkpoints.save import Saver
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
@@ -347,8 +348,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     stream = open_stream(
         request_of(plan.recipe),
         load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
-        dp=plan.mesh.dp,
-        dp_rank=groups.coords["dp"],
+        rank=DataRank(plan.mesh.dp, groups.coords["dp"]),
     )
     kinds: dict[str, dict[str, Any]] = {
         kind: {"stall": [], "steps": [], "left": [], "bytes": 0} for kind in TITLES

@@ -236,7 +236,11 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
         start,
     )
     for batches, _ in lanes.steps(
-        domains, lanes.packed_batches(BATCH, SEQ_LEN), request, corpus.identity, 1, 0
+        domains,
+        lanes.packed_batches(BATCH, SEQ_LEN),
+        request,
+        corpus.identity,
+        lanes.DataRank(1, 0),
     ):
         yield sum(batch["input_ids"].numel() for batch in batches)
 
@@ -377,6 +381,7 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
     """Measures the seconds that each step of `STEP` seconds waits in `next`: for ready tokens, and
     for text that is tokenised on the way.
     """
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import byte_tokenizer
     from recipekit.data.request import Request
     from recipekit.data.stream import open_stream
@@ -392,7 +397,7 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
     found = {}
     for name, (fields, tokenizer) in requests.items():
         request = Request(seq_len=SEQ_LEN, global_batch=16, micro_batch=4, **fields)
-        with contextlib.closing(open_stream(request, tokenizer, dp=1, dp_rank=0)) as stream:
+        with contextlib.closing(open_stream(request, tokenizer, rank=DataRank(1, 0))) as stream:
             next(stream)
             found[name] = []
             for _ in range(steps):
@@ -408,6 +413,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     kept in memory, in turns.
     """
     import deepspeed
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
@@ -464,8 +470,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
         open_stream(
             request_of(plan.recipe),
             load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
-            dp=1,
-            dp_rank=0,
+            rank=DataRank(1, 0),
         )
     ) as stream:
         kept = [next(stream)[0] for _ in range(4)]
@@ -560,6 +565,7 @@ def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
     """Measures the seconds that each step of `STEP` seconds waits for 16 pictures, which two
     threads decode and crop meanwhile.
     """
+    from recipekit.data.lanes import DataRank
     from recipekit.data.request import Request
     from recipekit.data.samples import open_samples
     from recipekit.tasks.image_classification import TASK
@@ -580,7 +586,7 @@ def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
         )
         processor = TASK.processor(request, {"image_size": CROP, "id2label": {"0": "", "1": ""}})
         with contextlib.closing(
-            open_samples(request, processor, TASK.samples, dp=1, dp_rank=0)
+            open_samples(request, processor, TASK.samples, rank=DataRank(1, 0))
         ) as stream:
             next(stream)
             for _ in range(steps):

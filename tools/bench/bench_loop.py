@@ -465,6 +465,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     """
     import torch
     import torch.distributed as dist
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
@@ -506,13 +507,13 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
         project=recipe.project,
     )
 
-    stream = open_stream(request_of(recipe), tokenizer, dp=1, dp_rank=0)
+    stream = open_stream(request_of(recipe), tokenizer, rank=DataRank(1, 0))
     # global batches, each a list of micro-batches
     prepared = [[loss_of_shifted(batch) for batch in next(stream)[0]] for _ in range(PREPARED)]
     stream.close()
     tracker.say(f"starting {len(loops)} loops; each takes its first step")
     stream = open_stream(
-        request_of(recipe), tokenizer, dp=plan.mesh.dp, dp_rank=groups.coords["dp"]
+        request_of(recipe), tokenizer, rank=DataRank(plan.mesh.dp, groups.coords["dp"])
     )
     starts = {
         "ours": lambda: our_loop(plan, models["ours"], task, stream, tracker),

@@ -253,6 +253,7 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     import deepspeed
     import torch
     import torch.distributed as dist
+    from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
@@ -268,7 +269,7 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     model_config = plan.model_config or fetch_config(recipe.model)
     groups = Groups(plan.mesh, device.type)
     stream = open_stream(
-        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), dp=1, dp_rank=0
+        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), rank=DataRank(1, 0)
     )
     prepared = [
         [{name: tensor.to(device) for name, tensor in batch.items()} for batch in next(stream)[0]]

@@ -13,6 +13,7 @@ from ..spec.task import IGNORE, MicroBatch, Samples
 from .blocks import packed
 from .chunks import Chunk, Reader, SampleChunk
 from .content import HeldOut
+from .lanes import DataRank
 from .masks import Masks, masks_of
 from .packing import fill_positions, fill_rows, permutation
 from .processors import pad_id
@@ -30,8 +31,7 @@ def eval_rows(
     request: Request,
     tokenizer: Any,
     *,
-    dp: int,
-    dp_rank: int,
+    rank: DataRank,
     state: StreamState | None = None,
     documents: bool = False,
     say: Say = LOG.warning,
@@ -45,6 +45,7 @@ def eval_rows(
     `documents` as of the stream. Raises `Refusal` if no document is held out.
     """
     corpus = open_corpus(request, tokenizer, say, state)
+    say_once = say if rank.dp_rank == 0 else lambda _: None
     report(corpus.rule, say)
     masks = masks_of(request, tokenizer)  # drawn by one key, the same in each evaluation
     drawn = _of_domains(
@@ -53,7 +54,7 @@ def eval_rows(
     )
     rows = np.concatenate(drawn, axis=1)[:, : request.eval_rows]
     count = rows.shape[1]
-    mine = _rows_of_a_rank(request, count, "documents", dp, say if dp_rank == 0 else lambda _: None)
+    mine = _rows_of_a_rank(request, count, "documents", rank.dp, say_once)
     empty = np.stack(
         [
             np.full(request.seq_len, pad_id(tokenizer)),
@@ -61,9 +62,8 @@ def eval_rows(
             np.arange(request.seq_len),
         ]
     )
-    rows = np.concatenate([rows, np.repeat(empty[:, None], dp * mine - count, axis=1)], axis=1)[
-        :, dp_rank * mine : (dp_rank + 1) * mine
-    ]
+    rows = np.concatenate([rows, np.repeat(empty[:, None], rank.dp * mine - count, axis=1)], axis=1)
+    rows = rows[:, rank.dp_rank * mine : (rank.dp_rank + 1) * mine]
     parts = [
         np.ascontiguousarray(rows[:, first : first + request.micro_batch])
         for first in range(0, mine, request.micro_batch)
@@ -84,8 +84,7 @@ def eval_samples(
     processor: Any,
     samples: Samples,
     *,
-    dp: int,
-    dp_rank: int,
+    rank: DataRank,
     state: StreamState | None = None,
     say: Say = LOG.warning,
 ) -> list[MicroBatch]:
@@ -97,7 +96,7 @@ def eval_samples(
     """
     corpus, say_once = (
         open_rows(request, samples, processor, say, state),
-        say if dp_rank == 0 else lambda _: None,
+        say if rank.dp_rank == 0 else lambda _: None,
     )
     if request.eval_rows * 100 > LONG_READ:
         say_once(
@@ -107,8 +106,9 @@ def eval_samples(
     report(corpus.rule, say_once)
     found = _of_domains(corpus, _held_out_samples)
     rows: list[Document | None] = [sample for own in found for sample in own][: request.eval_rows]
-    mine = _rows_of_a_rank(request, len(rows), "rows", dp, say_once)
-    rows = (rows + [None] * (dp * mine - len(rows)))[dp_rank * mine : (dp_rank + 1) * mine]
+    mine = _rows_of_a_rank(request, len(rows), "rows", rank.dp, say_once)
+    rows += [None] * (rank.dp * mine - len(rows))
+    rows = rows[rank.dp_rank * mine : (rank.dp_rank + 1) * mine]
     collate = collator(request, processor, samples, say)
     return [
         collate(rows[first : first + request.micro_batch], None)

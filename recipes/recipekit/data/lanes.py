@@ -5,6 +5,7 @@ neighbouring lanes.
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,14 @@ from .mixture import Domain, furthest_behind
 from .packing import fill_positions, fill_rows, fill_whole_rows
 from .request import Request
 from .sameness import DomainState, Given, StreamState, at_step
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Rank `dp_rank` of the `dp` data-parallel ranks of a job."""
+
+    dp: int
+    dp_rank: int
 
 
 class Domains:
@@ -176,8 +185,7 @@ def steps(
     build: Callable[[list[Run]], list[MicroBatch]],
     request: Request,
     identity: dict,
-    dp: int,
-    dp_rank: int,
+    rank: DataRank,
     add: Callable[[MicroBatch], MicroBatch] = dict,
 ) -> Iterator[tuple[list[MicroBatch], StreamState]]:
     """Yields (micro-batches, state) of each step for the lanes of one data-parallel rank; a step
@@ -189,7 +197,7 @@ def steps(
     pinned, ramp = torch.cuda.is_available(), request.ramp
     while True:
         mine, rows = [], ramp.rows(domains.step + 1)
-        owned = lanes(rows, dp, dp_rank)
+        owned = lanes(rows, rank.dp, rank.dp_rank)
         for run in domains.deal(rows):
             low, high = max(owned.start, run.slot), min(owned.stop, run.slot + run.size)
             if low < high:

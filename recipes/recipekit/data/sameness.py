@@ -2,6 +2,8 @@
 given out.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -58,13 +60,44 @@ class StreamState(TypedDict):
     domains: dict[str, DomainState]
 
 
+Files = dict[str, dict[str, str]]  # domain -> file -> digest
+
+
 class OtherData(Refusal):
-    """Says that a state is of another stream than the one that is opened."""
+    """A refusal of a state of another stream than the opened stream, which reads `files`."""
+
+    def __init__(self, problems: list[Problem], files: Files):
+        super().__init__(problems)
+        self.files = files
+
+    def naming_changes(self, before: Files) -> "OtherData":
+        """Return the refusal with the files that differ from those `before`, if there are some."""
+        changed = changed_files(before, self.files)
+        if not changed:
+            return self
+        problem = Problem(
+            "--dataset",
+            f"the files differ from those the saved run read: {first_of(changed)}",
+            "restore the old files, or start a new run with --out NEW",
+        )
+        problems = [
+            problem if other.where.startswith("corpus = ") else other for other in self.problems
+        ]
+        return OtherData(problems, self.files)
 
 
-def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
-    """Raises `OtherData` if two streams differ in what their order depends on; `changed` says which
-    files do.
+@contextlib.contextmanager
+def naming_changes(before: Files) -> Iterator[None]:
+    """Name the files that differ from those `before` in an `OtherData` that is raised inside."""
+    try:
+        yield
+    except OtherData as refusal:
+        raise refusal.naming_changes(before) from None
+
+
+def check_identity(saved: dict, now: dict, files: Files) -> None:
+    """Raise `OtherData` if two streams differ in what their order depends on; `files` are those of
+    the stream of `now`.
     """
     saved, now = {"batch_ramp": []} | saved, {"batch_ramp": []} | now
     fix = "use the value of the saved run, or start a new run with --out NEW"
@@ -77,22 +110,8 @@ def check_identity(saved: dict, now: dict, changed: list[str]) -> None:
         OTHER_TOKENIZER if problem.where.startswith("tokenizer = ") else problem
         for problem in problems
     ]
-    if changed and saved.get("corpus") != now.get("corpus"):
-        fix = "restore the old files, or start a new run with --out NEW"
-        problems = [
-            (
-                Problem(
-                    "--dataset",
-                    f"the files differ from those the saved run read: {first_of(changed)}",
-                    fix,
-                )
-                if problem.where.startswith("corpus = ")
-                else problem
-            )
-            for problem in problems
-        ]
     if problems:
-        raise OtherData(problems)
+        raise OtherData(problems, files)
 
 
 def at_step(identity: dict[str, Any], ramp: Ramp, step: int) -> dict[str, Any]:
@@ -109,7 +128,7 @@ def first_of(changed: list[str]) -> str:
     )
 
 
-def changed_files(before: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
+def changed_files(before: Files, now: Files) -> list[str]:
     """Lists each file that differs between two runs, with what happened to it."""
     found = []
     for domain in before.keys() & now.keys():

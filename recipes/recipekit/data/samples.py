@@ -22,7 +22,7 @@ from ..spec.task_specs import TASKS
 from .blocks import Held, Place, blocks
 from .chunks import tell
 from .formats import DRAWN_PARTS, PICTURES_OF_A_PART
-from .lanes import Domains, Run, steps
+from .lanes import DataRank, Domains, Run, steps
 from .packing import permutation
 from .pairs import Pairs
 from .prefetch import PREFETCH, Stream
@@ -138,10 +138,8 @@ def open_samples(
     processor: Any,
     samples: Samples,
     *,
-    dp: int,
-    dp_rank: int,
+    rank: DataRank,
     state: StreamState | None = None,
-    files: dict[str, dict[str, str]] | None = None,
     say: Say = LOG.warning,
 ) -> Stream:
     """Opens the stream of one data-parallel rank over rows of a data set; a step has `global_batch`
@@ -152,9 +150,9 @@ def open_samples(
     A row that the task cannot use raises `Refusal` from `next`, or, where bad rows are skipped, is
     told, and its place in the micro-batch counts nothing.
     """
-    check_batch(request.ramp, request.micro_batch, dp)
+    check_batch(request.ramp, request.micro_batch, rank.dp)
     corpus = open_rows(request, samples, processor, say, state)
-    corpus.check(state, files)
+    corpus.check(state)
     readers = corpus.readers()
 
     def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
@@ -163,7 +161,7 @@ def open_samples(
     state = state or start(corpus.domains, corpus.identity)
     build = partial(_micro_batches, collator(request, processor, samples, say), request.micro_batch)
     made = steps(
-        Domains(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, dp, dp_rank
+        Domains(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, rank
     )
     return Stream(made, state, PREFETCH, corpus.patience.closed, corpus.files)
 

@@ -25,14 +25,14 @@ from .chunks import Reader, open_cache
 from .content import HeldOut
 from .encode import Encoder
 from .formats import PIECE, TOKEN_LENGTH
-from .lanes import Domains, packed_batches, steps
+from .lanes import DataRank, Domains, packed_batches, steps
 from .masks import masks_of
 from .mixture import Domain, domains_of
 from .prefetch import PREFETCH, Stream
 from .processors import check_edges, check_tokenizer, edges, pad_id
 from .remote import Patience
 from .request import Request
-from .sameness import DomainState, StreamState, at_step, changed_files, check_identity
+from .sameness import DomainState, StreamState, at_step, check_identity
 from .small_corpora import check_documents, choose
 from .source import Source
 from .sources import open_source
@@ -55,17 +55,11 @@ class Corpus:
     patience: Patience
     rule: HeldOut
 
-    def check(self, state: StreamState | None, files: dict[str, dict[str, str]] | None) -> None:
-        """Raises `OtherData` if a `state` is of another stream than this one; with that stream's
-        `files` it names those that have changed.
-        """
+    def check(self, state: StreamState | None) -> None:
+        """Raise `OtherData` if a `state` is of another stream than this one."""
         if state is not None:
             now = at_step(self.identity, self.request.ramp, state["step"])
-            check_identity(
-                self._in_todays_words(state["identity"]),
-                now,
-                changed_files(files or {}, self.files),
-            )
+            check_identity(self._in_todays_words(state["identity"]), now, self.files)
 
     def _in_todays_words(self, saved: dict) -> dict:
         """Return a saved identity with this version's hash of the tokenizer if an older version
@@ -199,10 +193,8 @@ def open_stream(
     request: Request,
     tokenizer: Any,
     *,
-    dp: int,
-    dp_rank: int,
+    rank: DataRank,
     state: StreamState | None = None,
-    files: dict[str, dict[str, str]] | None = None,
     documents: bool = False,
     say: Say = LOG.warning,
 ) -> Stream:
@@ -215,11 +207,11 @@ def open_stream(
     (micro_batch,) int64, and `documents` what attention reads instead of a mask
     (kernels/documents.py); without these rows of masked tokens add "document_starts", (micro_batch,
     seq_len) bool. Raises `Refusal` if the corpus cannot be opened, `OtherData` if `state` is of
-    another stream; with the `files` of that stream the message names those that have changed.
+    another stream.
     """
-    check_batch(request.ramp, request.micro_batch, dp)
+    check_batch(request.ramp, request.micro_batch, rank.dp)
     corpus = open_corpus(request, tokenizer, say, state)
-    corpus.check(state, files)
+    corpus.check(state)
     readers, join = (
         corpus.readers(),
         partial(packed, request.seq_len, pad_id(tokenizer), masks=masks_of(request, tokenizer)),
@@ -239,8 +231,7 @@ def open_stream(
         packed_batches(request.micro_batch, request.seq_len),
         request,
         corpus.identity,
-        dp,
-        dp_rank,
+        rank,
         add,
     )
     return Stream(made, state, prefetch, corpus.patience.closed, corpus.files)

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from ..data.held_out import eval_rows, eval_samples
 from ..data.hub_cache import hub_commits
+from ..data.lanes import DataRank
 from ..data.prefetch import Stream
 from ..data.processors import num_embeddings
 from ..data.request import Request, request_of
-from ..data.sameness import OtherData, StreamState
+from ..data.sameness import OtherData, StreamState, naming_changes
 from ..data.samples import open_rows, open_samples
 from ..data.stream import Corpus, open_corpus, open_stream
 from ..parallel.sequence import own_part
@@ -114,9 +115,10 @@ def open_data(
         if task.samples
         else partial(open_stream, request, processor, documents=documents)
     )
-    opened = partial(opened, dp=plan.mesh.dp, dp_rank=dp_rank, say=say)
+    opened = partial(opened, rank=DataRank(plan.mesh.dp, dp_rank), say=say)
     try:
-        return opened(state=state, files=files_of_run(plan.resume_from))
+        with naming_changes(files_of_run(plan.resume_from)):
+            return opened(state=state)
     except OtherData as refusal:
         if plan.recipe.resume == "auto":
             raise
@@ -151,7 +153,7 @@ def open_held_out(
     )
     held_out = [
         own_part(batch, mesh.sp, coords["sp"])
-        for batch in found(dp=mesh.dp, dp_rank=coords["dp"], state=state, say=say)
+        for batch in found(rank=DataRank(mesh.dp, coords["dp"]), state=state, say=say)
     ]
     # its schedule needs two micro-batches a stage
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:

@@ -207,7 +207,7 @@ def open_again(
 
     corpus = opened(state)
     try:
-        corpus.check(state, None)
+        corpus.check(state)
     except OtherData:
         # `open_data` refuses it, or reads the data from the beginning
         return corpus if same else opened(None)

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import replace
 from typing import Any
 
+from ..data.lanes import DataRank
 from ..data.prefetch import Stream
 from ..data.shown_row import BEGIN, END, first_document
 from ..data.stream import open_stream
@@ -39,7 +40,7 @@ def show_row(plan: Plan) -> None:
     )
     tokenizer = task_called(recipe.task).processor(request, model_config)
     with contextlib.closing(
-        open_stream(request, tokenizer, dp=plan.mesh.dp, dp_rank=0, say=print)
+        open_stream(request, tokenizer, rank=DataRank(plan.mesh.dp, 0), say=print)
     ) as stream:
         print(
             f"{heading(recipe.facts)}\n{first_document(tokenizer, next(stream)[0][0], recipe.facts.masked)}"
