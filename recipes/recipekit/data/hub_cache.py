@@ -54,8 +54,8 @@ def cached_source(
             names = tuple(str(Path(file).relative_to(snapshot)) for file in files)
             return parquet_source(names, files.__getitem__, wanted, mark, local=False)
         dataset: Any = builder.as_streaming_dataset(split=split)
-        # RuntimeError: datasets 5.2 for a data set that has a script
     except (OSError, ValueError, RuntimeError) as error:
+        # datasets 5.2 raises RuntimeError for a data set that has a script.
         if isinstance(error, Refusal):
             raise
         rule = (

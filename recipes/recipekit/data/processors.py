@@ -70,9 +70,8 @@ def load_tokenizer(
         return loaded
     except (OSError, ImportError) as error:
         raise hub_refusal(f"{flag} {name}", name, error) from error
-        # transformers and tokenizers raise what they please for a damaged file, plain Exception
-        # included
     except Exception as error:
+        # For a damaged file transformers and tokenizers raise errors of any type, even Exception.
         if found is None:
             raise hub_refusal(f"{flag} {name}", name, error) from error
         text = (str(error).strip() or repr(error)).splitlines()[0]

@@ -40,8 +40,8 @@ def row_of(line: bytes, place: str) -> dict[str, Any]:
         row = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
-        # ValueError of its own for a number of more than 4300 digits
     except (ValueError, RecursionError) as error:
+        # A number of more than 4300 digits raises a ValueError that is no JSONDecodeError.
         what = (
             "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
         )

@@ -238,8 +238,8 @@ def _ask_hub(
         if isinstance(builder, Parquet) and files and all(map(_is_on_hub, files)):
             return commit, [address_of(file) for file in files], None
         return commit, [], patience(where, lambda: builder.as_streaming_dataset(split=split))
-    # datasets 5.2 raises RuntimeError for a data set that has a script.
     except (OSError, ValueError, RuntimeError) as error:
+        # datasets 5.2 raises RuntimeError for a data set that has a script.
         if isinstance(error, Refusal):
             raise
         raise hub_refusal(where, domain.dataset, error, "datasets/") from error
