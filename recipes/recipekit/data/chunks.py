@@ -133,6 +133,8 @@ class Rows:
     """
 
     def __init__(self, source: Source, part: int, group: int):
+        self.name = f"{part}_{group}"
+        self.place = partial(source.place, part, group)  # the name of a row for a person
         self._open = partial(source.read, part, group)
         self._values: Iterator[Values] | None = None
         self._end = 0  # the row after the last value read
@@ -156,9 +158,242 @@ class Found(NamedTuple):
     documents: list[Document]
     row: int  # after them
     last: bool  # the group ends there
+    problems: list[Refusal]  # why rows were skipped
     ready: pa.Array | None = None  # tokens, instead of documents
     rows: int = 0
     empty: int = 0
+
+
+@dataclass(frozen=True)
+class DocumentReader:
+    """Reads rows as the documents for training, or for evaluation."""
+
+    source: Source
+    sizes: Sizes
+    skip: bool
+    held_out: bool | None  # as of a `Reader`
+    rule: HeldOut
+
+    def read(self, rows: Rows, row: int) -> Found:
+        """Read the rows of a chunk, from `row` on."""
+        begin, characters, count, empty = row, 0, 0, 0
+        documents: list[Document] = []
+        problems: list[Refusal] = []
+        while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
+            some = self._next_values(rows, row, problems)
+            if some is None:
+                return Found(documents, row, True, problems, rows=count, empty=empty)
+            if not isinstance(some, list):
+                if holds_tokens(some.type):
+                    assert not documents
+                    return Found([], row, False, problems, some)
+                some = as_python(some)
+
+            for value in some:
+                place = rows.place(row)
+                row += 1
+                try:
+                    new = self._documents(value, place)
+                except Refusal as problem:
+                    refuse_unless(self.skip, problem)
+                    problems.append(problem)
+                    count += 1
+                    continue
+                if new is None:
+                    continue
+                count += 1
+                empty += not new
+                characters += sum(characters_of(content) for content, _ in new)
+                documents += new if self.held_out is None else self._own(new, self.held_out)
+        return Found(documents, row, False, problems, rows=count, empty=empty)
+
+    def _next_values(self, rows: Rows, row: int, problems: list[Refusal]) -> Values | None:
+        """Read some values from `row` on; None at the end of the group, and where the rest of it
+        cannot be read and is skipped.
+        """
+        try:
+            return rows.at(row)
+        except UNREADABLE as error:
+            problem = error if isinstance(error, Refusal) else unreadable(rows.place(row), error)
+            refuse_unless(self.skip, problem)
+            problems.append(problem)
+            return None
+
+    def _documents(self, value: Any, place: str) -> list[Document] | None:
+        """Return the documents of a row that are not empty; None for a blank line, which is no row.
+
+        Raises `Refusal` for a row that cannot be read.
+        """
+        if isinstance(value, UnicodeDecodeError):
+            raise refuse(place, *not_utf8(value))
+        found = self.source.documents(value, place)
+        if found is None:
+            return None
+        return [document for document in found if not is_empty(document[0])]
+
+    def _own(self, documents: list[Document], held_out: bool) -> list[Document]:
+        parts = ((self.rule.part(content, held_out), place) for content, place in documents)
+        return [(content, place) for content, place in parts if not is_empty(content)]
+
+
+@dataclass(frozen=True)
+class ChunkEncoder:
+    """Makes chunks of documents, or of ready tokens."""
+
+    encoder: Encoder
+    sizes: Sizes
+    skip: bool
+    held_out: bool | None  # as of a `Reader`
+    rule: HeldOut
+    say: Say
+
+    def chunk(self, found: Found, rows: Rows) -> Chunk:
+        """Make the chunk of documents that were found in `rows`."""
+        if found.ready is not None:
+            return self._ready(found.ready, found.row, rows)
+        self._say_if_long(found.documents)
+        encoded, counts = self._encode(found.documents, found.problems)
+        return _joined(found, encoded, self.encoder.chats, counts)
+
+    def _say_if_long(self, documents: list[Document]) -> None:
+        """Say which text is tokenised if that takes long."""
+        characters = sum(characters_of(content) for content, _ in documents)
+        if characters > self.sizes.long_text:
+            longest = max(
+                documents,
+                key=lambda document: len(document[0]) if isinstance(document[0], str) else 0,
+            )
+            self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
+
+    def _encode(
+        self, documents: list[Document], problems: list[Refusal]
+    ) -> tuple[list[Encoded], Counts]:
+        """Encode documents; add to `problems` why some of them are skipped.
+
+        A chat may turn out to be broken only when it is rendered. Then each document is encoded
+        alone.
+        """
+        try:
+            return encode_fitting(self.encoder, documents)
+        except Refusal as problem:
+            refuse_unless(self.skip, problem)
+
+        encoded, counts = list[Encoded](), Counts()
+        for document in documents:
+            try:
+                alone, more = encode_fitting(self.encoder, [document])
+                encoded, counts = encoded + alone, counts + more
+            except Refusal as problem:
+                refuse_unless(self.skip, problem)
+                problems.append(problem)
+        return encoded, counts
+
+    def _ready(self, lists: pa.Array, row: int, rows: Rows) -> Chunk:
+        """Make a chunk of documents that are tokens already; the tokens are taken as they are."""
+        if self.encoder.chats:
+            raise refuse(
+                "--dataset",
+                "task sft requires chats, but this column contains token ids",
+                "name the column of the chats with --messages_field",
+            )
+        count, end = len(lists), row + len(lists)
+        lists, told = self._without_wrong_tokens(lists, row, rows)
+
+        nulls = lists.null_count
+        lists = lists.drop_null()
+        ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
+
+        # A document of one token has no token to predict.
+        empty, barren = nulls + int(np.count_nonzero(lengths == 0)), np.count_nonzero(lengths == 1)
+        long = lengths > 1
+        if not long.all():
+            starts, lengths = starts[long], lengths[long]
+        if self.held_out is not None:
+            starts, lengths = self.rule.tokens(ids, starts, lengths, self.held_out)
+        return Chunk(
+            ids,
+            None,
+            starts,
+            lengths,
+            end,
+            False,
+            len(told),
+            int(barren),
+            told[:TOLD],
+            rows=count,
+            empty=empty,
+        )
+
+    def _without_wrong_tokens(
+        self, lists: pa.Array, row: int, rows: Rows
+    ) -> tuple[pa.Array, list[str]]:
+        """Return the documents of ready tokens that the tokenizer may have made, and why others are
+        skipped.
+        """
+        told, vocabulary = list[str](), self.encoder.vocabulary
+        wrong = wrong_tokens(lists, vocabulary)
+        for number, token in wrong:
+            rule = (
+                f"contains token {'null' if token is None else token}, but the tokenizer's ids"
+                f" are 0 to {vocabulary - 1}"
+            )
+            problem = refuse(
+                rows.place(row + number),
+                rule,
+                "use the tokenizer that made these tokens (--tokenizer), or correct the row",
+            )
+            refuse_unless(self.skip, problem)
+            told.append(str(problem))
+        if wrong:
+            right = np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])
+            lists = lists.take(pa.array(right))
+        return lists, told
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """The files of a corpus' tokens, which the processes of a host share.
+
+    If the folder does not allow it, tokens are not kept any more: a folder of somebody else, a full
+    disk or one without locks must not end the run.
+    """
+
+    folder: Path
+    not_kept: threading.Event
+    say: Say
+    patient: float
+
+    def load(self, name: str) -> Chunk | None:
+        return _load(self.folder / f"{name}.arrow")
+
+    def store(self, name: str, chunk: Chunk) -> None:
+        with self._keeping():
+            if not self.not_kept.is_set():
+                _store(self.folder / f"{name}.arrow", chunk)
+
+    @contextlib.contextmanager
+    def turn(self, place: Callable[[], str]) -> Iterator[None]:
+        """Hold the folder's lock, if it has one; say that another process makes the tokens of
+        `place` if that takes long.
+        """
+        with contextlib.ExitStack() as held:
+            with self._keeping():
+                waited = (
+                    f"waiting for the tokens of {place()}, which another process of this host makes"
+                )
+                held.enter_context(_turn(self.folder, self.patient, lambda: self.say(waited)))
+            yield
+
+    @contextlib.contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Warn and keep no more tokens after an error of the file system."""
+        try:
+            yield
+        except OSError as error:
+            LOG.warning("tokens are not kept: %s", error)
+            self.not_kept.set()
 
 
 @dataclass(frozen=True)
@@ -209,7 +444,7 @@ class Reader:
         try:
             return self.source.groups(part)
         except Refusal as problem:
-            self.refuse_unless_skipped(problem)
+            refuse_unless(self.skip, problem)
             tell([str(problem)], self.told, self.say)
             return _no_documents(problem)
 
@@ -222,253 +457,76 @@ class Reader:
         while True:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
-            chunk = self._chunk(part, group, row, rows)
+            chunk = self._chunk(row, rows)
             tell(chunk.told, self.told, self.say)
             yield chunk
             row = chunk.row
             if chunk.last:
                 return
 
-    def _chunk(self, part: int, group: int, row: int, rows: Rows) -> Chunk | SampleChunk:
+    def _chunk(self, row: int, rows: Rows) -> Chunk | SampleChunk:
         if self.encoder is None:
-            return self._samples(part, group, row, rows)
+            return self._samples(row, rows)
         if self.cache is None:
-            return self._encoded(part, group, row, rows)
-        file = self.cache / f"{part}_{group}_{row}.arrow"
-        if (chunk := _load(file)) and self._welcome(chunk):
+            return self._encoded(row, rows)
+        kept = TokenFolder(self.cache, self.not_kept, self.say, self.patient)
+        name = f"{rows.name}_{row}"
+        if (chunk := kept.load(name)) and self._welcome(chunk):
             return chunk
         if self.not_kept.is_set():
-            return self._encoded(part, group, row, rows)
-        # of all processes of this host one makes the tokens, and the others read them
-        with contextlib.ExitStack() as turn:
-            with self._keeping():
-                waited = (
-                    f"waiting for the tokens of {self.source.place(part, group, row)}, which"
-                    " another process of this host makes"
-                )
-                turn.enter_context(_turn(self.cache, self.patient, lambda: self.say(waited)))
-            if (chunk := _load(file)) and self._welcome(chunk):
-                return chunk
-            chunk = self._encoded(part, group, row, rows)
-            with self._keeping():
-                if not self.not_kept.is_set():
-                    _store(file, chunk)
-        return chunk
+            return self._encoded(row, rows)
 
-    @contextlib.contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Warns and keeps no more tokens if the folder does not allow it: one of somebody else, a
-        full disk or one without locks must not end the run.
-        """
-        try:
-            yield
-        except OSError as error:
-            LOG.warning("tokens are not kept: %s", error)
-            self.not_kept.set()
+        # Of all processes of this host one makes the tokens, and the others read them.
+        with kept.turn(partial(rows.place, row)):
+            if (chunk := kept.load(name)) and self._welcome(chunk):
+                return chunk
+            chunk = self._encoded(row, rows)
+            kept.store(name, chunk)
+        return chunk
 
     def _welcome(self, chunk: Chunk) -> bool:
         return self.skip or not chunk.bad  # what was skipped once is read again to be refused
 
-    def _samples(self, part: int, group: int, row: int, rows: Rows) -> SampleChunk:
-        problems: list[Refusal] = []
-        found = self._found(part, group, row, rows, problems)
+    @property
+    def _documents(self) -> DocumentReader:
+        return DocumentReader(self.source, self.sizes, self.skip, self.held_out, self.rule)
+
+    def _samples(self, row: int, rows: Rows) -> SampleChunk:
+        found = self._documents.read(rows, row)
         least = self.sizes.block_bytes // self.sizes.block_samples
         lengths = np.array(
             [max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64
         )
-        told = [problem.problems[0].fault for problem in problems[:TOLD]]
+        told = [problem.problems[0].fault for problem in found.problems[:TOLD]]
         return SampleChunk(
             found.documents,
             lengths,
             found.row,
             found.last,
-            len(problems),
+            len(found.problems),
             0,
             told,
             rows=found.rows,
             empty=found.empty,
         )
 
-    def _encoded(self, part: int, group: int, row: int, rows: Rows) -> Chunk:
-        encoder, problems = self.encoder, list[Refusal]()
-        assert encoder is not None
-        found = self._found(part, group, row, rows, problems)
-        if found.ready is not None:
-            return self._ready(encoder, found.ready, part, group, found.row)
-        self._say_if_long(found.documents)
-        encoded, counts = self._encode(encoder, found.documents, problems)
-        return _joined(found, encoded, encoder.chats, counts, problems)
-
-    def _say_if_long(self, documents: list[Document]) -> None:
-        """Say which text is tokenised if that takes long."""
-        characters = sum(characters_of(content) for content, _ in documents)
-        if characters > self.sizes.long_text:
-            longest = max(
-                documents,
-                key=lambda document: len(document[0]) if isinstance(document[0], str) else 0,
-            )
-            self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
-
-    def _encode(
-        self, encoder: Encoder, documents: list[Document], problems: list[Refusal]
-    ) -> tuple[list[Encoded], Counts]:
-        """Encode documents; add to `problems` why some of them are skipped.
-
-        A chat may turn out to be broken only when it is rendered. Then each document is encoded
-        alone.
-        """
-        try:
-            return encode_fitting(encoder, documents)
-        except Refusal as problem:
-            self.refuse_unless_skipped(problem)
-
-        encoded, counts = list[Encoded](), Counts()
-        for document in documents:
-            try:
-                alone, more = encode_fitting(encoder, [document])
-                encoded, counts = encoded + alone, counts + more
-            except Refusal as problem:
-                self.refuse_unless_skipped(problem)
-                problems.append(problem)
-        return encoded, counts
-
-    def _found(self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]) -> Found:
-        """Read the rows of a chunk; add to `problems` why some of them are skipped."""
-        begin, characters, count, empty = row, 0, 0, 0
-        documents: list[Document] = []
-        while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
-            some = self._next_values(part, group, row, rows, problems)
-            if some is None:
-                return Found(documents, row, True, rows=count, empty=empty)
-            if not isinstance(some, list):
-                if holds_tokens(some.type):
-                    assert not documents
-                    return Found([], row, False, some)
-                some = as_python(some)
-
-            for value in some:
-                place = self.source.place(part, group, row)
-                row += 1
-                try:
-                    new = self._documents(value, place)
-                except Refusal as problem:
-                    self.refuse_unless_skipped(problem)
-                    problems.append(problem)
-                    count += 1
-                    continue
-                if new is None:
-                    continue
-                count += 1
-                empty += not new
-                characters += sum(characters_of(content) for content, _ in new)
-                documents += new if self.held_out is None else self._own(new, self.held_out)
-        return Found(documents, row, False, rows=count, empty=empty)
-
-    def _next_values(
-        self, part: int, group: int, row: int, rows: Rows, problems: list[Refusal]
-    ) -> Values | None:
-        """Read some values from `row` on; None at the end of the group, and where the rest of it
-        cannot be read and is skipped.
-        """
-        try:
-            return rows.at(row)
-        except UNREADABLE as error:
-            problem = (
-                error
-                if isinstance(error, Refusal)
-                else unreadable(self.source.place(part, group, row), error)
-            )
-            self.refuse_unless_skipped(problem)
-            problems.append(problem)
-            return None
-
-    def _documents(self, value: Any, place: str) -> list[Document] | None:
-        """Return the documents of a row that are not empty; None for a blank line, which is no row.
-
-        Raises `Refusal` for a row that cannot be read.
-        """
-        if isinstance(value, UnicodeDecodeError):
-            raise refuse(place, *not_utf8(value))
-        found = self.source.documents(value, place)
-        if found is None:
-            return None
-        return [document for document in found if not is_empty(document[0])]
-
-    def _ready(self, encoder: Encoder, lists: pa.Array, part: int, group: int, row: int) -> Chunk:
-        """Make a chunk of documents that are tokens already; the tokens are taken as they are."""
-        if encoder.chats:
-            raise refuse(
-                "--dataset",
-                "task sft requires chats, but this column contains token ids",
-                "name the column of the chats with --messages_field",
-            )
-        count, end = len(lists), row + len(lists)
-        lists, told = self._without_wrong_tokens(lists, encoder.vocabulary, part, group, row)
-
-        nulls = lists.null_count
-        lists = lists.drop_null()
-        ids = lists.flatten().to_numpy().astype(np.int32, copy=False)
-        offsets = lists.offsets.to_numpy().astype(np.int64)
-        starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
-
-        # A document of one token has no token to predict.
-        empty, barren = nulls + int(np.count_nonzero(lengths == 0)), np.count_nonzero(lengths == 1)
-        long = lengths > 1
-        if not long.all():
-            starts, lengths = starts[long], lengths[long]
-        if self.held_out is not None:
-            starts, lengths = self.rule.tokens(ids, starts, lengths, self.held_out)
-        return Chunk(
-            ids,
-            None,
-            starts,
-            lengths,
-            end,
-            False,
-            len(told),
-            int(barren),
-            told[:TOLD],
-            rows=count,
-            empty=empty,
+    def _encoded(self, row: int, rows: Rows) -> Chunk:
+        assert self.encoder is not None
+        making = ChunkEncoder(
+            self.encoder, self.sizes, self.skip, self.held_out, self.rule, self.say
         )
-
-    def _without_wrong_tokens(
-        self, lists: pa.Array, vocabulary: int, part: int, group: int, row: int
-    ) -> tuple[pa.Array, list[str]]:
-        """Return the documents of ready tokens that the tokenizer may have made, and why others are
-        skipped.
-        """
-        told: list[str] = []
-        wrong = wrong_tokens(lists, vocabulary)
-        for number, token in wrong:
-            rule = (
-                f"contains token {'null' if token is None else token}, but the tokenizer's ids"
-                f" are 0 to {vocabulary - 1}"
-            )
-            problem = refuse(
-                self.source.place(part, group, row + number),
-                rule,
-                "use the tokenizer that made these tokens (--tokenizer), or correct the row",
-            )
-            self.refuse_unless_skipped(problem)
-            told.append(str(problem))
-        if wrong:
-            right = np.setdiff1d(np.arange(len(lists)), [number for number, _ in wrong])
-            lists = lists.take(pa.array(right))
-        return lists, told
-
-    def _own(self, documents: list[Document], held_out: bool) -> list[Document]:
-        parts = ((self.rule.part(content, held_out), place) for content, place in documents)
-        return [(content, place) for content, place in parts if not is_empty(content)]
-
-    def refuse_unless_skipped(self, problem: Refusal) -> None:
-        if not self.skip or isinstance(problem, Unreachable):
-            raise problem
+        return making.chunk(self._documents.read(rows, row), rows)
 
 
-def _joined(
-    found: Found, encoded: list[Encoded], chats: bool, counts: Counts, problems: list[Refusal]
-) -> Chunk:
+def refuse_unless(skip: bool, problem: Refusal) -> None:
+    """Raise a problem of a row unless broken rows are skipped. A server that cannot be reached is
+    always a problem.
+    """
+    if not skip or isinstance(problem, Unreachable):
+        raise problem
+
+
+def _joined(found: Found, encoded: list[Encoded], chats: bool, counts: Counts) -> Chunk:
     """Join encoded documents to a chunk. `chats`: a part of the tokens only are targets."""
     full = [(ids, labels) for ids, labels in encoded if len(ids)]
     ids, labels = np.empty(0, np.int32), None
@@ -477,7 +535,7 @@ def _joined(
     if full and chats:
         labels = np.concatenate([labels for _, labels in full]).astype(np.int32)
     lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
-    told = [problem.problems[0].fault for problem in problems[:TOLD]]
+    told = [problem.problems[0].fault for problem in found.problems[:TOLD]]
     return Chunk(
         ids,
         labels,
@@ -485,7 +543,7 @@ def _joined(
         lengths,
         found.row,
         found.last,
-        len(problems),
+        len(found.problems),
         len(encoded) - len(full),
         told,
         counts,
