@@ -122,6 +122,7 @@ MAY = {
         "plan",
         "runtime",
     },
+    "refusal": set(),
     "run": {"plan", "planner", "hosts", "runtime", "train"},
     "convert": {"architectures", "storage", "checkpoints", "parallel", "model"},
     "doctor": {"architectures", "dslint", "hosts", "plan", "planner", "parallel"},

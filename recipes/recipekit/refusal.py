@@ -1,0 +1,5 @@
+"""`Refusal`, the error of a wrong command or input, for scripts that call recipekit and catch it."""
+
+from .spec.refusal import Refusal
+
+__all__ = ["Refusal"]
