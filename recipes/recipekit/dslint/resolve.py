@@ -28,29 +28,48 @@ def resolve(
     """
     found, resolved = walk(config)
     assert not found, found
+
     said = literals(resolved)
-    beaten = said | degrees_in(resolved)
     lines = [
         f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}"
-        for field, value in beaten.items()
+        for field, value in (said | degrees_in(resolved)).items()
         if value != getattr(recipe, field)
     ]
+    lines += _set_batch(resolved, said, recipe, mesh)
+    lines += _fill_in_optimizer(resolved, recipe)
+    _allow_optimizer(resolved)
+    _fill_in_zero(resolved, model_config, mesh)
+    _set_degrees(resolved, recipe, mesh)
+    return resolved, lines
 
-    global_batch, micro_batch = (
-        said.get("global_batch", recipe.global_batch),
-        said.get("micro_batch", recipe.micro_batch),
-    )
+
+def _set_batch(
+    resolved: dict[str, Any], said: dict[str, Any], recipe: Recipe, mesh: Mesh
+) -> list[str]:
+    """Set the batch and the clipping, where the JSON's numbers (`said`) replace the recipe's.
+
+    Return a line if gradients are summed with less precision than fp32.
+    """
+    global_batch = said.get("global_batch", recipe.global_batch)
+    micro_batch = said.get("micro_batch", recipe.micro_batch)
     resolved["train_batch_size"] = global_batch
     resolved["train_micro_batch_size_per_gpu"] = micro_batch
     resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
     resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
 
-    steps, facts = max(global_batch, recipe.ramp.most) // (micro_batch * mesh.dp), Facts(resolved)
+    steps = max(global_batch, recipe.ramp.most) // (micro_batch * mesh.dp)
+    facts = Facts(resolved)
     if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
-        lines.append(
+        return [
             f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype};"
             " zero1.json sums them in fp32"
-        )
+        ]
+    return []
+
+
+def _fill_in_optimizer(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
+    """Fill in the optimizer and its numbers; return a line for each decision."""
+    lines = []
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
         resolved["optimizer"] = {
@@ -58,6 +77,7 @@ def resolve(
             "params": {} if offloaded else {"torch_adam": True, "fused": True},
         }
         lines.append("optimizer: the JSON names no optimizer, so the run uses AdamW")
+
     params = resolved["optimizer"].setdefault("params", {})
     takes = optimizer_params(resolved, optimizer_name(resolved))
     numbers = {
@@ -77,22 +97,31 @@ def resolve(
             f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so the"
             " run never sends 1-bit signs"
         )
+    return lines
 
-    kept = facts_of(resolved)
+
+def _allow_optimizer(resolved: dict[str, Any]) -> None:
+    """Set the switches with which DeepSpeed accepts an optimizer that it has not tested."""
+    facts, kept = Facts(resolved), facts_of(resolved)
     if facts.stage > 0 and not kept.tested:
         # the rules let no optimizer pass that ZeRO's flat pieces would change
         resolved["zero_allow_untested_optimizer"] = True
     if kept.ours and facts.offload != "none":
         resolved["zero_force_ds_cpu_optimizer"] = False  # ours is updated on the host by torch
 
+
+def _fill_in_zero(
+    resolved: dict[str, Any], model_config: dict[str, Any] | None, mesh: Mesh
+) -> None:
+    """Fill in the ZeRO stage, and the sizes that an "auto" stands for."""
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
-    zero |= {
-        key: size
-        for key, size in _sizes(model_config, facts.stage, mesh.tp).items()
-        if zero.get(key) == "auto"
-    }
+    sizes = _sizes(model_config, zero["stage"], mesh.tp)
+    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
 
+
+def _set_degrees(resolved: dict[str, Any], recipe: Recipe, mesh: Mesh) -> None:
+    """Replace the JSON's parallel degrees by the blocks that DeepSpeed needs for this mesh."""
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
     # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
@@ -102,7 +131,6 @@ def resolve(
         resolved["sequence_parallel_size"] = mesh.sp
     if mesh.ep > 1:
         resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
-    return resolved, lines
 
 
 def _sizes(model_config: dict[str, Any] | None, stage: int, tp: int) -> dict[str, int]:
