@@ -87,7 +87,7 @@ def _check_for_script(given: LintInput, script: OtherScript) -> list[Problem]:
     wanted = dict.fromkeys(DEGREES, 1) | degrees_in(clean) | {"pp": 1} | (script.layout or {})
     refused, degrees, mesh = _lay_out(given, wanted)
     facts = _facts(given, clean, degrees, mesh)
-    total, micro = _batch_of(clean)
+    total, micro = _batch_of(given, clean)
 
     return [
         *found,
@@ -105,7 +105,7 @@ def _check_for_recipes(given: LintInput) -> list[Problem]:
     found, clean = _walk_for_recipes(given.config)
     refused, degrees, mesh = _lay_out(given, dict.fromkeys(DEGREES, 1) | degrees_in(clean))
     facts = _facts(given, clean, degrees, mesh)
-    total, micro = _batch_of(clean)
+    total, micro = _batch_of(given, clean)
 
     return [
         *found,
@@ -129,9 +129,12 @@ def _check_for_recipe(given: LintInput, recipe: Recipe) -> list[Problem]:
     degrees |= dict.fromkeys(recipe.facts.lacks.keys() & degrees.keys(), 1)
 
     facts = _facts(given, clean, degrees, mesh)
-    total, micro = _batch_of(clean, recipe)
+    total, micro = _batch_of(given, clean)
     dualpipev = recipe.pipeline_schedule == "dualpipev"
     layers = 0 if recipe.pp_plan else count_layers(given.model_config)
+    heads = divisible(given.model_config, 0)["sp"]["attention heads"]
+    has_mask = recipe.facts.rows == PACKED and heads
+    width = 4 if facts.dtype == "fp32" else 2  # bytes of a number
 
     return [
         *found,
@@ -145,7 +148,11 @@ def _check_for_recipe(given: LintInput, recipe: Recipe) -> list[Problem]:
         ),
         *check_divisions(facts, recipe.seq_len, given.model_config, mesh),
         *check_pipeline(degrees["pp"], dualpipev, total, micro, layers, mesh),
-        *_check_packed_rows(recipe, micro, facts.dtype, given.model_config),
+        *(
+            check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, width)
+            if has_mask
+            else []
+        ),
     ]
 
 
@@ -207,10 +214,10 @@ def _facts(
     )
 
 
-def _batch_of(clean: dict[str, Any], recipe: Recipe | None = None) -> tuple[int | None, int | None]:
+def _batch_of(given: LintInput, clean: dict[str, Any]) -> tuple[int | None, int | None]:
     """Return the global batch and the micro-batch; None for a number that is not known."""
-    total = number_of(clean, recipe, "global_batch")
-    micro = number_of(clean, recipe, "micro_batch")
+    total = number_of(clean, given.recipe, "global_batch")
+    micro = number_of(clean, given.recipe, "micro_batch")
     return total, micro
 
 
@@ -231,17 +238,6 @@ def _check_rules(config: dict[str, Any], facts: Facts, rules: Sequence[Rule]) ->
         if value is not None and rule.broken(facts):
             found.append(Problem(f"{rule.key} = {shown(value)}", rule.rule, rule.fix, rule.outcome))
     return found
-
-
-def _check_packed_rows(
-    recipe: Recipe, micro: int | None, dtype: str, model_config: dict[str, Any] | None
-) -> list[Problem]:
-    """Refuse packed rows whose dense attention mask does not fit, if the model has attention."""
-    has_attention = divisible(model_config, 0)["sp"]["attention heads"]
-    if recipe.facts.rows != PACKED or not has_attention:
-        return []
-    width = 4 if dtype == "fp32" else 2  # bytes of a number
-    return check_dense_mask(recipe.attention, recipe.seq_len, micro or 1, width)
 
 
 def _at_fault(pivot: str, config: dict[str, Any], clean: dict[str, Any]) -> bool:
@@ -360,21 +356,20 @@ def _half_honoured(clean: dict[str, Any]) -> list[Problem]:
 
 def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     """Refuses typed flags that a literal of the JSON contradicts, or that nothing would read."""
+    flags = {field: value for field, value in vars(recipe).items() if field in typed}
     return [
-        *_against_literals(clean, recipe, typed),
-        *_against_scheduler(clean, recipe, typed),
-        *_unread_factors(clean, recipe),
-        *_unread_by_optimizer(clean, recipe, typed),
+        *_against_literals(clean, flags),
+        *_against_scheduler(clean, flags),
+        *_unread_factors(clean, recipe.lr_scale, recipe.layer_decay),
+        *_unread_by_optimizer(clean, flags),
     ]
 
 
-def _against_literals(
-    clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
-) -> list[Problem]:
+def _against_literals(clean: dict[str, Any], flags: Mapping[str, Any]) -> list[Problem]:
     """Refuse typed numbers that differ from a number of the JSON."""
     found = []
     for field, value in (literals(clean) | degrees_in(clean)).items():
-        if field not in typed or value == getattr(recipe, field):
+        if field not in flags or value == flags[field]:
             continue
         path = (SHARED | DEGREES)[field]
         key = path.removesuffix(".0").removesuffix(".1")
@@ -385,7 +380,7 @@ def _against_literals(
         )
         found.append(
             Problem(
-                f"--{field} {getattr(recipe, field)}",
+                f"--{field} {flags[field]}",
                 f"contradicts {key} = {value} in the JSON",
                 fix,
             )
@@ -397,9 +392,7 @@ def _against_literals(
 PEAKS = {"warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"}
 
 
-def _against_scheduler(
-    clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
-) -> list[Problem]:
+def _against_scheduler(clean: dict[str, Any], flags: Mapping[str, Any]) -> list[Problem]:
     """Refuse typed flags of the recipe's schedule beside a scheduler of the JSON."""
     if "scheduler" not in clean:
         return []
@@ -408,31 +401,31 @@ def _against_scheduler(
         fields.append("lr")
     return [
         Problem(
-            f"--{field} {getattr(recipe, field)}",
+            f"--{field} {flags[field]}",
             "contradicts the scheduler block of the JSON, which sets the learning rate",
             "leave out the flag, or delete the block",
         )
         for field in fields
-        if field in typed
+        if field in flags
     ]
 
 
-def _unread_factors(clean: dict[str, Any], recipe: Recipe) -> list[Problem]:
+def _unread_factors(
+    clean: dict[str, Any], lr_scale: dict[str, float] | None, layer_decay: float
+) -> list[Problem]:
     """Refuse factors of the recipe's learning rate beside a scheduler of the JSON."""
     if "scheduler" not in clean:
         return []
     rule = "scales the rate of the recipe's schedule, but the JSON's scheduler block sets the rates"
-    found = []
-    for field, neutral in (("lr_scale", None), ("layer_decay", 1.0)):
-        value = getattr(recipe, field) or neutral
-        if value != neutral:
-            found.append(Problem(f"{field} = {value}", rule, "leave it out, or delete the block"))
+    found, fix = [], "leave it out, or delete the block"
+    if lr_scale:
+        found.append(Problem(f"lr_scale = {lr_scale}", rule, fix))
+    if layer_decay and layer_decay != 1:
+        found.append(Problem(f"layer_decay = {layer_decay}", rule, fix))
     return found
 
 
-def _unread_by_optimizer(
-    clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
-) -> list[Problem]:
+def _unread_by_optimizer(clean: dict[str, Any], flags: Mapping[str, Any]) -> list[Problem]:
     """Refuse typed numbers that the JSON's optimizer does not take."""
     name = optimizer_name(clean)
     if not name:
@@ -441,11 +434,11 @@ def _unread_by_optimizer(
     keys = {"weight_decay": "weight_decay", "beta1": "betas", "beta2": "betas", "eps": "eps"}
     return [
         Problem(
-            f"--{field} {getattr(recipe, field)}",
+            f"--{field} {flags[field]}",
             f"{name} takes {'a pair as' if key in takes else 'no'} {key}, so the flag would be"
             " ignored",
             "leave out the flag, or use AdamW",
         )
         for field, key in keys.items()
-        if field in typed and not takes_number(takes, key)
+        if field in flags and not takes_number(takes, key)
     ]

@@ -35,29 +35,38 @@ def resolve(
         for field, value in (said | degrees_in(resolved)).items()
         if value != getattr(recipe, field)
     ]
-    lines += _set_batch(resolved, said, recipe, mesh)
-    lines += _fill_in_optimizer(resolved, recipe)
+    batch = {
+        field: said.get(field, getattr(recipe, field))
+        for field in ("global_batch", "micro_batch", "gradient_clipping")
+    }
+    lines += _set_batch(resolved, batch, recipe.ramp.most, mesh)
+    numbers = {
+        "lr": recipe.lr,
+        "weight_decay": recipe.weight_decay,
+        "betas": [recipe.beta1, recipe.beta2],
+        "eps": recipe.eps,
+    }
+    lines += _fill_in_optimizer(resolved, numbers, recipe.steps)
     _allow_optimizer(resolved)
     _fill_in_zero(resolved, model_config, mesh)
-    _set_degrees(resolved, recipe, mesh)
+    _set_degrees(resolved, mesh, recipe.pipeline_schedule)
     return resolved, lines
 
 
 def _set_batch(
-    resolved: dict[str, Any], said: dict[str, Any], recipe: Recipe, mesh: Mesh
+    resolved: dict[str, Any], batch: dict[str, Any], most_rows: int, mesh: Mesh
 ) -> list[str]:
-    """Set the batch and the clipping, where the JSON's numbers (`said`) replace the recipe's.
+    """Set the numbers of the first step; `most_rows` is the largest global batch of the run.
 
     Return a line if gradients are summed with less precision than fp32.
     """
-    global_batch = said.get("global_batch", recipe.global_batch)
-    micro_batch = said.get("micro_batch", recipe.micro_batch)
+    global_batch, micro_batch = batch["global_batch"], batch["micro_batch"]
     resolved["train_batch_size"] = global_batch
     resolved["train_micro_batch_size_per_gpu"] = micro_batch
     resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
-    resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
+    resolved["gradient_clipping"] = batch["gradient_clipping"]
 
-    steps = max(global_batch, recipe.ramp.most) // (micro_batch * mesh.dp)
+    steps = max(global_batch, most_rows) // (micro_batch * mesh.dp)
     facts = Facts(resolved)
     if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
         return [
@@ -67,8 +76,11 @@ def _set_batch(
     return []
 
 
-def _fill_in_optimizer(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Fill in the optimizer and its numbers; return a line for each decision."""
+def _fill_in_optimizer(resolved: dict[str, Any], numbers: dict[str, Any], steps: int) -> list[str]:
+    """Fill in the optimizer and its numbers; return a line for each decision.
+
+    `numbers` are the recipe's, by their keys in optimizer.params; `steps` is the run's length.
+    """
     lines = []
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
@@ -80,21 +92,15 @@ def _fill_in_optimizer(resolved: dict[str, Any], recipe: Recipe) -> list[str]:
 
     params = resolved["optimizer"].setdefault("params", {})
     takes = optimizer_params(resolved, optimizer_name(resolved))
-    numbers = {
-        "lr": recipe.lr,
-        "weight_decay": recipe.weight_decay,
-        "betas": [recipe.beta1, recipe.beta2],
-        "eps": recipe.eps,
-    }
     for key, number in numbers.items():
         if takes_number(takes, key) and params.get(key, "auto") == "auto":
             params[key] = number
 
     if params.get("freeze_step") == "auto":
-        params["freeze_step"] = max(1, recipe.steps * FREEZE_PERCENT // 100)
-    if params.get("freeze_step", 0) >= recipe.steps > 0:
+        params["freeze_step"] = max(1, steps * FREEZE_PERCENT // 100)
+    if params.get("freeze_step", 0) >= steps > 0:
         lines.append(
-            f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so the"
+            f"optimizer.params.freeze_step: {params['freeze_step']} of {steps} steps, so the"
             " run never sends 1-bit signs"
         )
     return lines
@@ -120,12 +126,12 @@ def _fill_in_zero(
     zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
 
 
-def _set_degrees(resolved: dict[str, Any], recipe: Recipe, mesh: Mesh) -> None:
+def _set_degrees(resolved: dict[str, Any], mesh: Mesh, schedule: str) -> None:
     """Replace the JSON's parallel degrees by the blocks that DeepSpeed needs for this mesh."""
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
     # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
-    if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":
+    if mesh.pp > 1 and schedule == "dualpipev":
         resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mesh.sp > 1:
         resolved["sequence_parallel_size"] = mesh.sp
