@@ -73,7 +73,7 @@ def check(given: LintInput) -> list[Problem]:
     elif given.recipe is not None:
         found = _check_for_recipe(given, given.recipe)
     else:
-        found = _check_for_recipes(given)
+        found = _check_for_any_recipe(given)
     return list(dict.fromkeys(found))
 
 
@@ -100,7 +100,7 @@ def _check_for_script(given: LintInput, script: OtherScript) -> list[Problem]:
     ]
 
 
-def _check_for_recipes(given: LintInput) -> list[Problem]:
+def _check_for_any_recipe(given: LintInput) -> list[Problem]:
     """Return the problems of a JSON that recipes read, whatever the recipe is."""
     found, clean = _walk_for_recipes(given.config)
     refused, degrees, mesh = _lay_out(given, dict.fromkeys(DEGREES, 1) | degrees_in(clean))
