@@ -49,7 +49,7 @@ class OtherScript:
     """A training script that hands its JSON to DeepSpeed itself, without a recipe."""
 
     filled_by: str = ""  # program that turns "auto" into numbers: "trainer", "accelerate" or nobody
-    layout: Mapping[str, int] | None = None  # degrees of the script's mesh
+    layout: dict[str, int] | None = None  # degrees of the script's mesh
 
 
 @dataclass(frozen=True)
