@@ -308,24 +308,26 @@ def _check_strategy(
     """Returns what of the JSON and the degrees does not fit the ranks, and names numbers of ranks
     that do.
     """
-    given: Any = {
-        "model_config": model_config,
-        "typed": command.typed,
-        "local": 0 if command.dry_run else command.local_ranks,
-    }
+    given = check.LintInput(
+        config,
+        model_config=model_config,
+        typed=command.typed,
+        local=0 if command.dry_run else command.local_ranks,
+    )
     here = lay_out(command.world)
+
+    def check_laid(world: int, laid: "LaidOut") -> list[Problem]:
+        return check.check(
+            dataclasses.replace(given, world=world, mesh=laid.mesh, recipe=laid.recipe)
+        )
 
     def check_on(world: int | None) -> list[Problem]:
         if world is None:
-            return check.check(config, recipe=here.recipe, **given)
+            return check.check(dataclasses.replace(given, recipe=here.recipe))
         laid = lay_out(world)
-        return laid.problems or check.check(
-            config, world=world, mesh=laid.mesh, recipe=laid.recipe, **given
-        )
+        return laid.problems or check_laid(world, laid)
 
-    problems = here.problems + check.check(
-        config, world=command.world, mesh=here.mesh, recipe=here.recipe, **given
-    )
+    problems = here.problems + check_laid(command.world, here)
     step = math.prod(max(1, getattr(here.recipe, axis)) for axis in AXES)
     return divisions.name_worlds(problems, command.world, step, check_on)
 

@@ -494,14 +494,14 @@ BROKEN = {
     "LAMB under ZeRO": (
         "zero1",
         {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}},
-        {"json_only": True, "filled_by": "trainer"},
+        {"script": check.OtherScript("trainer")},
         "optimizer.type",
         "use AdamW",
     ),
     "Adafactor under ZeRO": (
         "zero3",
         {"optimizer": {"type": "Adafactor", "params": {"lr": 0.1}}},
-        {"json_only": True, "filled_by": "trainer"},
+        {"script": check.OtherScript("trainer")},
         "optimizer.type",
         "use AdamW, or a recipe, which computes LAMB and Adafactor",
     ),
@@ -522,14 +522,14 @@ BROKEN = {
     "SGD under ZeRO": (
         "zero2",
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-        {"json_only": True, "filled_by": "trainer"},
+        {"script": check.OtherScript("trainer")},
         "optimizer.type",
         '"zero_allow_untested_optimizer": true',
     ),
     "Muon at ZeRO-3": (
         "zero3",
         {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
-        {"json_only": True, "filled_by": "trainer"},
+        {"script": check.OtherScript("trainer")},
         "optimizer.type",
         '"zero_optimization.reduce_scatter": false',
     ),
@@ -718,7 +718,7 @@ def test_broken_configuration_is_refused_with_its_path_and_a_fix(case: str) -> N
     config = shipped(file)
     for path, value in changes.items():
         config = put(config, path, value)
-    problems = check.check(config, **told)
+    problems = check.check(check.LintInput(config, **told))
     hits = [problem for problem in problems if where in problem.where]
     assert hits, f"no problem at {where!r} among {[str(problem) for problem in problems]}"
     assert any(fix in problem.fix for problem in hits), [str(problem) for problem in hits]
@@ -733,7 +733,8 @@ def test_all_problems_are_told_at_once() -> None:
         7,
     )
     assert {
-        problem.where.split(" ")[0] for problem in check.check(config, world=5, recipe=RECIPE)
+        problem.where.split(" ")[0]
+        for problem in check.check(check.LintInput(config, world=5, recipe=RECIPE))
     } == {
         "gradient_cliping",
         "bf16.enabled",
@@ -756,19 +757,23 @@ def test_a_misspelt_key_that_others_hang_on_is_the_only_problem(file: str, pivot
     block, _, key = pivot.rpartition(".")
     for typo in (key + key[-1], key[:1] + key[2:], key[:1] + key[2] + key[1] + key[3:]):
         (problem,) = check.check(
-            put(without(config, pivot), f"{block}.{typo}", at(config, pivot)),
-            world=2,
-            recipe=RECIPE,
+            check.LintInput(
+                put(without(config, pivot), f"{block}.{typo}", at(config, pivot)),
+                world=2,
+                recipe=RECIPE,
+            )
         )
         assert problem.fix == f"did you mean {key}?"
 
 
 def test_a_misspelt_block_that_others_hang_on_is_the_only_problem() -> None:
     (problem,) = check.check(
-        put(
-            without(shipped("zero1"), "zero_optimization"),
-            "zero_optimisation",
-            at(shipped("zero1"), "zero_optimization"),
+        check.LintInput(
+            put(
+                without(shipped("zero1"), "zero_optimization"),
+                "zero_optimisation",
+                at(shipped("zero1"), "zero_optimization"),
+            )
         )
     )
     assert problem.fix == "did you mean zero_optimization?"
@@ -780,7 +785,7 @@ def test_what_does_not_resemble_a_key_is_told_beside_what_lacks_it() -> None:
         "flops_profiler",
         {"detailed": True},
     )
-    told = [problem.where for problem in check.check(config)]
+    told = [problem.where for problem in check.check(check.LintInput(config))]
     assert {"zero_optimization.zzqq = 3", 'flops_profiler = {"detailed": true}'} < set(
         told
     ) and any("overlap_comm" in where for where in told)
@@ -877,8 +882,8 @@ def test_the_tool_exits_1_with_every_problem_and_no_traceback(case: str, tmp_pat
 
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:
     code = (
-        "import sys; from recipekit.dslint import check; check.check({}); sys.exit(bool({'torch',"
-        " 'deepspeed', 'transformers'} & set(sys.modules)))"
+        "import sys; from recipekit.dslint import check; check.check(check.LintInput({}));"
+        " sys.exit(bool({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
@@ -894,7 +899,9 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
     world, recipe = (
         (16, dataclasses.replace(RECIPE, global_batch=96)) if "hosts" in file.stem else (4, RECIPE)
     )
-    assert check.check(config, world=world, recipe=recipe, model_config=LLAMA) == []
+    assert (
+        check.check(check.LintInput(config, world=world, recipe=recipe, model_config=LLAMA)) == []
+    )
     resolved, lines = resolve.resolve(config, RECIPE, Mesh(dp=4), LLAMA)
     rounded = [
         "gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"
@@ -929,7 +936,7 @@ def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Pa
 def test_hpz_fits_hosts_that_it_divides() -> None:
     for size, world, local in ((8, 16, 8), (8, 16, 0), (4, 16, 8), (2, 4, 2), (8, None, 0)):
         config = put(shipped("zero3_hosts"), "zero_optimization.zero_hpz_partition_size", size)
-        assert check.check(config, world=world, local=local) == []
+        assert check.check(check.LintInput(config, world=world, local=local)) == []
 
 
 def test_a_plan_knows_the_ranks_of_its_host(
@@ -968,7 +975,9 @@ def test_a_typed_flag_that_equals_the_literal_is_fine() -> None:
         "optimizer.params.betas",
         [RECIPE.beta1, 0.9],
     )
-    assert check.check(config, recipe=RECIPE, typed=frozenset({"lr", "beta1"})) == []
+    assert (
+        check.check(check.LintInput(config, recipe=RECIPE, typed=frozenset({"lr", "beta1"}))) == []
+    )
 
 
 def test_degrees_are_read_and_taken_out() -> None:
@@ -999,7 +1008,7 @@ def test_micro_batches_are_counted_of_data_parallel_ranks_only() -> None:
 
 def test_whole_numbers_may_be_written_as_floats() -> None:
     config = put(shipped("zero2"), "zero_optimization.reduce_bucket_size", 5e8)
-    assert check.check(config) == []
+    assert check.check(check.LintInput(config)) == []
     size = resolve.resolve(config, RECIPE, Mesh(), LLAMA)[0]["zero_optimization"][
         "reduce_bucket_size"
     ]
@@ -1026,14 +1035,17 @@ def test_a_json_without_an_optimizer_gets_adamw() -> None:
 
 def test_a_json_of_another_script_may_use_what_recipes_do_not() -> None:
     config = put(shipped("zero2"), "wandb", {"enabled": True})
-    assert check.check(config) and check.check(config, json_only=True, filled_by="trainer") == []
+    assert (
+        check.check(check.LintInput(config))
+        and check.check(check.LintInput(config, script=check.OtherScript("trainer"))) == []
+    )
 
 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(1, 12))
 def test_the_batch_that_the_fix_names_divides(total: int, micro: int, dp: int) -> None:
     recipe = Recipe(model="org/model", global_batch=total, micro_batch=micro)
-    problems = check.check({}, mesh=Mesh(dp=dp), recipe=recipe)
+    problems = check.check(check.LintInput({}, mesh=Mesh(dp=dp), recipe=recipe))
     assert bool(problems) == bool(total % (micro * dp))
     for problem in problems:
         words = problem.fix.replace(",", "").split()
@@ -1051,7 +1063,7 @@ def test_the_batch_that_the_fix_names_divides(total: int, micro: int, dp: int) -
             better = Recipe(
                 **{"model": "org/model", "global_batch": total, "micro_batch": micro, field: number}
             )
-            assert check.check({}, mesh=Mesh(dp=dp), recipe=better) == [], problem
+            assert check.check(check.LintInput({}, mesh=Mesh(dp=dp), recipe=better)) == [], problem
 
 
 def test_the_tensor_parallel_degree_of_the_fix_fits_ranks_and_model() -> None:
@@ -1065,10 +1077,14 @@ def test_the_tensor_parallel_degree_of_the_fix_fits_ranks_and_model() -> None:
             model="org/model", ds_config="zero1.json", tp=tp, pp=pp, global_batch=64, micro_batch=1
         )
         given: Any = {"recipe": recipe, "model_config": model_config}
-        assert [str(problem) for problem in check.check({}, world=world, **given)] == told
+        assert [
+            str(problem) for problem in check.check(check.LintInput({}, world=world, **given))
+        ] == told
         assert [
             str(problem)
-            for problem in check.check({}, mesh=make_mesh(world, tp=tp, pp=pp), **given)
+            for problem in check.check(
+                check.LintInput({}, mesh=make_mesh(world, tp=tp, pp=pp), **given)
+            )
         ] == told
     # any number of ranks
     assert [problem.fix for problem in divisions.check_tp(4, model_config)] == [
@@ -1081,7 +1097,7 @@ def test_the_tensor_parallel_degree_of_the_fix_fits_ranks_and_model() -> None:
 
 def test_fp16_is_refused_on_a_cpu_only() -> None:
     config = put(put(shipped("zero2"), "bf16.enabled", False), "fp16", {"enabled": True})
-    assert check.check(config) == [] and check.check_device(config, "cuda") == []
+    assert check.check(check.LintInput(config)) == [] and check.check_device(config, "cuda") == []
     assert [problem.where for problem in check.check_device(config, "cpu")] == [
         "fp16.enabled = true"
     ]
@@ -1256,7 +1272,7 @@ def test_no_mutated_file_is_silently_misread() -> None:
     def run(mutant: tuple[dict[str, Any], str | None, Any]) -> None:
         config, path, value = mutant
         problems = check.check(
-            config, world=1, recipe=RECIPE, model_config=LLAMA
+            check.LintInput(config, world=1, recipe=RECIPE, model_config=LLAMA)
         ) + check.check_device(config, "cpu")
         assert all(
             isinstance(problem, Problem) and problem.where and problem.rule and problem.fix
@@ -1281,7 +1297,7 @@ def test_no_mutated_file_is_silently_misread() -> None:
         ):
             return  # this default depends on the stage
         less = without(config, path)
-        if check.check(less, world=1, recipe=RECIPE, model_config=LLAMA):
+        if check.check(check.LintInput(less, world=1, recipe=RECIPE, model_config=LLAMA)):
             return  # the key is required
         bare, parsed_bare, degrees_bare = effect(less)
         if at(bare, path) == value:

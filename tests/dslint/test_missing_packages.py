@@ -97,9 +97,9 @@ def test_a_package_that_is_installed_is_no_problem(
     (tmp_path / "tensorboard").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     config = {"tensorboard": {"enabled": True}}
-    assert not rules.installed("tensorboard") and check.check(config)
+    assert not rules.installed("tensorboard") and check.check(check.LintInput(config))
     (tmp_path / "tensorboard" / "__init__.py").touch()
-    assert rules.installed("tensorboard") and check.check(config) == []
+    assert rules.installed("tensorboard") and check.check(check.LintInput(config)) == []
 
 
 def test_a_start_refuses_it_before_a_model_is_built(tmp_path: Path) -> None:

@@ -130,15 +130,10 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def found(config: dict[str, Any], json_only: bool) -> list[Problem]:
     if "pipeline" in config and not json_only:
-        return check.check(config, mesh=make_mesh(4, pp=2))
+        return check.check(check.LintInput(config, mesh=make_mesh(4, pp=2)))
     layout = {"pp": 2} if "pipeline" in config else {}
-    return check.check(
-        without(config, "pipeline"),
-        world=4,
-        json_only=json_only,
-        filled_by="trainer" if json_only else "",
-        layout=layout,
-    )
+    script = check.OtherScript("trainer", layout) if json_only else None
+    return check.check(check.LintInput(without(config, "pipeline"), world=4, script=script))
 
 
 @pytest.mark.parametrize("json_only", [False, True], ids=["recipe", "script"])
@@ -160,7 +155,11 @@ def test_wrong_numbers_are_refused_with_the_reason_and_the_fix_is_clean(
 
 @pytest.mark.parametrize("file", [file.stem for file in FILES])
 def test_no_shipped_file_trains_with_wrong_numbers(file: str) -> None:
-    assert not [problem for problem in check.check(shipped(file)) if problem.outcome == WRONG]
+    assert not [
+        problem
+        for problem in check.check(check.LintInput(shipped(file)))
+        if problem.outcome == WRONG
+    ]
 
 
 RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -184,7 +183,7 @@ def test_what_trains_right_is_clean(name: str) -> None:
     file, changes = RIGHT[name]
     assert [
         str(problem)
-        for problem in check.check(changed(shipped(file), changes))
+        for problem in check.check(check.LintInput(changed(shipped(file), changes)))
         if problem.outcome == WRONG
     ] == []
 
@@ -203,15 +202,17 @@ def test_the_tool_exits_1_and_says_that_numbers_are_wrong(tmp_path: Path) -> Non
 def test_a_recipe_refuses_autocast_in_fp16_without_zero_too() -> None:
     config = changed(shipped("zero0"), AUTOCAST)
     assert any(
-        "clip and report scaled gradients" in problem.rule for problem in check.check(config)
+        "clip and report scaled gradients" in problem.rule
+        for problem in check.check(check.LintInput(config))
     )
     assert not any(
-        "scaled gradients" in problem.rule for problem in check.check(config, json_only=True)
+        "scaled gradients" in problem.rule
+        for problem in check.check(check.LintInput(config, script=check.OtherScript()))
     )
 
 
 def test_fp16_by_auto_is_what_it_becomes() -> None:
     """A recipe writes true where bf16 is off; Trainer's number is not known before it starts."""
     config = changed(shipped("zero0"), {"fp16.enabled": "auto", "bf16.enabled": False})
-    assert [problem.outcome for problem in check.check(config)].count(WRONG) == 1
+    assert [problem.outcome for problem in check.check(check.LintInput(config))].count(WRONG) == 1
     assert not found(config, json_only=True)

@@ -244,7 +244,7 @@ def test_degrees_that_do_not_fit_are_refused_with_the_nearest(world, changes, sh
     problems = [
         str(problem)
         for problem in ds_config.check(
-            strategy("zero1"), world=world, recipe=recipe, model_config=shape
+            ds_config.LintInput(strategy("zero1"), world=world, recipe=recipe, model_config=shape)
         )
     ]
     assert problems == ([text] if text else [])
@@ -253,7 +253,10 @@ def test_degrees_that_do_not_fit_are_refused_with_the_nearest(world, changes, sh
 def test_the_resolved_json_carries_the_block():
     recipe, mesh = Recipe(model="org/model", global_batch=4, ep=2), make_mesh(4, ep=2)
     config = strategy("zero2") | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
-    assert ds_config.check(config, mesh=mesh, recipe=recipe, model_config=MOE) == []
+    assert (
+        ds_config.check(ds_config.LintInput(config, mesh=mesh, recipe=recipe, model_config=MOE))
+        == []
+    )
     assert resolve.resolve(config, recipe, mesh, MOE)[0]["expert_parallel"] == {
         "enabled": True,
         "autoep_size": 2,

@@ -322,7 +322,7 @@ def test_degrees_that_do_not_fit_are_refused_with_the_nearest(world, changes, te
     problems = [
         str(problem)
         for problem in ds_config.check(
-            strategy("zero1"), world=world, recipe=recipe, model_config=SHAPE
+            ds_config.LintInput(strategy("zero1"), world=world, recipe=recipe, model_config=SHAPE)
         )
     ]
     assert problems == ([text] if text else [])
@@ -332,7 +332,10 @@ def test_the_json_s_degree_is_honoured_and_its_batch_counts_rows_once():
     recipe = Recipe(model="org/model", seq_len=64, global_batch=4, sp=2)
     mesh = make_mesh(4, sp=2)
     config = strategy("zero3") | {"sequence_parallel_size": 2}
-    assert ds_config.check(config, mesh=mesh, recipe=recipe, model_config=SHAPE) == []
+    assert (
+        ds_config.check(ds_config.LintInput(config, mesh=mesh, recipe=recipe, model_config=SHAPE))
+        == []
+    )
     resolved, _ = resolve.resolve(config, recipe, mesh, SHAPE)
     numbers = [
         resolved[key]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..spec.hub import commit_of, hub_is_away, is_hub_id
-from ..spec.refusal import refuse
+from ..spec.refusal import Refusal, refuse
 from ..spec.run_folder import CHECKPOINTS, EXPORT, FACTS, MERGE, MERGED, facts_of_run, without_base
 from ..spec.step_names import MANIFEST, is_step_folder, newest_complete
 from ..spec.task_specs import TASKS
@@ -40,33 +40,48 @@ def find_export(path: Path) -> Export:
     Raise `Refusal` if there are none.
     """
     if not path.is_dir():
-        rule = "is a file, not a folder" if path.exists() else "the folder does not exist"
-        fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
-        if not path.exists() and is_hub_id(str(path)) and "/" in str(path):
-            fix += f". A model of the hub is downloaded with hf download {path} --local-dir FOLDER"
-        raise refuse(str(path), rule, fix)
+        raise _no_folder(path)
     if is_step_folder(path):
         raise refuse(str(path), "is a checkpoint, which transformers cannot load", _way(path))
     if path.name == CHECKPOINTS and (path.parent / FACTS).exists():
         path = path.parent
     is_run = (path / FACTS).exists() or (path / CHECKPOINTS).is_dir()
-    if any((path / name).is_file() for name in (CONFIG, ADAPTER)):
+
+    if _has_files(path):
         return Export(path, _task_of_run(path.parent) if (path.parent / FACTS).exists() else "")
     if not is_run:
         raise refuse(str(path), f"contains no {CONFIG}, {ADAPTER} or {FACTS}", _inside(path))
-    _check_task(_task_of_run(path), str(path))
-    if any((path / EXPORT / name).is_file() for name in (CONFIG, ADAPTER)):
-        merged = without_base(path / EXPORT) and (path / MERGED / CONFIG).is_file()
-        return Export(
-            path / MERGED if merged else path / EXPORT, _task_of_run(path), tuple(_notes(path))
-        )
-    state = "the run is still training" if is_running(path) else "the run has not written one"
-    if (newest := newest_complete(path / CHECKPOINTS)) is None:
+    task = _task_of_run(path)
+    _check_task(task, str(path))
+    if not _has_files(path / EXPORT):
+        raise _no_export(path)
+    merged = without_base(path / EXPORT) and (path / MERGED / CONFIG).is_file()
+    return Export(path / MERGED if merged else path / EXPORT, task, tuple(_notes(path)))
+
+
+def _has_files(folder: Path) -> bool:
+    """Return True if a folder has a model or an adapter."""
+    return any((folder / name).is_file() for name in (CONFIG, ADAPTER))
+
+
+def _no_folder(path: Path) -> Refusal:
+    """Return the refusal of a path that is no folder."""
+    fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
+    if path.exists():
+        return refuse(str(path), "is a file, not a folder", fix)
+    if is_hub_id(str(path)) and "/" in str(path):
+        fix += f". A model of the hub is downloaded with hf download {path} --local-dir FOLDER"
+    return refuse(str(path), "the folder does not exist", fix)
+
+
+def _no_export(run: Path) -> Refusal:
+    """Return the refusal of a run without exported files."""
+    state = "the run is still training" if is_running(run) else "the run has not written one"
+    if (newest := newest_complete(run / CHECKPOINTS)) is None:
         fix = "wait for its first checkpoint (--save_every N), or run its command again"
-        raise refuse(str(path), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
-    raise refuse(
-        str(path), f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}", _way(path)
-    )
+        return refuse(str(run), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
+    rule = f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}"
+    return refuse(str(run), rule, _way(run))
 
 
 def is_running(run: Path) -> bool:
@@ -89,11 +104,7 @@ def _way(source: Path) -> str:
 def _inside(path: Path) -> str:
     """Return the fix for a folder without a model: the first folder inside that is one."""
     folders = sorted(inside for inside in path.iterdir() if inside.is_dir())
-    near = [
-        inside
-        for inside in folders
-        if any((inside / name).is_file() for name in (FACTS, CONFIG, ADAPTER))
-    ]
+    near = [inside for inside in folders if (inside / FACTS).is_file() or _has_files(inside)]
     return (
         f"give one of its folders, such as {near[0]}"
         if near

@@ -6,6 +6,7 @@ import ast
 import functools
 import json
 import re
+from collections.abc import Collection
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -232,83 +233,85 @@ def unfit(config: dict[str, Any], task: str) -> tuple[str, str] | None:
     """Says why a model is of no kind that a task trains, and what to use instead (rule, fix); None
     if it is of one.
     """
-    kind, auto_class = config["model_type"], TASKS[task].auto_class
-    types, causal, noun = types_of(auto_class), auto_class == CAUSAL, _noun(auto_class)
-    if (
-        TASKS[task].pairs
-        and not causal
-        and kind in types
-        and (kind not in types_of(CAUSAL) or unfit(config, "pretrain"))
-    ):
-        return (
-            (
-                f"a {kind} is not a decoder, so its output for a row would change with the padding"
-                " after it"
-            ),
-            OTHERS,
-        )
-    others = (
-        OTHERS if causal else f"use {'an' if noun[0] in 'aeiou' else 'a'} {noun} of transformers"
-    )
-    auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
-    # the class that replaces one of transformers
-    own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))
-    same = auto_map.get(auto_class) is None or own.rpartition(".")[2].lower() in [
-        name.lower() for name in types.get(kind, ())
-    ]
-    if own and (kind not in types or not same):
-        return (
-            f"its auto_map requires the model's own code ({own}), which recipes never run",
-            f"{others}, whose class is in transformers itself",
-        )
-    if causal:
-        masked = any(
-            str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ()
-        )
-        switch = READS_AHEAD.get(kind)
-        if config.get("is_encoder_decoder"):
-            return f"a {kind} is an encoder-decoder, but recipes train only decoders", others
-        if (kind not in types and masked) or (switch is not None and not config.get(switch)):
-            fix = (
-                f'{others}. The config.json of a causal {kind} has "{switch}": true'
-                if switch
-                else others
-            )
-            return f"a {kind} reads the tokens that it should predict", fix
-    if TASKS[task].masked and config.get("is_encoder_decoder"):
-        return f"a {kind} is an encoder-decoder, but this task trains only encoders", others
-    if (
-        TASKS[task].masked
-        and kind in types
-        and READS_AHEAD.get(kind)
-        and config.get(READS_AHEAD[kind])
-    ):
-        return (
-            f'a {kind} whose config.json says "{READS_AHEAD[kind]}": true is causal',
-            f"{others}, or delete that line",
-        )
+    kind, facts = config["model_type"], TASKS[task]
+    types, causal = types_of(facts.auto_class), facts.auto_class == CAUSAL
+    noun = _noun(facts.auto_class)
+    others = OTHERS if causal else f"use {noun} of transformers"
+
+    is_decoder = lambda: kind in types_of(CAUSAL) and not unfit(config, "pretrain")  # noqa: E731
+    if facts.pairs and not causal and kind in types and not is_decoder():
+        rule = f"a {kind} is not a decoder, so its output for a row would change with the padding"
+        return f"{rule} after it", OTHERS
+    if own := _own_class(config, facts.auto_class):
+        rule = f"its auto_map requires the model's own code ({own}), which recipes never run"
+        return rule, f"{others}, whose class is in transformers itself"
+    if causal and (problem := _not_causal(config, others)):
+        return problem
+    if facts.masked and (problem := _not_masked(config, types, others)):
+        return problem
     if kind not in types:
-        return (
-            (
-                f"transformers {version('transformers')} does not support a {kind} as"
-                f" {'an' if noun[0] in 'aeiou' else 'a'} {noun}"
-            ),
-            others,
-        )
+        rule = f"transformers {version('transformers')} does not support a {kind} as {noun}"
+        return rule, others
+    return None
+
+
+def _own_class(config: dict[str, Any], auto_class: str) -> str:
+    """Return the class of a model's own code that transformers does not have; "" without one."""
+    kind, types = config["model_type"], types_of(auto_class)
+    auto_map = config["auto_map"] if isinstance(config.get("auto_map"), dict) else {}
+    own = str(auto_map.get(auto_class) or next(iter(auto_map.values()), ""))
+    if kind not in types:
+        return own
+
+    # The class may be the one that transformers has taken over.
+    names = [name.lower() for name in types[kind]]
+    same = auto_map.get(auto_class) is None or own.rpartition(".")[2].lower() in names
+    return "" if same else own
+
+
+def _not_causal(config: dict[str, Any], others: str) -> tuple[str, str] | None:
+    """Return why a model is no decoder that predicts the next token, and the fix."""
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
+        return f"a {kind} is an encoder-decoder, but recipes train only decoders", others
+
+    architectures = config.get("architectures") or ()
+    masked = any(str(name).endswith("ForMaskedLM") for name in architectures)
+    switch = READS_AHEAD.get(kind)
+    reads_ahead = switch is not None and not config.get(switch)
+    if not reads_ahead and not (masked and kind not in types_of(CAUSAL)):
+        return None
+    example = f'The config.json of a causal {kind} has "{switch}": true'
+    fix = f"{others}. {example}" if switch else others
+    return f"a {kind} reads the tokens that it should predict", fix
+
+
+def _not_masked(
+    config: dict[str, Any], types: Collection[str], others: str
+) -> tuple[str, str] | None:
+    """Return why a model is no encoder that predicts masked tokens, and the fix."""
+    kind = config["model_type"]
+    if config.get("is_encoder_decoder"):
+        return f"a {kind} is an encoder-decoder, but this task trains only encoders", others
+    switch = READS_AHEAD.get(kind)
+    if kind in types and switch and config.get(switch):
+        rule = f'a {kind} whose config.json says "{switch}": true is causal'
+        return rule, f"{others}, or delete that line"
     return None
 
 
 def _noun(auto_class: str) -> str:
-    """Names what an Auto class makes: AutoModelForImageClassification -> image classification
-    model.
+    """Return a phrase for the models of an Auto class: "an image classification model" for
+    AutoModelForImageClassification.
     """
     if auto_class == CAUSAL:
-        return "causal language model"
+        return "a causal language model"
     words = [
         word.lower()
         for word in re.findall(r"[A-Z][a-z]+|[A-Z]+", auto_class.removeprefix("AutoModelFor"))
     ]
-    return " ".join("language" if word == "lm" else word for word in words) + " model"
+    article = "an" if words[0][0] in "aeiou" else "a"
+    return f"{article} {' '.join('language' if word == 'lm' else word for word in words)} model"
 
 
 @functools.cache

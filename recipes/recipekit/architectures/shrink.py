@@ -39,9 +39,8 @@ EXPERTS = r"(moe_)?num(_local)?_experts|n_routed_experts"
 RULES = {
     # Experts: four, of which two serve a token, in two groups.
     EXPERTS: 4,
-    r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|n_group|num_expert_group|zero_expert_num": (
-        2
-    ),
+    r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts": 2,
+    r"n_group|num_expert_group|zero_expert_num": 2,
     r"topk_group": 1,
     r"moe_.*intermediate_size|shared_(expert_)?intermediate_size|expert_ffn_hidden_size": 64,
     # What a token sees: less than a tiny row, so that it matters.
@@ -52,17 +51,15 @@ RULES = {
     r"index_topk_blocks|num_random_blocks": 1,
     # Low ranks, the indexer, state spaces.
     r"q_lora_rank|index_head_dim|router_hidden_size": 32,
-    r".*_(low)?rank|laurel_rank|hidden_size_per_layer_input|(.*_)?state(_size)?|linear_head_dim": (
-        16
-    ),
+    r".*_(low)?rank|laurel_rank|hidden_size_per_layer_input": 16,
+    r"(.*_)?state(_size)?|linear_head_dim": 16,
     r"index_n_heads|linear_num_heads": 4,
     r"o_groups|n_groups|mamba_n_?groups": 2,
     r"rel_extent": 64,
     # Positions and vocabularies.
     r"original_max_position_embeddings": 512,
-    r".*max.*_positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|model_max_length|context_length": (
-        2048
-    ),
+    r".*max.*_positions?(_embeddings)?|n_positions|n_ctx": 2048,
+    r"max_seq_len|model_max_length|context_length": 2048,
     r".*vocab_size.*": "vocabulary",
     # Every how many layers a kind returns, and the layers of other stacks than the decoder.
     r".*_(interval|pattern|period|every_n_layers|step)": 4,
@@ -77,9 +74,8 @@ RULES = {
     r"(.*_)?(num_.*key_value|kv|kv_n)_heads.*": "key-value heads",
     r"(.*_)?(n|num|attention)_heads.*|num_query_groups|n_head": "heads",
     r"(.*_)?head_dim|rotary_dim|dim_head|d_head|kv_channels|attention_head_size": "head_dim",
-    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner|dff|dim_ff|feed_forward_size|hidden_dim": (
-        "intermediate"
-    ),
+    r"(.*_)?intermediate_size.*|(.*_)?ffn_(dim|hidden_size)|n_inner|d_inner": "intermediate",
+    r"dff|dim_ff|feed_forward_size|hidden_dim": "intermediate",
     r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model|dim": "hidden",
 }
 # Families to which a token id cannot be None: they count positions from it, or their config class
@@ -284,66 +280,62 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
     """Computes how far a number of each sort falls. 1 stays 1: a single head or group is a trait
     too.
     """
-    heads, key_values, hidden, head_dim = (
-        _name(config, names) for names in (HEADS, KEY_VALUES, HIDDEN, HEAD_DIM)
-    )
+    heads, key_values, head_dim = (_name(config, names) for names in (HEADS, KEY_VALUES, HEAD_DIM))
+    hidden = config[_name(config, HIDDEN)]
     queries = config[heads] if heads else 4
     keys = config[key_values] if key_values else queries
+    dim = config[head_dim] if head_dim else hidden // queries
+    latent = config.get("qk_nope_head_dim")
+
     tiny_queries = 4 * min(queries // keys, 8) if keys > 1 else 4
     tiny_dim = 16 if tiny_queries <= 8 else 8 if tiny_queries <= 16 else 4
-    dim = config[head_dim] if head_dim else config[hidden] // queries
-    latent = config.get("qk_nope_head_dim")
-    wide = latent or dim * queries == config[hidden]
+    wide = latent or dim * queries == hidden
     tiny_hidden = tiny_dim * tiny_queries // (1 if wide else 2)
-    linear_heads = min(
-        (
-            config[f"linear_num_{part}_heads"]
-            for part in ("key", "value")
-            if config.get(f"linear_num_{part}_heads")
-        ),
-        default=1,
-    )
-    linear_dim = min(
-        (
-            config[f"linear_{part}_head_dim"]
-            for part in ("key", "value")
-            if config.get(f"linear_{part}_head_dim")
-        ),
-        default=1,
-    )
-    state_heads = next(
-        (
-            value
-            for key, value in config.items()
-            if re.fullmatch(r"mamba_n_heads|mamba_num_heads|n_mamba_heads", key)
-        ),
-        1,
-    )
-
-    mlp = config | (config.get("ffn_config") or {})
-    mixture = any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in mlp.items())
-    # every expert is so wide as intermediate_size says
-    expert_sized = mixture and not config.get("moe_intermediate_size")
-
-    def scale(tiny: int, real: int) -> Callable[[int], int]:
-        return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
-
-    def cap(most: int) -> Callable[[int], int]:
-        return lambda value: min(value, most)
+    linear_heads, linear_dim = _linear_attention(config)
+    state_heads = _state_heads(config)
 
     return {
         "vocabulary": lambda value: vocab_size if value > 256 else value,
-        "heads": scale(tiny_queries, queries),
-        "key-value heads": scale(4 if keys > 1 else 1, keys),
-        "head_dim": cap(16) if latent else scale(tiny_dim, dim),
-        "linear heads": scale(4, linear_heads),
-        "linear head_dim": scale(16, linear_dim),
-        "state heads": cap(4),
-        "state head_dim": scale(tiny_hidden * state_heads, config[hidden] * min(state_heads, 4)),
+        "heads": _scale(tiny_queries, queries),
+        "key-value heads": _scale(4 if keys > 1 else 1, keys),
+        "head_dim": _cap(16) if latent else _scale(tiny_dim, dim),
+        "linear heads": _scale(4, linear_heads),
+        "linear head_dim": _scale(16, linear_dim),
+        "state heads": _cap(4),
+        "state head_dim": _scale(tiny_hidden * state_heads, hidden * min(state_heads, 4)),
         # a kernel or a patch stays
-        "hidden": lambda value: value if value <= 32 else scale(tiny_hidden, config[hidden])(value),
-        "intermediate": cap(tiny_hidden if expert_sized else 2 * tiny_hidden),
+        "hidden": lambda value: value if value <= 32 else _scale(tiny_hidden, hidden)(value),
+        "intermediate": _cap(tiny_hidden if _is_expert_sized(config) else 2 * tiny_hidden),
     }
+
+
+def _scale(tiny: int, real: int) -> Callable[[int], int]:
+    """Return a function that scales a number as `real` becomes `tiny`; the result is even."""
+    return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
+
+
+def _cap(most: int) -> Callable[[int], int]:
+    return lambda value: min(value, most)
+
+
+def _linear_attention(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the fewest heads, and the smallest head_dim, of linear attention; 1 without it."""
+    heads = [config.get(f"linear_num_{part}_heads") for part in ("key", "value")]
+    dims = [config.get(f"linear_{part}_head_dim") for part in ("key", "value")]
+    return min(filter(None, heads), default=1), min(filter(None, dims), default=1)
+
+
+def _state_heads(config: dict[str, Any]) -> int:
+    """Return the number of heads of a state space; 1 without one."""
+    names = r"mamba_n_heads|mamba_num_heads|n_mamba_heads"
+    return next((value for key, value in config.items() if re.fullmatch(names, key)), 1)
+
+
+def _is_expert_sized(config: dict[str, Any]) -> bool:
+    """Return True if intermediate_size is the width of every expert."""
+    mlp = config | (config.get("ffn_config") or {})
+    mixture = any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in mlp.items())
+    return mixture and not config.get("moe_intermediate_size")
 
 
 def _fall(

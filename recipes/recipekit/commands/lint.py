@@ -155,16 +155,11 @@ def lint(
     if config is None:
         return problems, []
 
+    script = check.OtherScript(filled_by, layout) if json_only else None
+    given = check.LintInput(config, recipe=recipe, model_config=shape, script=script)
+
     def check_on(ranks: int | None) -> list[Problem]:
-        return check.check(
-            config,
-            world=ranks,
-            recipe=recipe,
-            model_config=shape,
-            json_only=json_only,
-            filled_by=filled_by,
-            layout=layout,
-        )
+        return check.check(replace(given, world=ranks))
 
     found = check_on(world)
     if recipe and world:

@@ -16,81 +16,95 @@ MOST_MASK_BYTES = 40_000_000_000
 
 
 def check_divisions(
-    degrees: dict[str, int],
-    facts: Facts,
-    seq_len: int,
-    model_config: dict[str, Any] | None,
-    mesh: Mesh | None,
+    facts: Facts, seq_len: int, model_config: dict[str, Any] | None, mesh: Mesh | None
 ) -> list[Problem]:
     """Refuses parallel degrees that do not divide the model, and parameters larger than their swap
     buffer.
 
     `seq_len` is 0 if it is not known.
     """
+    tp, pp, sp, ep = (facts.degree(axis) for axis in ("tp", "pp", "sp", "ep"))
+    return [
+        *check_tp(tp, model_config, (facts.world or 0) // (pp * sp)),
+        *(_check_combinations(facts) if not facts.stock else []),
+        *_check_experts(ep, model_config, mesh),
+        *_check_sequence(sp, seq_len, model_config, mesh),
+        *_check_swap_buffer(facts, model_config, mesh),
+    ]
+
+
+def _check_combinations(facts: Facts) -> list[Problem]:
+    """Refuse sequence and expert parallelism together with parallelisms that divide the model."""
     found = []
-    whole = divisible(model_config, seq_len)
-    experts = whole["ep"]["experts"]
-    tp, sp, ep = degrees["tp"], degrees["sp"], degrees["ep"]
-    found += check_tp(tp, model_config, (facts.world or 0) // (degrees["pp"] * sp))
     for axis, kind, beside in (
-        (("sp", "sequence", ("tp", "pp")), ("ep", "expert", ("tp", "pp", "sp")))
-        if not facts.stock
-        else ()
+        ("sp", "sequence", ("tp", "pp")),
+        ("ep", "expert", ("tp", "pp", "sp")),
     ):
-        others = {other: degrees[other] for other in beside if degrees[other] > 1}
-        if degrees[axis] > 1 and others:
-            rule = f"{kind} parallelism can be combined only with data parallelism and ZeRO"
-            fix = f"use --{axis} 1, or {' '.join(f'--{other} 1' for other in others)}"
-            found.append(
-                Problem(
-                    f"{axis} = {degrees[axis]} with"
-                    f" {' and '.join(f'{other} = {degree}' for other, degree in others.items())}",
-                    rule,
-                    fix,
-                )
-            )
-    if ep > 1 and model_config is not None and not experts:
-        found.append(Problem(f"ep = {ep}", "this model has no experts", "use --ep 1"))
-    elif experts % ep:
-        nearest = min(
-            divisors(experts, mesh.dp if mesh is not None else 0),
-            key=lambda degree: abs(degree - ep),
-        )
+        others = {other: facts.degree(other) for other in beside if facts.degree(other) > 1}
+        if facts.degree(axis) == 1 or not others:
+            continue
+        listed = " and ".join(f"{other} = {degree}" for other, degree in others.items())
+        ways = " ".join(f"--{other} 1" for other in others)
         found.append(
             Problem(
-                f"ep = {ep}",
-                f"does not divide the model's {experts} experts",
-                f"use --ep {nearest}",
+                f"{axis} = {facts.degree(axis)} with {listed}",
+                f"{kind} parallelism can be combined only with data parallelism and ZeRO",
+                f"use --{axis} 1, or {ways}",
             )
         )
+    return found
+
+
+def _check_experts(
+    ep: int, model_config: dict[str, Any] | None, mesh: Mesh | None
+) -> list[Problem]:
+    """Refuse an expert-parallel degree that does not divide the model's experts."""
+    experts = divisible(model_config, 0)["ep"]["experts"]
+    if ep > 1 and model_config is not None and not experts:
+        return [Problem(f"ep = {ep}", "this model has no experts", "use --ep 1")]
+    if experts % ep == 0:
+        return []
+    nearest = _nearest(ep, divisors(experts, mesh.dp if mesh is not None else 0))
+    rule = f"does not divide the model's {experts} experts"
+    return [Problem(f"ep = {ep}", rule, f"use --ep {nearest}")]
+
+
+def _check_sequence(
+    sp: int, seq_len: int, model_config: dict[str, Any] | None, mesh: Mesh | None
+) -> list[Problem]:
+    """Refuse a sequence-parallel degree that does not divide the heads or the sequence."""
+    numbers = divisible(model_config, seq_len)["sp"]
     broken = [
         f"the model's {number} {name}" if name != "seq_len" else f"seq_len = {number}"
-        for name, number in whole["sp"].items()
+        for name, number in numbers.items()
         if number % sp
     ]
-    if broken:
-        nearest = min(
-            divisors(*whole["sp"].values(), mesh.world if mesh is not None else 0),
-            key=lambda degree: abs(degree - sp),
-        )
-        found.append(
-            Problem(f"sp = {sp}", f"does not divide {' and '.join(broken)}", f"use --sp {nearest}")
-        )
-    if facts.param_offload == "nvme" and mesh is not None:
-        key = "zero_optimization.offload_param.buffer_size"
-        largest = shape_of(model_config, "vocab_size") * shape_of(
-            model_config, "hidden_size", "n_embd", "d_model"
-        )
-        part = math.ceil(largest / mesh.dp / mesh.sp / mesh.tp)
-        if part > (size := facts.get(key, 100_000_000)):
-            found.append(
-                Problem(
-                    f"{key} = {size}",
-                    f"must be at least the {part} elements of the embedding that a rank holds",
-                    f"set it to {part} or more",
-                )
-            )
-    return found
+    if not broken:
+        return []
+    nearest = _nearest(sp, divisors(*numbers.values(), mesh.world if mesh is not None else 0))
+    rule = f"does not divide {' and '.join(broken)}"
+    return [Problem(f"sp = {sp}", rule, f"use --sp {nearest}")]
+
+
+def _nearest(degree: int, fitting: list[int]) -> int:
+    return min(fitting, key=lambda fit: abs(fit - degree))
+
+
+def _check_swap_buffer(
+    facts: Facts, model_config: dict[str, Any] | None, mesh: Mesh | None
+) -> list[Problem]:
+    """Refuse an NVMe buffer that is smaller than a rank's part of the embedding."""
+    if facts.param_offload != "nvme" or mesh is None:
+        return []
+    key = "zero_optimization.offload_param.buffer_size"
+    size = facts.get(key, 100_000_000)
+    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
+    largest = shape_of(model_config, "vocab_size") * hidden
+    part = math.ceil(largest / mesh.dp / mesh.sp / mesh.tp)
+    if part <= size:
+        return []
+    rule = f"must be at least the {part} elements of the embedding that a rank holds"
+    return [Problem(f"{key} = {size}", rule, f"set it to {part} or more")]
 
 
 def check_tp(tp: int, model_config: dict[str, Any] | None, ranks: int = 0) -> list[Problem]:
@@ -146,7 +160,6 @@ def check_pipeline(
     `total` is the global batch.
     """
     found = []
-    each = 2 if dualpipev else 1  # stages on one rank
     if dualpipev and pp == 1:
         found.append(
             Problem(
@@ -155,49 +168,50 @@ def check_pipeline(
                 "use --pp 2 or more, or leave it out",
             )
         )
-    if pp > 1 and 0 < layers < each * pp:
-        ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
-        fits = {
-            each: max(
-                (degree for degree in range(1, layers // each + 1) if ranks % degree == 0),
-                default=1,
-            )
-            for each in (1, 2)
-        }
-        ways = [f"--pp {fits[2]}"] if dualpipev and fits[2] > 1 else []
-        ways += [f"--pp {fits[1]} --pipeline_schedule 1f1b" if dualpipev else f"--pp {fits[1]}"]
-        rule = (
-            f"makes {each * pp} stages{' (two on each rank under dualpipev)' if dualpipev else ''},"
-            f" but the model has only {layers} layers"
-        )
-        found.append(Problem(f"pp = {pp}", rule, f"use {' or '.join(ways)}"))
-    if (
-        dualpipev
-        and pp > 1
-        and mesh is not None
-        and total
-        and micro
-        and total % (rows := mesh.dp * micro) == 0
-        and total // rows < 2 * pp
-    ):
-        rule = (
-            f"{product_of(mesh.dp, micro, None)} leaves {total // rows} micro-batches in a step,"
-            f" but dualpipev requires 2 * pp = {2 * pp}"
-        )
-        fix = f"use global_batch {2 * pp * rows}"
-        fix += (
-            f", or micro_batch {total // (2 * pp * mesh.dp)}"
-            if total % (2 * pp * mesh.dp) == 0
-            else ""
-        )
-        found.append(
-            Problem(
-                f"global_batch (train_batch_size) = {total}",
-                rule,
-                f"{fix}, or --pipeline_schedule 1f1b",
-            )
-        )
+    found += _check_stages(pp, dualpipev, layers, mesh)
+    if dualpipev and pp > 1 and mesh is not None and total and micro:
+        found += _check_dualpipev_batch(pp, total, micro, mesh)
     return found
+
+
+def _check_stages(pp: int, dualpipev: bool, layers: int, mesh: Mesh | None) -> list[Problem]:
+    """Refuse more pipeline stages than layers."""
+    each = 2 if dualpipev else 1  # stages on one rank
+    if not (pp > 1 and 0 < layers < each * pp):
+        return []
+    ranks = mesh.world // mesh.tp // mesh.sp if mesh is not None else 0
+
+    def most(each: int) -> int:
+        """Return the largest degree whose stages have a layer each."""
+        degrees = [degree for degree in range(1, layers // each + 1) if ranks % degree == 0]
+        return max(degrees, default=1)
+
+    if dualpipev:
+        ways = [f"--pp {most(2)}"] if most(2) > 1 else []
+        ways.append(f"--pp {most(1)} --pipeline_schedule 1f1b")
+    else:
+        ways = [f"--pp {most(1)}"]
+    two = " (two on each rank under dualpipev)" if dualpipev else ""
+    rule = f"makes {each * pp} stages{two}, but the model has only {layers} layers"
+    return [Problem(f"pp = {pp}", rule, f"use {' or '.join(ways)}")]
+
+
+def _check_dualpipev_batch(pp: int, total: int, micro: int, mesh: Mesh) -> list[Problem]:
+    """Refuse a global batch with fewer micro-batches than dualpipev requires."""
+    rows, least = mesh.dp * micro, 2 * pp
+    steps, rest = divmod(total, rows)
+    if rest or steps >= least:
+        return []
+    rule = (
+        f"{product_of(mesh.dp, micro, None)} leaves {steps} micro-batches in a step, but dualpipev"
+        f" requires 2 * pp = {least}"
+    )
+    ways = [f"global_batch {least * rows}"]
+    if total % (least * mesh.dp) == 0:
+        ways.append(f"micro_batch {total // (least * mesh.dp)}")
+    ways.append("--pipeline_schedule 1f1b")
+    where = f"global_batch (train_batch_size) = {total}"
+    return [Problem(where, rule, f"use {', or '.join(ways)}")]
 
 
 def check_dense_mask(attention: str, seq_len: int, rows: int, width: int) -> list[Problem]:

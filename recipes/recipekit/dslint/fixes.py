@@ -82,27 +82,36 @@ def carried_out(
             return None
         del here[key]
         return config, "deleted", False
-
     if found := re.match(r"did you mean ([\w.]+)\?$", text):
         if "must be one of" in problem.rule or (key == "type" and "no such" in problem.rule):
-            here[key] = found[1]
-            return config, f"= {shown(found[1])}", False
+            return _put(config, path, found[1])
         return _moved(config, path, _full(found[1], block))
     if found := re.match(r"it belongs in ([\w.]+|the top level)$", text):
         return _moved(config, path, key if found[1] == "the top level" else f"{found[1]}.{key}")
-
     if text == "add 1" and isinstance(here.get(key), int):
-        here[key] += 1
-        return config, f"= {here[key]}", False
-    if found := re.match(rf"(?:write|set (?:it|{re.escape(key)}) to) (?!\")", text):
+        return _put(config, path, here[key] + 1)
+
+    return _write(config, path, text)
+
+
+def _write(config: dict[str, Any], path: str, text: str) -> tuple[dict[str, Any], str, bool] | None:
+    """Carry out a fix that begins with "write", "set" or "add"."""
+    key = re.escape(path.rpartition(".")[2])
+    if found := re.match(rf"(?:write|set (?:it|{key}) to) (?!\")", text):
         value, rest = _json(text[found.end() :])
         if value is MISSING or not _ends(rest.removeprefix(" without quotes")):
             return None
-        here[key] = value
-        return config, f"= {shown(value)}", False
-    if found := re.match(rf"(?:write|set|add|set (?:it|{re.escape(key)}) to) (?=\")", text):
+        return _put(config, path, value)
+    if found := re.match(rf"(?:write|set|add|set (?:it|{key}) to) (?=\")", text):
         return _set(config, path, text[found.end() :])
     return None
+
+
+def _put(config: dict[str, Any], path: str, value: Any) -> tuple[dict[str, Any], str, bool]:
+    """Give a key another value; its block is there."""
+    block, _, key = path.rpartition(".")
+    (at(config, block) if block else config)[key] = value
+    return config, f"= {shown(value)}", False
 
 
 def _moved(

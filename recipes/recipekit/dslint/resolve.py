@@ -28,29 +28,60 @@ def resolve(
     """
     found, resolved = walk(config)
     assert not found, found
+
     said = literals(resolved)
-    beaten = said | degrees_in(resolved)
     lines = [
         f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}"
-        for field, value in beaten.items()
+        for field, value in (said | degrees_in(resolved)).items()
         if value != getattr(recipe, field)
     ]
+    batch = {
+        field: said.get(field, getattr(recipe, field))
+        for field in ("global_batch", "micro_batch", "gradient_clipping")
+    }
+    lines += _set_batch(resolved, batch, recipe.ramp.most, mesh)
+    numbers = {
+        "lr": recipe.lr,
+        "weight_decay": recipe.weight_decay,
+        "betas": [recipe.beta1, recipe.beta2],
+        "eps": recipe.eps,
+    }
+    lines += _fill_in_optimizer(resolved, numbers, recipe.steps)
+    _allow_optimizer(resolved)
+    _fill_in_zero(resolved, model_config, mesh)
+    _set_degrees(resolved, mesh, recipe.pipeline_schedule)
+    return resolved, lines
 
-    global_batch, micro_batch = (
-        said.get("global_batch", recipe.global_batch),
-        said.get("micro_batch", recipe.micro_batch),
-    )
+
+def _set_batch(
+    resolved: dict[str, Any], batch: dict[str, Any], most_rows: int, mesh: Mesh
+) -> list[str]:
+    """Set the numbers of the first step; `most_rows` is the largest global batch of the run.
+
+    Return a line if gradients are summed with less precision than fp32.
+    """
+    global_batch, micro_batch = batch["global_batch"], batch["micro_batch"]
     resolved["train_batch_size"] = global_batch
     resolved["train_micro_batch_size_per_gpu"] = micro_batch
     resolved["gradient_accumulation_steps"] = global_batch // (micro_batch * mesh.dp)
-    resolved["gradient_clipping"] = said.get("gradient_clipping", recipe.gradient_clipping)
+    resolved["gradient_clipping"] = batch["gradient_clipping"]
 
-    steps, facts = max(global_batch, recipe.ramp.most) // (micro_batch * mesh.dp), Facts(resolved)
+    steps = max(global_batch, most_rows) // (micro_batch * mesh.dp)
+    facts = Facts(resolved)
     if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
-        lines.append(
+        return [
             f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype};"
             " zero1.json sums them in fp32"
-        )
+        ]
+    return []
+
+
+def _fill_in_optimizer(resolved: dict[str, Any], numbers: dict[str, Any], steps: int) -> list[str]:
+    """Fill in the optimizer and its numbers; return a line for each decision.
+
+    `numbers` are the recipe's, by their keys in optimizer.params; `steps` is the run's length.
+    """
+    lines = []
     if "optimizer" not in resolved:
         offloaded = Facts(resolved).offload != "none"
         resolved["optimizer"] = {
@@ -58,51 +89,54 @@ def resolve(
             "params": {} if offloaded else {"torch_adam": True, "fused": True},
         }
         lines.append("optimizer: the JSON names no optimizer, so the run uses AdamW")
+
     params = resolved["optimizer"].setdefault("params", {})
     takes = optimizer_params(resolved, optimizer_name(resolved))
-    numbers = {
-        "lr": recipe.lr,
-        "weight_decay": recipe.weight_decay,
-        "betas": [recipe.beta1, recipe.beta2],
-        "eps": recipe.eps,
-    }
     for key, number in numbers.items():
         if takes_number(takes, key) and params.get(key, "auto") == "auto":
             params[key] = number
 
     if params.get("freeze_step") == "auto":
-        params["freeze_step"] = max(1, recipe.steps * FREEZE_PERCENT // 100)
-    if params.get("freeze_step", 0) >= recipe.steps > 0:
+        params["freeze_step"] = max(1, steps * FREEZE_PERCENT // 100)
+    if params.get("freeze_step", 0) >= steps > 0:
         lines.append(
-            f"optimizer.params.freeze_step: {params['freeze_step']} of {recipe.steps} steps, so the"
+            f"optimizer.params.freeze_step: {params['freeze_step']} of {steps} steps, so the"
             " run never sends 1-bit signs"
         )
+    return lines
 
-    kept = facts_of(resolved)
+
+def _allow_optimizer(resolved: dict[str, Any]) -> None:
+    """Set the switches with which DeepSpeed accepts an optimizer that it has not tested."""
+    facts, kept = Facts(resolved), facts_of(resolved)
     if facts.stage > 0 and not kept.tested:
         # the rules let no optimizer pass that ZeRO's flat pieces would change
         resolved["zero_allow_untested_optimizer"] = True
     if kept.ours and facts.offload != "none":
         resolved["zero_force_ds_cpu_optimizer"] = False  # ours is updated on the host by torch
 
+
+def _fill_in_zero(
+    resolved: dict[str, Any], model_config: dict[str, Any] | None, mesh: Mesh
+) -> None:
+    """Fill in the ZeRO stage, and the sizes that an "auto" stands for."""
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
-    zero |= {
-        key: size
-        for key, size in _sizes(model_config, facts.stage, mesh.tp).items()
-        if zero.get(key) == "auto"
-    }
+    sizes = _sizes(model_config, zero["stage"], mesh.tp)
+    zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
 
+
+def _set_degrees(resolved: dict[str, Any], mesh: Mesh, schedule: str) -> None:
+    """Replace the JSON's parallel degrees by the blocks that DeepSpeed needs for this mesh."""
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
     # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
-    if mesh.pp > 1 and recipe.pipeline_schedule == "dualpipev":
+    if mesh.pp > 1 and schedule == "dualpipev":
         resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mesh.sp > 1:
         resolved["sequence_parallel_size"] = mesh.sp
     if mesh.ep > 1:
         resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
-    return resolved, lines
 
 
 def _sizes(model_config: dict[str, Any] | None, stage: int, tp: int) -> dict[str, int]:

@@ -142,76 +142,67 @@ def walk(
     value that DeepSpeed would replace by a default becomes that default. With `stock`, a word or
     number that DeepSpeed converts is converted.
     """
-    found: list[Problem] = []
     root = copy.copy(schema()["config"])
     root["keys"] = copy.deepcopy({key: node for key, node in root["keys"].items() if key in config})
-    schedules = schema()["schedulers"] | schema()["torch_schedulers"]
-    for block, names in (("optimizer", schema()["optimizers"]), ("scheduler", schedules)):
-        if not isinstance(config.get(block), dict):
-            continue
-        given = config[block].get("type")
-        params = root["keys"][block]["keys"]["params"]
-        name = (
-            optimizer_name(config)
-            if block == "optimizer"
-            else given
-            if isinstance(given, str) and given in names
-            else None
-        )
-        if name is None:
-            if isinstance(given, str) or (
-                given is None
-                and not resembled("type", config[block].keys() - root["keys"][block]["keys"].keys())
-            ):
-                found.append(_unknown_name(block, given, list(names)))
-        elif "needs_package" in names[name]:
-            package = names[name]["needs_package"]
-            found.append(
-                Problem(
-                    f"{block}.type = {given}",
-                    f"requires the package {package}, which is not installed",
-                    "use AdamW",
-                    FAILS,
-                )
-            )
-        else:
-            params["keys"] = optimizer_params(config, name) if block == "optimizer" else names[name]
-            params["of"], params["strict"] = name, True
-            if "params" not in config[block] and (
-                needed := [key for key, node in params["keys"].items() if node.get("required")]
-                or block == "scheduler"
-            ):
-                listed = ", ".join(needed) if isinstance(needed, list) else "an object"
-                found.append(
-                    Problem(
-                        f"{block}.params = (missing)",
-                        f"{name} requires it",
-                        f'add "params" with {listed}',
-                        FAILS,
-                    )
-                )
+    found = []
+    for block in ("optimizer", "scheduler"):
+        if isinstance(config.get(block), dict):
+            found += _fill_in_params(root["keys"][block], block, config)
     root["keys"] |= {
         key: node for key, node in schema()["config"]["keys"].items() if key not in root["keys"]
     }
-    clean = _block(root, config, "", found, auto)
+
+    in_blocks, clean = _block(root, config, "", auto)
+    found += in_blocks
     if stock:
         _convert(root, config, clean, found)
-    fixes = _fixes_by_the_file(config)
-    found = [
-        replace(
-            problem,
-            fix=fixes.get(
-                (problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"')),
-                problem.fix,
-            ),
-        )
-        for problem in found
-    ]
+
+    # its type is at fault, so nothing is known about its parameters
     for block in ("optimizer", "scheduler"):
-        # its type is at fault, so nothing is known about its parameters
         if "keys" not in root["keys"][block]["keys"]["params"]:
             clean.get(block, {}).pop("params", None)
-    return found, clean
+    return _with_fixes_by_the_file(found, config), clean
+
+
+def _fill_in_params(node: Node, block: str, config: dict[str, Any]) -> list[Problem]:
+    """Put the keys of the named optimizer or scheduler into the `node` of its block; return the
+    problems of its name.
+    """
+    given = config[block].get("type")
+    if block == "optimizer":
+        names, name = schema()["optimizers"], optimizer_name(config)
+    else:
+        names = schema()["schedulers"] | schema()["torch_schedulers"]
+        name = given if isinstance(given, str) and given in names else None
+
+    if name is None:
+        misspelt = resembled("type", config[block].keys() - node["keys"].keys())
+        if isinstance(given, str) or (given is None and not misspelt):
+            return [_unknown_name(block, given, list(names))]
+        return []  # of another type, or under another key: a problem of that key
+    if "needs_package" in names[name]:
+        rule = f"requires the package {names[name]['needs_package']}, which is not installed"
+        return [Problem(f"{block}.type = {given}", rule, "use AdamW", FAILS)]
+
+    params = node["keys"]["params"]
+    params["keys"] = optimizer_params(config, name) if block == "optimizer" else names[name]
+    params["of"], params["strict"] = name, True
+
+    needed = [key for key, known in params["keys"].items() if known.get("required")]
+    if "params" in config[block] or (block == "optimizer" and not needed):
+        return []
+    fix = f'add "params" with {", ".join(needed) or "an object"}'
+    return [Problem(f"{block}.params = (missing)", f"{name} requires it", fix, FAILS)]
+
+
+def _with_fixes_by_the_file(found: list[Problem], config: dict[str, Any]) -> list[Problem]:
+    """Return the problems, with other fixes where a fix depends on the rest of the file."""
+    fixes = _fixes_by_the_file(config)
+    fixed = []
+    for problem in found:
+        place = (problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"'))
+        fixed.append(replace(problem, fix=fixes.get(place, problem.fix)))
+    return fixed
 
 
 def meant_by_auto(config: dict[str, Any]) -> dict[str, bool]:
@@ -265,87 +256,87 @@ def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
 
 
 def _block(
-    node: Node, config: dict[str, Any], path: str, found: list[Problem], auto: Collection[str]
-) -> dict[str, Any]:
-    clean = {}
-    strict = bool(node.get("strict"))
+    node: Node, config: dict[str, Any], path: str, auto: Collection[str]
+) -> tuple[list[Problem], dict[str, Any]]:
+    """Return the problems of a block's keys, and the block without the keys at fault."""
+    found: list[Problem] = []
+    clean: dict[str, Any] = {}
     off = path in UNCHECKED and not config.get("enabled")
     for key, value in config.items():
         here = f"{path}.{key}" if path else key
         known = node["keys"].get(key)
         if known is None:
             found.append(_unknown_key(node, key, value, path))
-        elif "removed" in known:
-            found.append(
-                Problem(
-                    f"{here} = {shown(value)}",
-                    f"was removed from DeepSpeed {schema()['deepspeed']}",
-                    "delete it",
-                    FAILS,
-                )
-            )
-        elif "use_instead" in known:
-            works, fix, renamed = (
-                known.get("works", True)
-                or (key == "allgather_size" and config.get("zero_optimization") is True),
-                *_renamed(known["use_instead"], key, value, config),
-            )
-            found.append(
-                Problem(
-                    f"{here} = {shown(value)}",
-                    "is an old or alternative name",
-                    fix,
-                    APPLIES if works else IGNORES,
-                )
-            )
-            clean |= renamed if works else {}
-        elif problem := wrong(known, value, here, auto, strict):
+        elif "removed" in known or "use_instead" in known:
+            problem, renamed = _former_key(known, here, value, config)
+            found.append(problem)
+            clean |= renamed
+        elif problem := wrong(known, value, here, auto, bool(node.get("strict"))):
             if off and key != "enabled":
                 # DeepSpeed reads it without a look at what it is
                 problem = replace(problem, outcome=APPLIES)
             found.append(problem)
             if problem.outcome == REPLACES and value == "auto" and "default" in known:
                 clean[key] = known["default"]
-        elif value == "auto" and here not in AUTO and known.get("default") != "auto":
-            clean |= {key: known["default"]} if "default" in known else {}  # whoever fills it
         elif "keys" in known and isinstance(value, dict):
-            clean[key] = _block(known, value, here, found, auto)
+            below, clean[key] = _block(known, value, here, auto)
+            found += below
         else:
-            clean[key] = (
-                int(value)
-                if isinstance(value, float)
-                and "integer" in known["type"]
-                and "number" not in known["type"]
-                else copy.deepcopy(value)
-            )
-    for key, known in node["keys"].items():
-        if known.get("required") and key not in config:
-            found.append(
-                Problem(
-                    f"{path}.{key} = (missing)",
-                    f"{node.get('of', path)} requires it",
-                    f'add "{key}": {example(known)}',
-                    FAILS,
-                )
-            )
-    enabled = node["keys"].get("enabled", {})
-    unknown = config.keys() - node["keys"].keys()
-    if (
-        config
-        and "enabled" not in config
-        and enabled.get("default") is False
-        and not resembled("enabled", unknown)
-    ):
-        rule = 'has no "enabled", so DeepSpeed disables the block and ignores its other keys'
-        found.append(
-            Problem(
-                f"{path} = {shown(config)}",
-                rule,
-                'add "enabled": true or delete the block',
-                IGNORES,
-            )
-        )
-    return clean
+            clean |= _right_value(known, here, value)
+    return [*found, *_missing_keys(node, config, path), *_never_enabled(node, config, path)], clean
+
+
+def _former_key(
+    known: Node, here: str, value: Any, config: dict[str, Any]
+) -> tuple[Problem, dict[str, Any]]:
+    """Return the problem of a key that was removed or renamed, and what DeepSpeed takes it for."""
+    where, key = f"{here} = {shown(value)}", here.rpartition(".")[2]
+    if "removed" in known:
+        rule = f"was removed from DeepSpeed {schema()['deepspeed']}"
+        return Problem(where, rule, "delete it", FAILS), {}
+
+    works = known.get("works", True) or (
+        key == "allgather_size" and config.get("zero_optimization") is True
+    )
+    fix, renamed = _renamed(known["use_instead"], key, value, config)
+    outcome = APPLIES if works else IGNORES
+    problem = Problem(where, "is an old or alternative name", fix, outcome)
+    return problem, renamed if works else {}
+
+
+def _right_value(known: Node, here: str, value: Any) -> dict[str, Any]:
+    """Return the key with a copy of its value, where a whole number written as 5e8 is an integer.
+
+    An "auto" that another program fills becomes the default; {} if the key has no default.
+    """
+    key, types = here.rpartition(".")[2], known["type"]
+    if value == "auto" and here not in AUTO and known.get("default") != "auto":
+        return {key: known["default"]} if "default" in known else {}
+    if isinstance(value, float) and "integer" in types and "number" not in types:
+        return {key: int(value)}
+    return {key: copy.deepcopy(value)}
+
+
+def _missing_keys(node: Node, config: dict[str, Any], path: str) -> list[Problem]:
+    """Refuse a block that lacks a key which DeepSpeed requires."""
+    rule = f"{node.get('of', path)} requires it"
+    return [
+        Problem(f"{path}.{key} = (missing)", rule, f'add "{key}": {example(known)}', FAILS)
+        for key, known in node["keys"].items()
+        if known.get("required") and key not in config
+    ]
+
+
+def _never_enabled(node: Node, config: dict[str, Any], path: str) -> list[Problem]:
+    """Refuse a block whose keys DeepSpeed ignores, because nothing switches the block on."""
+    default = node["keys"].get("enabled", {}).get("default")
+    if not config or "enabled" in config or default is not False:
+        return []
+    if resembled("enabled", config.keys() - node["keys"].keys()):
+        return []  # the misspelt key is the problem
+    rule = 'has no "enabled", so DeepSpeed disables the block and ignores its other keys'
+    fix = 'add "enabled": true or delete the block'
+    return [Problem(f"{path} = {shown(config)}", rule, fix, IGNORES)]
 
 
 def _convert(
@@ -389,58 +380,57 @@ def resembled(key: str, names: Iterable[str]) -> bool:
 
 def _unknown_key(node: Node, key: str, value: Any, path: str) -> Problem:
     here = f"{path}.{key}" if path else key
-    kind = (
+    rule = (
         f"{node['of']} does not take this key" if "of" in node else "DeepSpeed has no such key here"
     )
-    valid = [
-        name
-        for name, known in node["keys"].items()
-        if "removed" not in known and "use_instead" not in known
-    ]
-    near = difflib.get_close_matches(
-        key, [name for name in valid if fits(node["keys"][name], value)], 1, 0.7
-    )
-    old = [
-        name
-        for name in difflib.get_close_matches(key, node["keys"], 1, 0.9)
-        if "use_instead" in node["keys"][name]
-    ]
+    fix = _fix_of_unknown_key(node, key, value, here)
+    return Problem(f"{here} = {shown(value)}", rule, fix, _unknown_outcome(node, key, value, path))
+
+
+def _fix_of_unknown_key(node: Node, key: str, value: Any, here: str) -> str:
+    """Return the fix of the likeliest mistake: an old name, a typing error, another block."""
+    keys = node["keys"]
     elsewhere = [
         place for place in _paths() if place.rpartition(".")[2] == key and fits(_node(place), value)
     ]
-    if old and key not in elsewhere:
-        fix, _ = _renamed(node["keys"][old[0]]["use_instead"], old[0], value, {})
-    elif former := FORMER.get(here):
-        fix = f"did you mean {former}?"
-    elif near:
-        fix = f"did you mean {near[0]}?"
-    elif elsewhere:
-        fix = (
-            "it belongs in"
-            f" {' or '.join(place.rpartition('.')[0] or 'the top level' for place in elsewhere)}"
-        )
-    elif "of" in node:
-        fix = f"delete it. {node['of']} takes {', '.join(valid)}"
-    elif far := [
+    close = difflib.get_close_matches(key, keys, 1, 0.9)
+    if key not in elsewhere:
+        for old in close:
+            if "use_instead" in keys[old]:
+                return _renamed(keys[old]["use_instead"], old, value, {})[0]
+    if here in FORMER:
+        return f"did you mean {FORMER[here]}?"
+
+    valid = [
         name
-        for name in difflib.get_close_matches(key, _paths_by_name(), 1, 0.8)
-        if fits(_node(_paths_by_name()[name]), value)
-    ]:
-        fix = f"did you mean {_paths_by_name()[far[0]]}?"
-    else:
-        near = difflib.get_close_matches(key, valid, 1, 0.0)
-        fix = f"delete it. The nearest key is {near[0]}" if near else "delete it"
-    outcome = FAILS if node.get("strict") else IGNORES
-    if path == "optimizer.params" and node["of"] in TAKEN_OUT.get(key, ()):
-        outcome = IGNORES
-    elif (
-        path == "optimizer.params"
-        and key == "amsgrad"
-        and value is False
-        and node["of"] in ("Adam", "AdamW")
-    ):
-        outcome = APPLIES  # every Adam takes this argument, but only PyTorch's can do it
-    return Problem(f"{here} = {shown(value)}", kind, fix, outcome)
+        for name, known in keys.items()
+        if "removed" not in known and "use_instead" not in known
+    ]
+    fitting = [name for name in valid if fits(keys[name], value)]
+    if near := difflib.get_close_matches(key, fitting, 1, 0.7):
+        return f"did you mean {near[0]}?"
+    if elsewhere:
+        blocks = [place.rpartition(".")[0] or "the top level" for place in elsewhere]
+        return f"it belongs in {' or '.join(blocks)}"
+    if "of" in node:
+        return f"delete it. {node['of']} takes {', '.join(valid)}"
+
+    for far in difflib.get_close_matches(key, _paths_by_name(), 1, 0.8):
+        place = _paths_by_name()[far]
+        if fits(_node(place), value):
+            return f"did you mean {place}?"
+    nearest = difflib.get_close_matches(key, valid, 1, 0.0)
+    return f"delete it. The nearest key is {nearest[0]}" if nearest else "delete it"
+
+
+def _unknown_outcome(node: Node, key: str, value: Any, path: str) -> str:
+    """Return what DeepSpeed does with a key that the block does not have."""
+    if path == "optimizer.params":
+        if node["of"] in TAKEN_OUT.get(key, ()):
+            return IGNORES
+        if key == "amsgrad" and value is False and node["of"] in ("Adam", "AdamW"):
+            return APPLIES  # every Adam takes this argument, but only PyTorch's can do it
+    return FAILS if node.get("strict") else IGNORES
 
 
 def _unknown_name(block: str, given: str | None, names: list[str]) -> Problem:

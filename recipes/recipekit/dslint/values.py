@@ -4,8 +4,9 @@ import contextlib
 import difflib
 import json
 import math
+import operator
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from ..spec.refusal import APPLIES, FAILS, IGNORES, REPLACES, Problem
@@ -39,96 +40,117 @@ def wrong(node: Node, value: Any, path: str, auto: Collection[str], strict: bool
     meant for another type, and refuse the rest. All other blocks take any value, and fail when they
     use it.
     """
-    where, types = f"{path} = {shown(value)}", node["type"]
     if value == "auto" and path in auto:
         return None
-    if value == "auto" and path == "pipeline.stages":
-        return Problem(where, '"auto" means the same as a missing key', "delete it", IGNORES)
-    if value == "auto" and node.get("default") != "auto":
-        drops = strict and not path.startswith(("optimizer.", "scheduler."))
-        word = "boolean" in types and path not in CHECKED  # any word counts as true
-        return Problem(
-            where,
-            '"auto" is not supported, because nothing fills it in',
-            f"set it to {example(node)}",
-            REPLACES if drops or word else FAILS,
-        )
+    if value == "auto" and (path == "pipeline.stages" or node.get("default") != "auto"):
+        return _unfilled(node, path, strict)
     if path == "zero_optimization" and isinstance(value, bool):
         return Problem(
-            where,
+            f"{path} = {shown(value)}",
             "is the old format of 2020, which only switches between stage 0 and 1",
             f'set it to {{"stage": {int(value)}}}',
             APPLIES,
         )
-    if not any(_is(value, name) for name in types):
-        names = " or ".join(
-            {
-                "object": "a block {...}",
-                "array": "a list [...]",
-                "integer": "a whole number",
-                "number": "a number",
-                "null": "null",
-            }.get(name, f"a {name}")
-            for name in types
-        )
-        fix = (
-            "delete it"
-            if value is None and not node.get("required")
-            else f"set it to {_meant(node, value)}"
-        )
-        return Problem(where, f"must be {names}", fix, _converted(node, value, path, strict))
-    if isinstance(value, str):
-        if "enum" in node and not (
-            value in node["enum"]
-            or (
-                node.get("any_case")
-                and value.lower() in [str(name).lower() for name in node["enum"]]
-            )
-        ):
-            near = difflib.get_close_matches(value, [str(name) for name in node["enum"]], 1)
-            return Problem(
-                where,
-                f"must be one of {', '.join(str(name) for name in node['enum'])}",
-                f"did you mean {near[0]}?" if near else f"set it to {example(node)}",
-                # by its default, with a warning
-                REPLACES if path == "scheduler.params.warmup_type" else FAILS,
-            )
+    if not any(_is(value, name) for name in node["type"]):
+        return _wrong_type(node, value, path, strict)
+    find_wrong = CHECKERS.get(type(value))
+    return find_wrong(node, value, path) if find_wrong is not None else None
+
+
+def _unfilled(node: Node, path: str, strict: bool) -> Problem:
+    """Return the problem of an "auto" that nobody fills."""
+    where = f'{path} = "auto"'
+    if path == "pipeline.stages":
+        return Problem(where, '"auto" means the same as a missing key', "delete it", IGNORES)
+    drops = strict and not path.startswith(("optimizer.", "scheduler."))
+    word = "boolean" in node["type"] and path not in CHECKED  # any word counts as true
+    return Problem(
+        where,
+        '"auto" is not supported, because nothing fills it in',
+        f"set it to {example(node)}",
+        REPLACES if drops or word else FAILS,
+    )
+
+
+# Type of the schema -> the words for it, if "a TYPE" is not right.
+WORDS = {
+    "object": "a block {...}",
+    "array": "a list [...]",
+    "integer": "a whole number",
+    "number": "a number",
+    "null": "null",
+}
+
+
+def _wrong_type(node: Node, value: Any, path: str, strict: bool) -> Problem:
+    """Return the problem of a value whose type the node does not take."""
+    names = " or ".join(WORDS.get(name, f"a {name}") for name in node["type"])
+    deleted = value is None and not node.get("required")
+    fix = "delete it" if deleted else f"set it to {_meant(node, value)}"
+    outcome = _converted(node, value, path, strict)
+    return Problem(f"{path} = {shown(value)}", f"must be {names}", fix, outcome)
+
+
+def _wrong_word(node: Node, value: str, path: str) -> Problem | None:
+    """Find a word that is not among the names of its key."""
+    if "enum" not in node or value in node["enum"]:
         return None
-    numbers = [number for number in node.get("enum", []) if not isinstance(number, str)]
-    if numbers and value is not None and value not in numbers:
-        return Problem(
-            where,
-            f"must be {' or '.join(json.dumps(number) for number in numbers)}",
-            f"set it to {_nearest(numbers, value)}",
-            FAILS,
-        )
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        for word, bad, says in (
-            ("min", lambda bound: value < bound, "at least"),
-            ("above", lambda bound: value <= bound, "more than"),
-            ("max", lambda bound: value > bound, "at most"),
-            ("below", lambda bound: value >= bound, "less than"),
-        ):
-            if word in node and bad(node[word]):
-                if path == "gradient_clipping":
-                    return Problem(
-                        where,
-                        "must be at least 0",
-                        "set it to 0, which also disables clipping",
-                        APPLIES,
-                    )
-                outcome = {
-                    "activation_checkpointing.number_checkpoints": APPLIES,
-                    "flops_profiler.profile_step": IGNORES,
-                }.get(path, FAILS)
-                return Problem(
-                    where, f"must be {says} {node[word]:g}", f"set it to {example(node)}", outcome
-                )
-    return _wrong_list(node, value, path, where) if isinstance(value, list) else None
+    names = [str(name) for name in node["enum"]]
+    if node.get("any_case") and value.lower() in [name.lower() for name in names]:
+        return None
+    near = difflib.get_close_matches(value, names, 1)
+    return Problem(
+        f"{path} = {shown(value)}",
+        f"must be one of {', '.join(names)}",
+        f"did you mean {near[0]}?" if near else f"set it to {example(node)}",
+        # by its default, with a warning
+        REPLACES if path == "scheduler.params.warmup_type" else FAILS,
+    )
 
 
-def _wrong_list(node: Node, value: list[Any], path: str, where: str) -> Problem | None:
+# Key of a node with a bound -> the comparison of a number outside it, and the words for the range.
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "min": (operator.lt, "at least"),
+    "above": (operator.le, "more than"),
+    "max": (operator.gt, "at most"),
+    "below": (operator.ge, "less than"),
+}
+# Path -> what DeepSpeed does with a number out of range, if it does not fail.
+OUT_OF_RANGE = {
+    "activation_checkpointing.number_checkpoints": APPLIES,
+    "flops_profiler.profile_step": IGNORES,
+}
+
+
+def _not_listed(node: Node, value: float, path: str) -> Problem | None:
+    """Find a number or a switch that is not among the values of its key."""
+    listed = [number for number in node.get("enum", []) if not isinstance(number, str)]
+    if not listed or value in listed:
+        return None
+    names = " or ".join(json.dumps(number) for number in listed)
+    fix = f"set it to {_nearest(listed, value)}"
+    return Problem(f"{path} = {shown(value)}", f"must be {names}", fix, FAILS)
+
+
+def _wrong_number(node: Node, value: float, path: str) -> Problem | None:
+    """Find a number that is not among the numbers of its key, or out of its range."""
+    if problem := _not_listed(node, value, path):
+        return problem
+    where = f"{path} = {shown(value)}"
+    for name, (is_outside, words) in BOUNDS.items():
+        if name not in node or not is_outside(value, node[name]):
+            continue
+        if path == "gradient_clipping":
+            fix = "set it to 0, which also disables clipping"
+            return Problem(where, "must be at least 0", fix, APPLIES)
+        rule, fix = f"must be {words} {node[name]:g}", f"set it to {example(node)}"
+        return Problem(where, rule, fix, OUT_OF_RANGE.get(path, FAILS))
+    return None
+
+
+def _wrong_list(node: Node, value: list[Any], path: str) -> Problem | None:
     """Find what is wrong with the items of a list."""
+    where = f"{path} = {shown(value)}"
     if not all(_is(item, node.get("items", "any")) for item in value):
         return Problem(
             where,
@@ -162,6 +184,16 @@ def _wrong_list(node: Node, value: list[Any], path: str, where: str) -> Problem 
             FAILS,
         )
     return None
+
+
+# Type of a value, which the node takes -> what else is checked of it.
+CHECKERS: dict[type, Callable[[Node, Any, str], Problem | None]] = {
+    str: _wrong_word,
+    bool: _not_listed,
+    int: _wrong_number,
+    float: _wrong_number,
+    list: _wrong_list,
+}
 
 
 def _converted(node: Node, value: Any, path: str, strict: bool) -> str:

@@ -58,10 +58,8 @@ def check_packages(needed: Sequence[str] = NEEDED) -> None:
             f"{shlex.quote(sys.executable)} -m pip install {' '.join(pins())}",
         )
     activate = ROOT / ".venv" / "bin" / "activate"
-    fix = (
-        "activate the environment first:"
-        f" {f'. {shlex.quote(str(activate))}' if activate.exists() else 'make setup, then . .venv/bin/activate'}"
-    )
+    found = f". {shlex.quote(str(activate))}" if activate.exists() else ""
+    fix = f"activate the environment first: {found or 'make setup, then . .venv/bin/activate'}"
     if sys.prefix == str(ROOT / ".venv"):  # something has gone from the environment
         fix = f"{shlex.quote(sys.executable)} -m pip install -r requirements.txt"
     raise refuse(sys.executable, f"has no {', '.join(missing)}", fix)

@@ -62,6 +62,20 @@ def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list
         return []
     if problems := check_numbers(variables):
         raise Refusal(problems)
+    _check_task(place, variables)
+
+    numbers = _numbers_of(place, variables)
+    variables.update(numbers)
+    if place.local_ranks:
+        variables.setdefault("LOCAL_WORLD_SIZE", str(place.local_ranks))
+    return [
+        f"{place.starter.name}: rank and world come from its variables. {place.world} ranks meet at"
+        f" {numbers['MASTER_ADDR']}:{numbers['MASTER_PORT']}"
+    ]
+
+
+def _check_task(place: Place, variables: Mapping[str, str]) -> None:
+    """Raise `Refusal` if a task has the world of another job, or a terminal of its own."""
     where = f"{place.starter.name}, rank {place.rank} of {place.world}"
     given = variables.get("WORLD_SIZE", str(place.world))
     if given != str(place.world):
@@ -71,6 +85,14 @@ def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list
         raise refuse(
             where, "srun --pty gives a terminal to one of its tasks and ends the others", fix
         )
+
+
+def _numbers_of(place: Place, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with which this process joins the others.
+
+    Raises `Refusal` if the rank on this host or the host of rank 0 is not known.
+    """
+    where = f"{place.starter.name}, rank {place.rank} of {place.world}"
     local_rank = variables.get("LOCAL_RANK") or place.local_rank
     if local_rank is None:
         fix = f"set LOCAL_RANK for each process, or use {LAUNCH}"
@@ -79,17 +101,13 @@ def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list
     if not address:
         fix = f"set MASTER_ADDR to the first host and MASTER_PORT for all ranks, or use {LAUNCH}"
         raise refuse(where, "its variables do not give the host of rank 0", fix)
-    port = variables.get("MASTER_PORT") or str(_port(place.starter, variables))
-    variables.update(
-        {"RANK": str(place.rank), "WORLD_SIZE": str(place.world), "LOCAL_RANK": str(local_rank)}
-    )
-    variables.update({"MASTER_ADDR": address, "MASTER_PORT": port})
-    if place.local_ranks:
-        variables.setdefault("LOCAL_WORLD_SIZE", str(place.local_ranks))
-    return [
-        f"{place.starter.name}: rank and world come from its variables. {place.world} ranks meet at"
-        f" {address}:{port}"
-    ]
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world),
+        "LOCAL_RANK": str(local_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": variables.get("MASTER_PORT") or str(_port(place.starter, variables)),
+    }
 
 
 def place_of(variables: Mapping[str, str]) -> Place | None:

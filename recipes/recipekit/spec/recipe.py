@@ -437,7 +437,7 @@ class Recipe:
             if field in typed and getattr(self, field) != getattr(file, field)
         ]
         names = [name for field in others for name in OWN[field] if name not in typed]
-        defaults = {name: Recipe.__dataclass_fields__[name].default for name in names}
+        defaults = {name: _default_of(name) for name in names}
         changed = {
             name: default for name, default in defaults.items() if getattr(file, name) != default
         }
@@ -466,132 +466,153 @@ class Recipe:
 def check_recipe(recipe: Recipe) -> list[Problem]:
     """Refuses every value of the recipe that no layout could make right."""
     problems = check_kinds(vars(recipe)) + check_values(vars(recipe))
-    told = {
-        problem.where.partition(" = ")[0] for problem in problems
-    } & Recipe.__dataclass_fields__.keys()
-    # what follows compares numbers
+
+    # What follows compares numbers, so a field that is refused already has its default there.
+    refused = {problem.where.partition(" = ")[0] for problem in problems}
     recipe = dataclasses.replace(
-        recipe, **{name: Recipe.__dataclass_fields__[name].default for name in told}
+        recipe, **{name: _default_of(name) for name in refused & Recipe.__dataclass_fields__.keys()}
     )
-    if recipe.seq_len == 1 and "seq_len" in recipe.facts.reads and not recipe.facts.masked:
-        rule = (
-            "a row of one token has no target, because each token is predicted from the tokens"
-            " before it"
-        )
-        problems.append(Problem("seq_len = 1", rule, "use --seq_len 2 or more"))
+    values, facts, adapted = vars(recipe), recipe.facts, recipe.adapt is not None
+    return [
+        *problems,
+        *_check_row(recipe.seq_len, facts),
+        *_check_counts(values),
+        *_check_grace(recipe.grace),
+        *_check_ranges(values),
+        *_check_steps(values),
+        *check_rates(
+            recipe.schedule,
+            recipe.steps,
+            recipe.warmup_steps,
+            recipe.decay_steps,
+            recipe.lr,
+            recipe.min_lr,
+        ),
+        *check_ramp(recipe.batch_ramp, recipe.steps),
+        *(_check_packed(values) if facts.rows == PACKED else []),
+        *check_lacks(facts, {axis: values[axis] for axis in AXES}, adapted),
+        *_check_adapted_stages(recipe.pp, adapted),
+        *_check_rates(recipe.lr_scale or {}, recipe.layer_decay, adapted),
+        *_check_exports(values),
+    ]
+
+
+def _default_of(name: str) -> Any:
+    """Return the default of a field."""
+    return Recipe.__dataclass_fields__[name].default
+
+
+def _check_row(seq_len: int, facts: Facts) -> list[Problem]:
+    """Refuse a row without a target."""
+    if seq_len != 1 or "seq_len" not in facts.reads or facts.masked:
+        return []
+    rule = (
+        "a row of one token has no target, because each token is predicted from the tokens"
+        " before it"
+    )
+    return [Problem("seq_len = 1", rule, "use --seq_len 2 or more")]
+
+
+def _check_counts(values: Mapping[str, Any]) -> list[Problem]:
+    """Refuse counts that are too small."""
+    problems = []
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "threads"):
-        if (value := getattr(recipe, name)) < 1 and not (name == "steps" and recipe.epochs):
+        value, from_epochs = values[name], name == "steps" and values["epochs"]
+        if value < 1 and not from_epochs:
             problems.append(
                 Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1 or more")
             )
     for name in MAY_BE_ZERO:
-        if (value := getattr(recipe, name)) < 0:
+        value = values[name]
+        if value < 0:
             problems.append(
                 Problem(f"{name} = {value}", "must not be negative", f"use --{name} 0 or more")
             )
+    return problems
+
+
+def _check_grace(grace: str | float) -> list[Problem]:
+    """Refuse a grace that is no time."""
     try:
-        seconds_of(recipe.grace)
+        seconds_of(grace)
     except ValueError:
-        problems.append(
+        return [
             Problem(
-                f"grace = {recipe.grace}",
+                f"grace = {grace}",
                 "must be auto or a positive number of seconds",
                 "use --grace auto, or a number such as --grace 120",
             )
-        )
+        ]
+    return []
+
+
+def _check_ranges(values: Mapping[str, Any]) -> list[Problem]:
+    """Refuse rates and fractions out of their range."""
+    problems = []
     for name in ("lr", "eps", "retry_s", "beta"):
-        if (value := getattr(recipe, name)) <= 0:
-            fix = (
-                f"use a positive number, for example --{name}"
-                f" {Recipe.__dataclass_fields__[name].default}"
-            )
+        value = values[name]
+        if value <= 0:
+            fix = f"use a positive number, for example --{name} {_default_of(name)}"
             problems.append(Problem(f"{name} = {value}", "must be a positive number", fix))
     for name in ("beta1", "beta2"):
-        if not 0 <= (value := getattr(recipe, name)) < 1:
-            problems.append(
-                Problem(
-                    f"{name} = {value}",
-                    "must be at least 0 and less than 1",
-                    f"use a number in this range, for example --{name}"
-                    f" {Recipe.__dataclass_fields__[name].default}",
-                )
-            )
-    if not 0 < recipe.mask_rate < 1:
-        problems.append(
-            Problem(
-                f"mask_rate = {recipe.mask_rate}",
-                "must be between 0 and 1",
-                f"use a fraction, for example --mask_rate {Recipe.mask_rate}",
-            )
-        )
-    if recipe.stop_at > recipe.steps > 0:
-        problems.append(
-            Problem(
-                f"stop_at = {recipe.stop_at}",
-                f"is after the last step, {recipe.steps}",
-                f"use --stop_at {recipe.steps} or less, or a larger --steps",
-            )
-        )
-    if recipe.keep_best and not recipe.eval_every:
+        value = values[name]
+        if not 0 <= value < 1:
+            rule = "must be at least 0 and less than 1"
+            fix = f"use a number in this range, for example --{name} {_default_of(name)}"
+            problems.append(Problem(f"{name} = {value}", rule, fix))
+    mask_rate = values["mask_rate"]
+    if not 0 < mask_rate < 1:
+        fix = f"use a fraction, for example --mask_rate {Recipe.mask_rate}"
+        problems.append(Problem(f"mask_rate = {mask_rate}", "must be between 0 and 1", fix))
+    return problems
+
+
+def _check_steps(values: Mapping[str, Any]) -> list[Problem]:
+    """Refuse a stop after the last step, and the choice of a best step without evaluations."""
+    problems = []
+    stop_at, steps = values["stop_at"], values["steps"]
+    if stop_at > steps > 0:
+        rule = f"is after the last step, {steps}"
+        fix = f"use --stop_at {steps} or less, or a larger --steps"
+        problems.append(Problem(f"stop_at = {stop_at}", rule, fix))
+    if values["keep_best"] and not values["eval_every"]:
+        rule = "requires evaluations, which give an eval_loss"
         fix = "use --eval_every N with the steps between evaluations, or --no-keep_best"
-        problems.append(
-            Problem(
-                "keep_best = True with eval_every = 0",
-                "requires evaluations, which give an eval_loss",
-                fix,
-            )
-        )
-    problems += check_rates(
-        recipe.schedule,
-        recipe.steps,
-        recipe.warmup_steps,
-        recipe.decay_steps,
-        recipe.lr,
-        recipe.min_lr,
-    )
-    problems += check_ramp(recipe.batch_ramp, recipe.steps)
-    if (
-        recipe.facts.rows == PACKED
-        and recipe.attention == "flash_attention_2"
-        and recipe.micro_batch > 1
-        and recipe.sp == 1
-    ):
-        # transformers 5.22.2 looks for documents in position_ids only where there is one row
-        # (_is_packed_sequence)
-        rule = "FlashAttention separates packed documents only if the micro-batch has one row"
-        problems.append(
-            Problem(
-                f"micro_batch = {recipe.micro_batch} with attention = flash_attention_2",
-                rule,
-                "use --micro_batch 1, or --attention sdpa",
-            )
-        )
-    problems += check_lacks(
-        recipe.facts, {axis: getattr(recipe, axis) for axis in AXES}, recipe.adapt is not None
-    )
-    if recipe.pp > 1 and recipe.adapt is not None:
-        problems.append(
-            Problem(
-                f"pp = {recipe.pp}",
-                "an adapter wraps the whole model, and a pipeline stage holds only part of it",
-                "use --pp 1",
-            )
-        )
-    problems += _check_rates(recipe.lr_scale or {}, recipe.layer_decay, recipe.adapt is not None)
-    for needed in ("wandb", "export") if recipe.wandb_artifact else ():
-        if not getattr(recipe, needed):
+        problems.append(Problem("keep_best = True with eval_every = 0", rule, fix))
+    return problems
+
+
+def _check_packed(values: Mapping[str, Any]) -> list[Problem]:
+    """Refuse several rows of packed documents where FlashAttention would not separate them."""
+    attention, micro_batch, sp = values["attention"], values["micro_batch"], values["sp"]
+    if attention != "flash_attention_2" or micro_batch <= 1 or sp != 1:
+        return []
+    # transformers 5.22.2 looks for documents in position_ids only where there is one row
+    # (_is_packed_sequence)
+    rule = "FlashAttention separates packed documents only if the micro-batch has one row"
+    where = f"micro_batch = {micro_batch} with attention = flash_attention_2"
+    return [Problem(where, rule, "use --micro_batch 1, or --attention sdpa")]
+
+
+def _check_adapted_stages(pp: int, adapted: bool) -> list[Problem]:
+    """Refuse an adapter under pipeline parallelism."""
+    if pp <= 1 or not adapted:
+        return []
+    rule = "an adapter wraps the whole model, and a pipeline stage holds only part of it"
+    return [Problem(f"pp = {pp}", rule, "use --pp 1")]
+
+
+def _check_exports(values: Mapping[str, Any]) -> list[Problem]:
+    """Refuse uploads and merges of an export that the run does not make."""
+    problems = []
+    for needed in ("wandb", "export") if values["wandb_artifact"] else ():
+        if not values[needed]:
             where = f"wandb_artifact = True with {needed} = False"
-            problems.append(
-                Problem(
-                    where,
-                    "wandb_artifact uploads the export to W&B, so it requires --export and --wandb",
-                    f"use --{needed}, or --no-wandb_artifact",
-                )
-            )
-    if recipe.merge and recipe.adapt is None:
-        problems.append(
-            Problem("merge = True", "requires a recipe that trains an adapter", "omit --merge")
-        )
+            rule = "wandb_artifact uploads the export to W&B, so it requires --export and --wandb"
+            problems.append(Problem(where, rule, f"use --{needed}, or --no-wandb_artifact"))
+    if values["merge"] and values["adapt"] is None:
+        rule = "requires a recipe that trains an adapter"
+        problems.append(Problem("merge = True", rule, "omit --merge"))
     return problems
 
 
@@ -633,7 +654,7 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
             )
         most = MOST_RANKS if name in AXES else LARGEST
         if type(value) is int and abs(value) > most:
-            fix = f"for example --{flag} {Recipe.__dataclass_fields__[name].default}"
+            fix = f"for example --{flag} {_default_of(name)}"
             found.append(Problem(f"{flag} = {value}", f"must be at most {most}", fix))
     return found
 

@@ -3,7 +3,6 @@ aside.
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -180,36 +179,48 @@ def find_resume(
         others = [name for name in others if name in typed or name not in LOWERED]
     if not others:
         return out
+
     accepts = "" if STATISTICS in others else f"accept the differences with --resume {out}, "
     ways = f"start a new run with --out NEW, {accepts}or put the old run aside with --resume never"
-    if tiny != facts_of_run(out).get("recipe", {}).get("tiny", tiny):
-        where, rule, other = (
-            ("--tiny", "was started without it", "omit it")
-            if tiny
-            else ("no --tiny", "was started with --tiny", "add --tiny")
-        )
-        raise refuse(where, f"the run in {out} {rule}", f"{other} to resume that run, {ways}")
-    shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
+    _check_tiny(tiny, out, ways)
+    raise _other_run(out, {name: (now[name], before.get(name)) for name in others}, ways)
+
+
+def _check_tiny(tiny: bool, out: Path, ways: str) -> None:
+    """Raise `Refusal` if only one of this command and the run in `out` has --tiny."""
+    if tiny == facts_of_run(out).get("recipe", {}).get("tiny", tiny):
+        return
+    if tiny:
+        where, rule, other = "--tiny", "was started without it", "omit it"
+    else:
+        where, rule, other = "no --tiny", "was started with --tiny", "add --tiny"
+    raise refuse(where, f"the run in {out} {rule}", f"{other} to resume that run, {ways}")
+
+
+def _other_run(out: Path, differences: Mapping[str, tuple[Any, Any]], ways: str) -> Refusal:
+    """Return the refusal to resume a run that is another one.
+
+    `differences`: field -> its value in this command, and in the run in `out`.
+    """
     own = {*IDENTITY, *OF_TASKS, STATISTICS} - {"lr_scale"}  # fields that are flags
     flags = shlex.join(
         word
-        for name in others
-        if name in own and before.get(name) not in _NOT_TYPED.get(name, (None, ""))
-        for word in (f"--{name}", str(before[name]))
+        for name, (_, before) in differences.items()
+        if name in own and before not in _NOT_TYPED.get(name, (None, ""))
+        for word in (f"--{name}", str(before))
     )
+    first = f"resume with {flags}, {ways}" if flags else ways
+
+    shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
     taken = {STATISTICS: OF_NORMS}
-    problems = [
-        Problem(
-            f"{name} = {shown(now[name])}",
-            f"the run in {out} has {shown(before.get(name))}{taken.get(name, '')}",
-            "see the first problem for the ways to continue",
-        )
-        for name in others
-    ]
-    raise Refusal(
+    return Refusal(
         [
-            dataclasses.replace(problems[0], fix=f"resume with {flags}, {ways}" if flags else ways),
-            *problems[1:],
+            Problem(
+                f"{name} = {shown(now)}",
+                f"the run in {out} has {shown(before)}{taken.get(name, '')}",
+                "see the first problem for the ways to continue" if number else first,
+            )
+            for number, (name, (now, before)) in enumerate(differences.items())
         ]
     )
 
