@@ -20,6 +20,7 @@ from recipekit.kernels.documents import document_starts, documents_of, for_layer
 from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, by_document, varlen
 from recipekit.model.attention import choose_attention, unfit, unfit_here
 from recipekit.model.build import build_model
+from recipekit.model.device import Activations
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS
@@ -346,10 +347,12 @@ def test_a_family_that_fits_is_found_by_running_it(family):
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_family_that_does_not_fit_keeps_sdpa_and_the_run_says_why(family):
     config = default_config(family).to_dict()
-    name, note = choose_attention("auto", config, "m", TASKS["pretrain"], torch.float32, CPU)
+    name, note = choose_attention(
+        "auto", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU)
+    )
     assert name == "sdpa" and OTHERS[family] in note and "not varlen" in note
     with pytest.raises(Refusal, match=OTHERS[family]):
-        choose_attention("varlen", config, "m", TASKS["pretrain"], torch.float32, CPU)
+        choose_attention("varlen", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU))
 
 
 def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):
@@ -408,9 +411,12 @@ def test_the_size_of_a_head_is_found_under_other_names():
 )
 def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind, expected):
     config, facts = {"model_type": kind}, TASKS[task]
-    assert choose_attention("auto", config, "m", facts, torch.float32, CPU) == (expected, "")
+    assert choose_attention("auto", config, "m", facts, Activations(torch.float32, CPU)) == (
+        expected,
+        "",
+    )
     with pytest.raises(Refusal, match="rows of packed documents"):
-        choose_attention("varlen", config, "m", facts, torch.float32, CPU)
+        choose_attention("varlen", config, "m", facts, Activations(torch.float32, CPU))
 
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
@@ -422,9 +428,11 @@ def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
             r" dropout of 0\.1"
         ),
     ):
-        choose_attention("auto", config, "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072))
+        choose_attention(
+            "auto", config, "m", TASKS["pretrain"], Activations(torch.bfloat16, CPU, (1, 131072))
+        )
     assert choose_attention(
-        "auto", llama(), "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072)
+        "auto", llama(), "m", TASKS["pretrain"], Activations(torch.bfloat16, CPU, (1, 131072))
     ) == (VARLEN, "")
 
 

@@ -13,6 +13,7 @@ from ..dslint.compiling import layers_whole
 from ..model.adapter import AdapterRequest, adapted
 from ..model.attention import choose_attention
 from ..model.describe import draft
+from ..model.device import Activations
 from ..model.empty import empty_model
 from ..model.head import give_losses_where_exact
 from ..model.own_head import config_of_files
@@ -267,9 +268,7 @@ def attention_of(plan: Plan) -> tuple[str, str]:
         plan.model_config,
         recipe.model,
         recipe.facts,
-        dtype,
-        device,
-        (recipe.micro_batch, recipe.seq_len),
+        Activations(dtype, device, (recipe.micro_batch, recipe.seq_len)),
     )
 
 
@@ -342,9 +341,8 @@ def drawn_up(
         vocabulary=classes,
         chunked=plan.model_config is not None
         and give_losses_where_exact(
-            recipe.loss, whole, [], plan.model_config, recipe.task, recipe.model, (plans.tp, None)
-        )
-        is None,
+            recipe, whole, [], plan.model_config, (plans.tp, None)
+        ).in_chunks,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
         engine=recipe.engine,

@@ -170,11 +170,11 @@ def load_model(
     refuse_values(built)
     for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
         say(note)
-    if built.why_logits is None:
+    if built.loss_path.in_chunks:
         assert task.of_losses is not None, "a task that reads `loss` has both ways"
         task = task.of_losses(task)
-    elif built.why_logits:
-        say(f"loss: full logits, not in chunks: {built.why_logits}")
+    elif built.loss_path.why_full:
+        say(f"loss: full logits, not in chunks: {built.loss_path.why_full}")
     sums = Sums(
         torch.zeros(2, domains, dtype=torch.float64, device=device)
         if (domains := len(domains_of(recipe.dataset))) > 1
@@ -290,7 +290,7 @@ def compile_model(
         (rotary, "rotary embeddings"),
     )
     said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (
-        built.why_logits is None
+        built.loss_path.in_chunks
     )
     if not said and recipe.compile == "on":
         raise refuse(
