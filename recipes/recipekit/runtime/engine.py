@@ -24,7 +24,7 @@ from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.card import card_of_run
 from ..model.empty import empty_model
-from ..model.export import export, holds_adapter, save_small_files
+from ..model.export import Format, export, holds_adapter, save_small_files
 from ..model.own_head import config_of_files
 from ..model.small_files import SmallFiles
 from ..model.weights import fetch_config, published_names, weights_folder
@@ -91,7 +91,8 @@ class Loaded:
         small, merge = self._small_files, self.plan.recipe.merge
         if self.plan.command.rank == 0:  # which writes these files
             small = small.with_card(card_of_run(self.plan.out, self.state["step"], merge))
-        export(self.engine, self.built, self.groups, small, folder, self.dtype, merge)
+        weights = Format(self.dtype, merge)
+        export(self.engine, self.built, self.groups, small, folder, weights)
         merged = self.plan.out / MERGED
         if name == EXPORT and merged.is_dir():
             say(
