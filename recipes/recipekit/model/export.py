@@ -91,8 +91,8 @@ def export(
 
     The first rank of each pipeline stage writes its files.
 
-    A LoRA model writes its adapter, or the merged weights if `weights` merges it. Tensors that transformers
-    ties are written once.
+    A LoRA model writes its adapter, or the merged weights if `weights` merges it. Tensors that
+    transformers ties are written once.
     """
     model: Any = engine.module  # maybe wrapped by an adapter
     adapter = hasattr(model, "peft_config")

@@ -1,9 +1,10 @@
 """Losses of tokens instead of logits: a model's head computes them inside its own forward, block by
 block, so that the full logits never exist.
 
-    a model's own forward     hidden -> head -> operations -> logits
-    with labels               hidden -> head: for each block of columns, logits -> operations -> loss
-                                     -> operations, which leave the losses unchanged -> losses
+    without labels   hidden -> head -> logits -> operations -> logits
+    with labels      hidden -> head -> losses -> operations, which leave them unchanged -> losses
+                               for each block of columns: logits -> operations -> its share of the
+                               losses
 
 Inside the forward, the head's weights are available however they are gathered or sharded: by hooks
 of ZeRO-3, by FSDP2, or by tensor parallelism. The operations are whatever the forward does to the
@@ -177,8 +178,8 @@ def give_losses_where_exact(
     model_config: dict[str, Any],
     tp: tuple[Mapping[str, str], Any],
 ) -> LossPath:
-    """Let `models` give losses if the recipe's `loss` asks for it and they are exact; return how the
-    loss is computed.
+    """Let `models` give losses if the recipe's `loss` allows it and they are exact; return how
+    the loss is computed.
 
     `models` are parts of the model `whole`. `tp` is (tensor-parallel plan, mesh of its ranks or
     None). Raises `Refusal` if `loss` is "chunked" and the losses would not be exact.
