@@ -28,7 +28,7 @@ SHORT = 256
 
 
 class Scoring(NamedTuple):
-    """How the tokens of a document see each other: scores are multiplied with `scale`.
+    """How the tokens of a document see each other: scores are multiplied by `scale`.
 
     A token sees the `window` last tokens of its document, itself included; 0: all of them. Without
     `causal` it sees as many of the tokens after it.
@@ -317,9 +317,6 @@ def _gradients_through_window(
     return of_key, of_value
 
 
-# For compilers and tensors without memory. A schema has no `Scoring`, only its numbers.
-
-
 def _computed_flat(
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor, *scoring: Any
 ) -> tuple[Tensor, Tensor]:
@@ -330,6 +327,7 @@ def _gradients_flat(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _gradients(grad, _Forward(*given[:6]), Scoring(*given[6:]))
 
 
+# For compilers and tensors without memory. A schema has no `Scoring`, only its numbers.
 by_document = torch.library.custom_op(
     "recipekit::attention_by_document",
     _computed_flat,

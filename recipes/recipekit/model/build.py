@@ -386,10 +386,10 @@ def check_weights(engine: Engine, built: Built, groups: Groups, samples: int = 8
         expected = built.weights.whole(name).to(parameter.dtype)
         if name in built.cuts:
             assert groups.tp_mesh is not None
-            # DTensor cuts on the device of its mesh
+            # DTensor shards on the device of its mesh.
             expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh).cpu()
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            # of FSDP2
+            # FSDP2's parameters are DTensors.
             value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             same = torch.equal(value.detach().cpu(), expected)
         if not same:

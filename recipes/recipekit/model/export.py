@@ -206,8 +206,8 @@ class Disk:
             write(*arguments)
         except OSError as error:
             self.error = error.strerror or str(error)
-            # safetensors 0.8 raises it for a full disk, with the text of the system in it
         except SafetensorError as error:
+            # safetensors 0.8 raises it for a full disk, with the text of the system in it.
             if "os error" not in str(error):
                 raise
             self.error = str(error)

@@ -11,8 +11,8 @@ of ZeRO-3, by FSDP2, or by tensor parallelism. The operations are whatever the f
 output of the head, such as a soft cap. Three steps make sure that they are the right ones:
 
 1. Record: `recorded` runs a small copy of the model and lists its operations.
-2. Verify: `operations_of` compares the copy's losses and gradients in blocks with those of full
-   logits.
+2. Verify: `operations_of` compares the copy's losses and gradients in blocks with its losses and
+   gradients from full logits.
 3. Replay: `give_losses` applies the operations to each block. In each forward it checks that the
    model does these operations in this order, and lets the losses pass them unchanged.
 """
