@@ -1,5 +1,10 @@
-"""From a model's config and weights to a model that an engine can train: built part by part, never
-whole on one rank.
+"""Builds the model that an engine trains, from its config and weights: part by part, never whole on
+one rank.
+
+    outline       the whole model on the meta device; attention, plans, blueprint
+    split         this rank's pipeline stages, still on the meta device
+    materialise   tensor shards of each stage, filled part by part, partitioned under ZeRO-3
+    adapt         an adapter around the model, if the recipe has one
 """
 
 from collections.abc import Callable
@@ -44,7 +49,7 @@ from .weights import Weights, open_weights
 
 @dataclass(frozen=True)
 class Built:
-    """What an engine gets: the model, or this rank's pipeline stages of it.
+    """The input of an engine: the model, or this rank's pipeline stages of it.
 
     `names` holds the Hugging Face name of each parameter by its id, since an adapter renames what
     it wraps; `cuts` says which of them are tensor-parallel shards and how. `weights` are the files
@@ -96,10 +101,10 @@ def build_model(
         else open_weights(recipe.model, outline.whole, recipe.labels > 0, recipe.model_revision)
     )
 
-    # Shard: every stage on the meta device, in this rank's shapes.
+    # Split: this rank's stages, on the meta device.
     stages = _stages_of_rank(outline, recipe, groups, dtype)
 
-    # Materialise: the stages get their values.
+    # Materialise: the stages are sharded and get their values. Random values need the whole model.
     uncut = outline.empty() if recipe.init == "random" or recipe.labels else None
     values = FirstValues(recipe.seed, weights, uncut)
     target = Target(device, dtype, groups, ds_config)

@@ -44,8 +44,8 @@ HERE = "the logits"  # stands for them in the arguments of an operation
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes what a model does to its logits after the head: a function of torch, with HERE
-    among its arguments.
+    """An operation of a model on its logits after the head: a function of torch, with HERE among
+    its arguments.
     """
 
     function: Callable[..., torch.Tensor]
@@ -59,8 +59,8 @@ class Operation:
 
     @property
     def by_itself(self) -> bool:
-        """Says whether it can act on each logit by itself, as far as its arguments tell, and
-        changes none in its place.
+        """Return True if it may act on each logit by itself, judged by its arguments, and does not
+        work in place.
         """
         values, name = (
             [*self.inputs, *(value for _, value in self.named)],
@@ -82,7 +82,7 @@ Operations = tuple[Operation, ...]
 
 
 def _operation(function: Any, inputs: Sequence[Any], named: dict[str, Any] | None) -> Operation:
-    """Describes a call of which the logits, or what came of them, are an argument."""
+    """Describe a call that has the logits, or a result of them, as an argument."""
     return Operation(
         function,
         tuple(HERE if torch.is_tensor(value) else value for value in inputs),
@@ -91,8 +91,8 @@ def _operation(function: Any, inputs: Sequence[Any], named: dict[str, Any] | Non
 
 
 def _followed(act: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> type[torch.Tensor]:
-    """Makes a class of tensors whose operations `act` (function, inputs, named inputs) does; what
-    it returns is of the class, too.
+    """Make a class of tensors whose operations `act` (function, inputs, named inputs) computes.
+    Its results are tensors of the same class.
     """
 
     class Followed(torch.Tensor):
@@ -112,7 +112,7 @@ def _followed(act: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> type[
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
-    """Returns the head. Raises ValueError if it is no plain linear layer."""
+    """Return the head. Raises ValueError if it is no plain linear layer."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -126,9 +126,9 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
 def recorded(
     model: PreTrainedModel, run: Callable[[], torch.Tensor]
 ) -> tuple[Operations, torch.Tensor]:
-    """Returns what a model does to its head's output before `run` returns it, and that result.
+    """Run a model; return its operations on the head's output, and the result of `run`.
 
-    Raises ValueError where losses cannot stand for the logits.
+    Raises ValueError if losses cannot take the place of the logits.
     """
     found: list[Operation] = []
     made: list[torch.Tensor] = []
@@ -311,8 +311,9 @@ SAME = (torch.Tensor.detach,)
 
 @contextlib.contextmanager
 def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Gives a module another forward for a while; its hooks stay, and what tensor parallelism has
-    put around its own is left out.
+    """Give a module another forward for a while.
+
+    Its hooks stay. The wrapper of tensor parallelism around its own forward is left out.
     """
     own = module.__dict__.get("forward")
     module.forward = forward  # type: ignore[method-assign]
@@ -326,10 +327,11 @@ def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor])
 
 @once_a_config
 def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Operations:
-    """Finds on a small copy what a model does to its logits after its head; the copy's losses in
-    blocks must be those of whole logits.
+    """Find a model's operations after its head on a small copy, whose losses in blocks must equal
+    its losses from full logits.
 
-    Raises ValueError where they are not, or cannot be. The same on every rank, and no collective.
+    Raises ValueError if they do not, or cannot be computed. The same on every rank, and no
+    collective.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
@@ -353,7 +355,7 @@ def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Op
 
 
 def _found_on(model: PreTrainedModel, facts: Facts) -> Operations:
-    """Finds the operations of a small copy, and compares its losses and gradients both ways.
+    """Record the operations of a small copy, and compare its losses and gradients both ways.
 
     Raises ValueError.
     """
