@@ -41,7 +41,7 @@ from .batch_norm import norms_of
 from .describe import draft, with_files
 from .device import Activations
 from .empty import empty_model, leaf_modules
-from .head import FULL_LOGITS, LossPath, give_losses_where_exact
+from .head import FULL_LOGITS, Kind, LossPath, give_losses_where_exact
 from .initial import FirstValues, Target, fill, replace_parameter
 from .small import summed_gradients
 from .weights import Weights, open_weights
@@ -102,7 +102,7 @@ def build_model(
     )
 
     # Split: this rank's stages, on the meta device.
-    stages = _stages_of_rank(outline, recipe, groups, dtype)
+    stages = _stages_of_rank(outline, groups, dtype)
 
     # Materialise: the stages are sharded and get their values. Random values need the whole model.
     uncut = outline.empty() if recipe.init == "random" or recipe.labels else None
@@ -113,11 +113,11 @@ def build_model(
     # Adapt: an adapter may replace the head, so an unsplit model's loss path is decided after it.
     models, whole = stages.models, outline.whole
     if recipe.adapt is not None:
-        models = [_with_adapter(whole, _request_of(recipe), recipe.seed, ds_config)]
-    loss_path = stages.loss_path or outline.give_losses(recipe, [whole])
+        models = [_with_adapter(whole, outline.adapter_request(), recipe.seed, ds_config)]
+    loss_path = stages.loss_path or outline.give_losses([whole])
     make_trainable(models)
 
-    blueprint = _final_blueprint(outline, recipe, models[0], weights)
+    blueprint = _final_blueprint(outline, models[0], weights)
     check_named(blueprint.trained, outline.plans, recipe.matrices)
     return Built(
         outline.architecture,
@@ -144,6 +144,7 @@ class Outline:
     `attention` and `note` as in `Built`.
     """
 
+    recipe: Recipe
     config: dict[str, Any]
     empty: Callable[[], PreTrainedModel]
     whole: PreTrainedModel
@@ -155,11 +156,20 @@ class Outline:
     tp_mesh: DeviceMesh | None
     summed: frozenset[str]
 
-    def give_losses(self, recipe: Recipe, models: list[PreTrainedModel]) -> LossPath:
+    def give_losses(self, models: list[PreTrainedModel]) -> LossPath:
         """Let `models`, parts of the whole model, give losses if the recipe wants them to."""
-        return give_losses_where_exact(
-            recipe, self.whole, models, self.config, (self.plans.tp, self.tp_mesh)
-        )
+        recipe = self.recipe
+        kind = Kind(self.config, recipe.task, recipe.model)
+        tp = (self.plans.tp, self.tp_mesh)
+        return give_losses_where_exact(recipe.loss, self.whole, models, kind, tp)
+
+    def adapter_request(self) -> AdapterRequest:
+        """Return the request for the recipe's adapter."""
+        recipe = self.recipe
+        assert recipe.adapt is not None
+        commit = commit_of(recipe.model, recipe.model_revision) or recipe.model_revision
+        base = "" if recipe.init == "random" else recipe.model
+        return AdapterRequest(recipe.adapt, base, recipe.merge, recipe.tp, recipe.ep, commit)
 
     def shard(self, model: PreTrainedModel, absent: list[str]) -> dict[str, Cut]:
         """Shard a stage for this tensor-parallel rank, in place, and return the cuts.
@@ -220,6 +230,7 @@ def _outline(
         tensor_parallel.check_plan(whole, plans.tp)
         summed = summed_gradients(model_config, facts, plans, recipe.model)
     return Outline(
+        recipe,
         model_config,
         empty,
         whole,
@@ -247,13 +258,11 @@ class Stages:
     loss_path: LossPath | None = None
 
 
-def _stages_of_rank(
-    outline: Outline, recipe: Recipe, groups: Groups | None, dtype: torch.dtype
-) -> Stages:
+def _stages_of_rank(outline: Outline, groups: Groups | None, dtype: torch.dtype) -> Stages:
     """Split a model into pipeline stages and return this rank's, on the meta device."""
     if not groups or groups.mesh.pp == 1:
         return Stages([outline.whole], [[]])
-    numbers = stages_of(groups.coords["pp"], groups.mesh.pp, recipe.pipeline_schedule)
+    numbers = stages_of(groups.coords["pp"], groups.mesh.pp, outline.recipe.pipeline_schedule)
     split = pipeline.split(
         outline.whole, outline.blueprint, groups.mesh.pp * len(numbers), outline.plans.pp
     )
@@ -262,9 +271,9 @@ def _stages_of_rank(
     # The last stage has the head. It gives losses inside the forward that `pipeline.cut` wraps.
     numbered = list(zip(models, numbers, strict=True))
     last = [model for model, stage in numbered if stage == split.num_stages - 1]
-    loss_path = outline.give_losses(recipe, last)
+    loss_path = outline.give_losses(last)
 
-    facts = TASKS[recipe.task]
+    facts = TASKS[outline.recipe.task]
     absent = [pipeline.cut(model, split, stage, dtype, facts) for model, stage in numbered]
     return Stages(models, absent, split, loss_path)
 
@@ -291,13 +300,13 @@ def _materialised(
 
 
 def _final_blueprint(
-    outline: Outline, recipe: Recipe, model: PreTrainedModel, weights: Weights | None
+    outline: Outline, model: PreTrainedModel, weights: Weights | None
 ) -> Blueprint:
     """Return the blueprint of a built model, with its adapter's keys or its places in the files."""
-    if recipe.adapt is not None:
+    if outline.recipe.adapt is not None:
         return _described(model, outline.plans)
     # Files with another head do not show how this model is written.
-    if weights is not None and not recipe.labels:
+    if weights is not None and not outline.recipe.labels:
         return with_files(outline.blueprint, weights)
     return outline.blueprint
 
@@ -350,13 +359,6 @@ def _with_adapter(
         )
         raise refuse("adapt with attention = varlen", rule, "use --attention sdpa")
     return made
-
-
-def _request_of(recipe: Recipe) -> AdapterRequest:
-    assert recipe.adapt is not None
-    commit = commit_of(recipe.model, recipe.model_revision) or recipe.model_revision
-    base = "" if recipe.init == "random" else recipe.model
-    return AdapterRequest(recipe.adapt, base, recipe.merge, recipe.tp, recipe.ep, commit)
 
 
 def _described(model: PreTrainedModel, plans: Plans) -> Blueprint:

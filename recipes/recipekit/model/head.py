@@ -30,7 +30,6 @@ from transformers import PreTrainedModel
 
 from ..kernels.cross_entropy import Head, Part, losses_and_tokens, token_losses
 from ..parallel.tensor import columns_of
-from ..spec.recipe import Recipe
 from ..spec.refusal import Refusal, refuse
 from ..spec.task import IGNORE
 from ..spec.task_specs import TASKS, Facts
@@ -171,32 +170,41 @@ class LossPath:
 IN_CHUNKS, FULL_LOGITS = LossPath(in_chunks=True), LossPath(in_chunks=False)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model: its config, the task that it is trained for, and its name in messages."""
+
+    config: dict[str, Any]
+    task: str
+    name: str
+
+
 def give_losses_where_exact(
-    recipe: Recipe,
+    loss: str,
     whole: PreTrainedModel,
     models: Sequence[PreTrainedModel],
-    model_config: dict[str, Any],
+    kind: Kind,
     tp: tuple[Mapping[str, str], Any],
 ) -> LossPath:
-    """Let `models` give losses if the recipe's `loss` allows it and they are exact; return how
-    the loss is computed.
+    """Let `models` give losses if `loss`, the recipe's field, allows it and they are exact; return
+    how the loss is computed.
 
     `models` are parts of the model `whole`. `tp` is (tensor-parallel plan, mesh of its ranks or
     None). Raises `Refusal` if `loss` is "chunked" and the losses would not be exact.
     """
-    facts = TASKS[recipe.task]
-    if recipe.loss == "whole" or "loss" not in facts.reads:
+    facts = TASKS[kind.task]
+    if loss == "whole" or "loss" not in facts.reads:
         return FULL_LOGITS
     try:
         head = head_of(whole)
         place = next(place for place, module in whole.named_modules() if module is head)
         cut = columns_of(place, head.out_features, *tp)
-        operations = operations_of(model_config, recipe.task, recipe.model)
+        operations = operations_of(kind.config, kind.task, kind.name)
     except ValueError as error:
-        if recipe.loss == "chunked":
+        if loss == "chunked":
             raise refuse(
                 "loss = chunked",
-                f"is not exact for this {model_config['model_type']}: {error}",
+                f"is not exact for this {kind.config['model_type']}: {error}",
                 "use --loss auto or --loss whole",
             ) from error
         return LossPath(in_chunks=False, why_full=str(error))

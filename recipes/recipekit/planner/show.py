@@ -15,7 +15,7 @@ from ..model.attention import choose_attention
 from ..model.describe import draft
 from ..model.device import Activations
 from ..model.empty import empty_model
-from ..model.head import give_losses_where_exact
+from ..model.head import Kind, give_losses_where_exact
 from ..model.own_head import config_of_files
 from ..model.small import summed_gradients
 from ..model.weights import open_weights
@@ -341,7 +341,11 @@ def drawn_up(
         vocabulary=classes,
         chunked=plan.model_config is not None
         and give_losses_where_exact(
-            recipe, whole, [], plan.model_config, (plans.tp, None)
+            recipe.loss,
+            whole,
+            [],
+            Kind(plan.model_config, recipe.task, recipe.model),
+            (plans.tp, None),
         ).in_chunks,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
