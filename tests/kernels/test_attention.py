@@ -17,9 +17,10 @@ from recipekit.architectures.shrink import shrink
 from recipekit.kernels import varlen as varlen_module
 from recipekit.kernels.attention import VARLEN, Unfit, attend
 from recipekit.kernels.documents import document_starts, documents_of, for_layers, with_documents
-from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, by_document, varlen
+from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, Scoring, by_document, varlen
 from recipekit.model.attention import choose_attention, unfit, unfit_here
 from recipekit.model.build import build_model
+from recipekit.model.device import Activations
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS
@@ -109,7 +110,7 @@ def check(
 ) -> None:
     """Outputs and gradients are those of the definition to `most` as a share of the largest."""
     inputs, documents = drawn(lengths, heads, dtype)
-    output = varlen(*inputs, documents, max(lengths), 0.3, window, causal)
+    output = varlen(*inputs, documents, max(lengths), Scoring(0.3, window, causal))
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     expected = by_definition(*exact, lengths, 0.3, window, causal)
     towards = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -143,7 +144,7 @@ def test_documents_of_one_length_are_computed_where_they_lie(lengths, dtype):
 def test_its_gradient_is_the_derivative(window, causal):
     inputs, documents = drawn([4, 1, 6, 4], (2, 1), torch.float64, d=4)
     assert torch.autograd.gradcheck(
-        lambda *three: varlen(*three, documents, 6, 0.5, window, causal), inputs
+        lambda *three: varlen(*three, documents, 6, Scoring(0.5, window, causal)), inputs
     )
 
 
@@ -152,7 +153,7 @@ def test_its_gradient_is_the_derivative(window, causal):
 def test_as_an_operation_for_compilers_it_gives_the_same_bits(window, dtype):
     found = []
     for attention in (
-        lambda *given: varlen(*given, 0.5, window),
+        lambda *given: varlen(*given, Scoring(0.5, window)),
         lambda *given: by_document(*given[:4], 0.5, window)[0],
     ):
         inputs, documents = drawn(LENGTHS, (4, 2), dtype)
@@ -181,7 +182,7 @@ def test_not_a_bit_of_a_document_reaches_another(window, causal):
         inputs, documents = drawn(LENGTHS, (4, 2), torch.float32)
         for tensor in inputs if spoilt else []:
             tensor.data[touched] = math.nan
-        output = varlen(*inputs, documents, max(LENGTHS), 0.3, window, causal)
+        output = varlen(*inputs, documents, max(LENGTHS), Scoring(0.3, window, causal))
         output.sum().backward()
         found.append([output.detach(), *(tensor.grad for tensor in inputs)])
     for clean, spoilt in zip(*found, strict=True):
@@ -346,10 +347,12 @@ def test_a_family_that_fits_is_found_by_running_it(family):
 @pytest.mark.parametrize("family", OTHERS)
 def test_a_family_that_does_not_fit_keeps_sdpa_and_the_run_says_why(family):
     config = default_config(family).to_dict()
-    name, note = choose_attention("auto", config, "m", TASKS["pretrain"], torch.float32, CPU)
+    name, note = choose_attention(
+        "auto", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU)
+    )
     assert name == "sdpa" and OTHERS[family] in note and "not varlen" in note
     with pytest.raises(Refusal, match=OTHERS[family]):
-        choose_attention("varlen", config, "m", TASKS["pretrain"], torch.float32, CPU)
+        choose_attention("varlen", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU))
 
 
 def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):
@@ -408,9 +411,12 @@ def test_the_size_of_a_head_is_found_under_other_names():
 )
 def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind, expected):
     config, facts = {"model_type": kind}, TASKS[task]
-    assert choose_attention("auto", config, "m", facts, torch.float32, CPU) == (expected, "")
+    assert choose_attention("auto", config, "m", facts, Activations(torch.float32, CPU)) == (
+        expected,
+        "",
+    )
     with pytest.raises(Refusal, match="rows of packed documents"):
-        choose_attention("varlen", config, "m", facts, torch.float32, CPU)
+        choose_attention("varlen", config, "m", facts, Activations(torch.float32, CPU))
 
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
@@ -422,9 +428,11 @@ def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
             r" dropout of 0\.1"
         ),
     ):
-        choose_attention("auto", config, "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072))
+        choose_attention(
+            "auto", config, "m", TASKS["pretrain"], Activations(torch.bfloat16, CPU, (1, 131072))
+        )
     assert choose_attention(
-        "auto", llama(), "m", TASKS["pretrain"], torch.bfloat16, CPU, (1, 131072)
+        "auto", llama(), "m", TASKS["pretrain"], Activations(torch.bfloat16, CPU, (1, 131072))
     ) == (VARLEN, "")
 
 
@@ -460,7 +468,7 @@ def test_pieces_of_another_size_change_nothing(monkeypatch, name, size, causal):
     try:
         for window in (0, 4):
             inputs, documents = drawn(lengths, (4, 2), torch.float32)
-            output = varlen(*inputs, documents, max(lengths), 0.3, window, causal)
+            output = varlen(*inputs, documents, max(lengths), Scoring(0.3, window, causal))
             exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
             expected = by_definition(*exact, lengths, 0.3, window, causal)
             weights = torch.linspace(0.5, 2.0, output.numel()).view_as(output)
@@ -533,7 +541,10 @@ def test_a_gpu_is_asked_for_the_same(monkeypatch, causal, window, heads, sides, 
     query, key = (SimpleNamespace(is_cuda=True, shape=(28, count, 16)) for count in (4, heads))
     documents = torch.tensor([0, 10, 28], dtype=torch.int32)
     for longest, expected in ((18, sides), (5, (-1, 0 if causal else -1))):
-        assert varlen(query, key, "value", documents, longest, 0.25, window, causal) == "computed"
+        assert (
+            varlen(query, key, "value", documents, longest, Scoring(0.25, window, causal))
+            == "computed"
+        )
         given, named = asked.pop()
         assert (
             given[0] is query
@@ -582,7 +593,7 @@ def computes_on_a_gpu() -> None:
         found = []
         for _ in range(2):
             inputs, documents = drawn(LENGTHS, heads, torch.bfloat16, d, "cuda")
-            output = varlen(*inputs, documents, max(LENGTHS), d**-0.5, window, causal)
+            output = varlen(*inputs, documents, max(LENGTHS), Scoring(d**-0.5, window, causal))
             output.float().square().sum().backward()
             found.append([output.detach(), *(tensor.grad for tensor in inputs)])
         assert all(map(torch.equal, *found))

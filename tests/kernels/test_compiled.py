@@ -13,7 +13,7 @@ import torch
 from job import NANO, metrics
 from pool import environment
 from recipekit.kernels.compiled import compile_layers, is_norm, switch
-from recipekit.kernels.cross_entropy import losses_and_tokens, token_losses
+from recipekit.kernels.cross_entropy import Head, losses_and_tokens, token_losses
 from recipekit.spec.recipe import Recipe
 from test_export import add_lora
 from test_parity import (
@@ -113,9 +113,9 @@ def test_the_same_losses_in_blocks(dtype: torch.dtype):
         for on in (False, True):
             switch(on)
             inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-            losses = token_losses(*inputs, None, labels, block=48 * 300)
+            losses = token_losses(inputs[0], Head(inputs[1]), labels, block=48 * 300)
             (losses * torch.linspace(0.5, 2, 48)).sum().backward()
-            likeliest = losses_and_tokens(*inputs, None, labels, block=48 * 300)[1]
+            likeliest = losses_and_tokens(inputs[0], Head(inputs[1]), labels, block=48 * 300)[1]
             found.append(
                 [losses.detach(), *(tensor.grad.float() for tensor in inputs), likeliest.float()]
             )

@@ -12,7 +12,7 @@ import torch
 from ranks_in_threads import Ranks
 from recipekit.kernels import cross_entropy as kernel
 from recipekit.kernels.blocks import BLOCK, CPU_BLOCK, NARROWEST, columns_at_once
-from recipekit.kernels.cross_entropy import Part, losses_and_tokens, token_losses
+from recipekit.kernels.cross_entropy import Head, Part, losses_and_tokens, token_losses
 from recipekit.spec.task import IGNORE
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +43,30 @@ def example(
         else None,
         "labels": labels,
     }
+
+
+def losses_of(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    labels: Any,
+    chain: Any = None,
+    part: Any = None,
+    block: Any = None,
+) -> torch.Tensor:
+    return token_losses(hidden, Head(weight, bias, chain, part), labels, block)
+
+
+def losses_and_argmax(
+    hidden: Any,
+    weight: Any,
+    bias: Any,
+    labels: Any,
+    chain: Any = None,
+    part: Any = None,
+    block: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return losses_and_tokens(hidden, Head(weight, bias, chain, part), labels, block)
 
 
 def whole(hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any = None) -> torch.Tensor:
@@ -96,7 +120,7 @@ def furthest(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_losses_and_gradients_are_those_of_whole_logits(tokens, block, bias, chain):
     """In several blocks, and in one, whose logits are kept."""
     given = example(tokens, bias=bias)
-    losses, expected = token_losses(**given, chain=chain, block=block), whole(**given, chain=chain)
+    losses, expected = losses_of(**given, chain=chain, block=block), whole(**given, chain=chain)
     assert losses.dtype == torch.float32 and losses.shape == (tokens,)
     assert furthest(losses, expected) < 1e-6
     theirs = gradients(expected, given)
@@ -117,7 +141,7 @@ def test_the_likeliest_tokens_are_those_of_argmax(dtype, block):
     # a token that is as likely in each block, and often the likeliest
     given["weight"].data[NARROWEST + 3 :: NARROWEST] = given["weight"].data[3]
     given["bias"].data[3::NARROWEST] = 8.0
-    losses, tokens = losses_and_tokens(**given, chain=cap, block=block)
+    losses, tokens = losses_and_argmax(**given, chain=cap, block=block)
     logits = cap(torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"]))
     assert (
         torch.equal(tokens, logits.argmax(-1))
@@ -125,7 +149,7 @@ def test_the_likeliest_tokens_are_those_of_argmax(dtype, block):
         and (tokens == 3).any()
         and (tokens != 3).any()
     )
-    plain = token_losses(**given, chain=cap, block=block)
+    plain = losses_of(**given, chain=cap, block=block)
     assert torch.equal(losses, plain)
     theirs = gradients(plain, given)
     assert all(torch.equal(found, theirs[name]) for name, found in gradients(losses, given).items())
@@ -140,7 +164,7 @@ def test_in_half_precision_the_losses_are_the_same_and_the_gradients_nearly_as_e
     """
     given = example(dtype=dtype, bias=True)
     losses, expected = (
-        token_losses(**given, chain=chain, block=NARROWEST * 50),
+        losses_of(**given, chain=chain, block=NARROWEST * 50),
         whole(**given, chain=chain),
     )
     assert losses.dtype == torch.float32 and furthest(losses, expected) < 1e-6
@@ -160,7 +184,7 @@ def test_in_half_precision_the_losses_are_the_same_and_the_gradients_nearly_as_e
 def test_under_autocast_it_computes_in_its_dtype_and_the_gradients_have_that_of_the_weights():
     given = example(bias=True)
     with torch.autocast("cpu", torch.bfloat16):
-        losses, expected = token_losses(**given, block=NARROWEST * 50), whole(**given)
+        losses, expected = losses_of(**given, block=NARROWEST * 50), whole(**given)
     assert furthest(losses, expected) < 1e-6
     assert furthest(losses, whole(**given)) > 1e-4  # fp32 would be seen
     theirs = gradients(expected, given)
@@ -173,7 +197,7 @@ def test_gradients_are_those_of_differences_in_fp64(chain):
     given = example(4, torch.float64, bias=True, vocabulary=70)
     labels = given.pop("labels")
     assert torch.autograd.gradcheck(
-        lambda *inputs: token_losses(*inputs, labels, chain=chain, block=NARROWEST * 4),
+        lambda *inputs: losses_of(*inputs, labels, chain=chain, block=NARROWEST * 4),
         tuple(given.values()),
     )
 
@@ -181,7 +205,7 @@ def test_gradients_are_those_of_differences_in_fp64(chain):
 def test_tokens_without_a_label_have_no_loss_and_no_gradient():
     given = example()
     given["labels"][:] = IGNORE
-    losses = token_losses(**given)
+    losses = losses_of(**given)
     assert not losses.any() and not any(
         gradient.any() for gradient in gradients(losses, given).values()
     )
@@ -192,7 +216,7 @@ def test_a_block_of_words_that_cannot_be_counts_nothing():
     hidden, weight, labels = torch.randn(6, 4), torch.randn(40, 4), torch.arange(6)
     # the first blocks
     bias = torch.zeros(40).index_fill_(0, torch.arange(20, 40), -torch.inf).roll(20)
-    losses = token_losses(hidden, weight, bias, labels + 20, block=6 * 8)
+    losses = losses_of(hidden, weight, bias, labels + 20, block=6 * 8)
     torch.testing.assert_close(
         losses, cross_entropy(hidden @ weight.t() + bias, labels + 20, reduction="none")
     )
@@ -201,16 +225,16 @@ def test_a_block_of_words_that_cannot_be_counts_nothing():
 def test_a_label_that_is_no_column_gives_an_infinite_loss():
     given = example()
     given["labels"][4] = VOCABULARY
-    losses = token_losses(**given)
+    losses = losses_of(**given)
     assert losses.isinf().nonzero().tolist() == [[4]]
 
 
 def test_losses_have_the_shape_of_the_labels():
     given = example(48)
-    rows = token_losses(
+    rows = losses_of(
         given["hidden"].view(4, 12, WIDTH), given["weight"], None, given["labels"].view(4, 12)
     )
-    assert torch.equal(rows, token_losses(**given).view(4, 12))
+    assert torch.equal(rows, losses_of(**given).view(4, 12))
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -221,7 +245,7 @@ def test_what_is_frozen_gets_no_gradient(frozen):
     (name,) = theirs
     assert (
         frozen not in theirs
-        and furthest(gradients(token_losses(**given), given)[name], theirs[name]) < 1e-6
+        and furthest(gradients(losses_of(**given), given)[name], theirs[name]) < 1e-6
     )
 
 
@@ -250,7 +274,7 @@ def test_no_tensor_of_all_logits_is_ever_there(chain):
     tokens, vocabulary = 4096, 8192
     given = example(tokens, vocabulary=vocabulary)
     found = {}
-    for name, compute in (("blocks", token_losses), ("whole", whole)):
+    for name, compute in (("blocks", losses_of), ("whole", whole)):
         if name == "whole" and chain:
             continue
         with Largest() as largest:
@@ -280,7 +304,7 @@ def saved_bytes(told: list[int]):
 def test_it_keeps_its_input_and_little_more():
     given, told = example(4096, torch.bfloat16), []
     with saved_bytes(told):
-        token_losses(**given)
+        losses_of(**given)
     weights = given["weight"].nbytes
     assert (
         told[0] - weights <= 1.2 * (given["hidden"].nbytes + given["labels"].nbytes) + 4 * CPU_BLOCK
@@ -313,7 +337,7 @@ def test_on_three_ranks_it_is_the_loss_of_whole_logits(monkeypatch, dtype, block
         for low, high in itertools.pairwise(bounds)
     ]
     assert min(held) > 5
-    expected, one = losses_and_tokens(**given, chain=chain, block=50 * NARROWEST)
+    expected, one = losses_and_argmax(**given, chain=chain, block=50 * NARROWEST)
     theirs = gradients(expected, given)
 
     def case(rank: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -321,7 +345,7 @@ def test_on_three_ranks_it_is_the_loss_of_whole_logits(monkeypatch, dtype, block
         mine = {name: given[name].detach()[own].requires_grad_() for name in ("weight", "bias")}
         mine |= {"hidden": given["hidden"].detach().requires_grad_(), "labels": given["labels"]}
         part: Any = Part(bounds[rank], (0, 1, 2))
-        losses, tokens = losses_and_tokens(**mine, chain=chain, part=part, block=block)
+        losses, tokens = losses_and_argmax(**mine, chain=chain, part=part, block=block)
         return losses, tokens, gradients(losses, mine)
 
     found = Ranks(3, monkeypatch).run(case)
@@ -353,8 +377,5 @@ def test_a_block_is_as_large_as_the_device_wants_it(monkeypatch, device, own, ex
         SimpleNamespace(device=SimpleNamespace(type=device), dtype=torch.float32),
         torch.empty(1009, 0),
     )
-    assert (
-        kernel._computed(hidden, weight, None, torch.zeros(5, 3), None, None, own, False)
-        == "computed"
-    )  # type: ignore[arg-type]
+    assert kernel._computed(hidden, Head(weight), torch.zeros(5, 3), own, False) == "computed"  # type: ignore[arg-type]
     assert asked == [(15, 1009, expected)]

@@ -32,10 +32,8 @@ def train_and_watch(
         set(),
     )
 
-    def in_small_blocks(
-        hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any, part: Any, block: Any
-    ) -> Any:
-        return token_losses(hidden, weight, bias, labels, chain, part, COLUMNS * labels.numel())
+    def in_small_blocks(hidden: Any, head: Any, labels: Any, block: Any) -> Any:
+        return token_losses(hidden, head, labels, COLUMNS * labels.numel())
 
     def watched(hidden: Any, weight: Any, bias: Any, columns: slice) -> Any:
         made = logits(hidden, weight, bias, columns)

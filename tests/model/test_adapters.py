@@ -28,7 +28,7 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.model.adapter import AdapterRequest, adapted, config_of
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
-from recipekit.model.export import export
+from recipekit.model.export import Format, export
 from recipekit.model.small_files import gather, origin_of
 from recipekit.parallel.blueprint import Blueprint
 from recipekit.plan import make_plan
@@ -185,8 +185,7 @@ def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
                 groups,
                 small,
                 base.with_name("merged" if merge else "adapter"),
-                torch.float32,
-                merge,
+                Format(torch.float32, merge),
             )
         found[name] = (logits_of(built.model), built.blueprint.to_json(), config_of(built.model))
     return found
@@ -282,10 +281,10 @@ def export_in_bf16(folder: str) -> None:
         origin_of(str(base), "pretrained", "bytes", True),
         (),
     )
-    export(engine, built, groups, small, base.with_name("merged"), torch.bfloat16, True)
-    export(engine, built, groups, small, base.with_name("adapter"), torch.float32, False)
+    export(engine, built, groups, small, base.with_name("merged"), Format(torch.bfloat16, True))
+    export(engine, built, groups, small, base.with_name("adapter"), Format(torch.float32))
     with patch.object(safetensors_files, "SHARD_BYTES", 1):
-        export(engine, built, groups, small, base.with_name("cut"), torch.float32, False)
+        export(engine, built, groups, small, base.with_name("cut"), Format(torch.float32))
         step: Any = SimpleNamespace(blueprint=built.blueprint, state={"export_dtype": "float32"})
         assert list(published_as(step, None)[1]) == ["adapter_model.safetensors"]
 

@@ -8,6 +8,7 @@ from recipekit.architectures.families import default_config
 from recipekit.kernels.attention import VARLEN
 from recipekit.model.attention import choose_attention
 from recipekit.model.both_ways import leaks
+from recipekit.model.device import Activations
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS
 
@@ -22,7 +23,9 @@ def chosen(
     **changes,
 ) -> tuple[str, str]:
     config = default_config(kind, "masked_lm").to_dict() | changes
-    return choose_attention(wanted, config, "mine", TASKS["masked_lm"], torch.float32, device, rows)
+    return choose_attention(
+        wanted, config, "mine", TASKS["masked_lm"], Activations(torch.float32, device, rows)
+    )
 
 
 def test_each_family_takes_the_best_attention_that_is_right():
@@ -113,11 +116,15 @@ def test_causal_tasks_take_what_they_took():
         "attention_probs_dropout_prob": 0.0,
     }
     for name in ("pretrain", "sft"):
-        assert choose_attention("auto", config, "mine", TASKS[name], torch.float32, CPU)[0] in (
+        assert choose_attention(
+            "auto", config, "mine", TASKS[name], Activations(torch.float32, CPU)
+        )[0] in (
             "varlen",
             "sdpa",
         )
-        assert choose_attention("sdpa", config, "mine", TASKS[name], torch.float32, CPU) == (
+        assert choose_attention(
+            "sdpa", config, "mine", TASKS[name], Activations(torch.float32, CPU)
+        ) == (
             "sdpa",
             "",
         )

@@ -101,7 +101,8 @@ def drawn_here(config: dict[str, Any], auto_class: str, seed: int) -> Values:
     model, whole = (empty_model(config, "eager", "small", auto_class=auto_class) for _ in range(2))
     cpu = torch.device("cpu")
     zero: dict[str, Any] = {"zero_optimization": {"stage": 0}}
-    initial.fill(model, seed, None, zero, cpu, torch.float32, {}, None, None, whole)
+    values = initial.FirstValues(seed, whole=whole)
+    initial.fill(model, values, initial.Target(cpu, torch.float32, None, zero), {})
     return {name: value.detach() for name, value in model.named_parameters()}
 
 

@@ -11,7 +11,16 @@ from peft import LoraConfig, get_peft_model
 from recipekit.architectures.families import tiny_config
 from recipekit.model.attention import unfit
 from recipekit.model.build import build_model
-from recipekit.model.head import HERE, Operation, give_losses, operations_of, recorded
+from recipekit.model.head import (
+    FULL_LOGITS,
+    HERE,
+    IN_CHUNKS,
+    LossPath,
+    Operation,
+    give_losses,
+    operations_of,
+    recorded,
+)
 from recipekit.model.small import logits_of, small_copy
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.refusal import Refusal
@@ -108,7 +117,8 @@ def test_without_labels_a_model_gives_logits_bit_for_bit():
 
 def test_what_cannot_be_is_told_or_refused():
     config = tiny_config("prophetnet", 264)
-    assert built("llama", "auto").why_logits is None and built("llama", "whole").why_logits == ""
+    assert built("llama", "auto").loss_path == IN_CHUNKS
+    assert built("llama", "whole").loss_path == FULL_LOGITS
     with pytest.raises(ValueError, match="its logits are not the output of its head"):
         operations_of(config, "pretrain")
     with pytest.raises(
@@ -119,7 +129,8 @@ def test_what_cannot_be_is_told_or_refused():
         ),
     ):
         built("prophetnet", "chunked")
-    assert built("prophetnet", "auto").why_logits == "its logits are not the output of its head"
+    why = "its logits are not the output of its head"
+    assert built("prophetnet", "auto").loss_path == LossPath(False, why)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +149,7 @@ def test_a_head_with_an_adapter_gives_logits(target, why):
     made = build_model(
         recipe, tiny_config("llama", 264), None, {"zero_optimization": {"stage": 0}}, CPU
     )
-    assert made.why_logits == why
+    assert made.loss_path == (LossPath(False, why) if why else IN_CHUNKS)
     task = pretrain.TASK if why else OF_LOSSES
     rows = pretrain.loss(task.forward(made.model, batch()), batch(), by_row=True)
     rows.sum().backward()

@@ -187,7 +187,7 @@ def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> tor
     import deepspeed
     import torch.distributed as dist
     from recipekit.data.processors import byte_tokenizer
-    from recipekit.model.export import export
+    from recipekit.model.export import Format, export
     from recipekit.model.small_files import Origin, gather
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
@@ -225,7 +225,7 @@ def read_and_written(folder: str, out: str, stage: int, tp: int, pp: int) -> tor
                 input_ids=inputs[0], position_ids=inputs[1], use_cache=False
             ).logits.clone()
     small = gather(built, config, byte_tokenizer(), torch.float32, Origin(), ())
-    export(engine, built, groups, small, Path(out), torch.float32, merge=False)
+    export(engine, built, groups, small, Path(out), Format(torch.float32))
     engine.destroy()
     return logits
 

@@ -157,7 +157,7 @@ def export_untrained(family: str, out: str) -> list[str]:
     """
     import deepspeed
     from recipekit.data.processors import byte_tokenizer
-    from recipekit.model.export import export
+    from recipekit.model.export import Format, export
     from recipekit.model.small_files import Origin, gather
     from recipekit.parallel.groups import Groups
     from safetensors.torch import load_file
@@ -182,7 +182,7 @@ def export_untrained(family: str, out: str) -> list[str]:
         model=built.model, model_parameters=trained, config=config, dist_init_required=False
     )[0]
     small = gather(built, config_of(family), byte_tokenizer(), torch.float32, Origin(), ())
-    export(engine, built, groups, small, Path(out), torch.float32, merge=False)
+    export(engine, built, groups, small, Path(out), Format(torch.float32))
     engine.destroy()
     found = load_file(Path(out) / "model.safetensors")
     return sorted(

@@ -442,7 +442,7 @@ def test_in_chunks_the_loss_takes_eight_bytes_a_logit_of_a_block() -> None:
     """In fp32 the logits and their exponentials; of the rest, the gradient of the input is fp32,
     and that of the weight is counted as a gradient.
     """
-    from recipekit.kernels.cross_entropy import token_losses
+    from recipekit.kernels.cross_entropy import Head, token_losses
 
     tokens, width, vocabulary, block = 400, 8, 50_000, 400 * 5000
     for dtype in (torch.float32, torch.bfloat16):
@@ -452,7 +452,7 @@ def test_in_chunks_the_loss_takes_eight_bytes_a_logit_of_a_block() -> None:
             torch.randint(vocabulary, (tokens,)),
         )
         with Ledger() as ledger:
-            token_losses(hidden, weight, None, labels, block=block).sum().backward()
+            token_losses(hidden, Head(weight), labels, block=block).sum().backward()
         # it is seen as a view of it is taken
         assert ledger.peak - weight.nbytes == pytest.approx(memory.BLOCK_BYTES * block, rel=0.01), (
             dtype

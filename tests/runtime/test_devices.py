@@ -19,6 +19,8 @@ from recipekit.engine import torch_engine
 from recipekit.hosts import build_facts, gpus, ops, torch_builds
 from recipekit.hosts.findings import Row
 from recipekit.hosts.gpus import Gpu
+from recipekit.model.device import Activations
+from recipekit.model.head import FULL_LOGITS, IN_CHUNKS
 from recipekit.parallel import timeline
 from recipekit.planner import show
 from recipekit.planner.terms import ACCELERATOR, HOST, NVME, Term
@@ -238,7 +240,7 @@ def test_what_is_compiled_follows_from_the_device(
     asked.of(engine, check_torch_compile=[], shared_problems=[], layers_whole=whole)
     asked.of(engine.compiled, switch=None, compile_layers=(2, 1, 0))
     recipe = SimpleNamespace(compile=asks, deterministic=True, adapt=None, tp=1, sp=2, ep=1)
-    built: Any = SimpleNamespace(models=["m"], why_logits=None, architecture="x")
+    built: Any = SimpleNamespace(models=["m"], loss_path=IN_CHUNKS, architecture="x")
     plan: Any = SimpleNamespace(recipe=recipe, ds_config={})
     said: list[str] = []
     engine.compile_model(plan, "llama", built, device, said.append)
@@ -266,7 +268,7 @@ def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked:
     problem = Problem("triton", "is not there", "install it")
     asked.of(engine, check_torch_compile=[problem], shared_problems=[problem])
     asked.of(engine.compiled, switch=None, compile_layers=(0, 0, 0))
-    built: Any = SimpleNamespace(models=[], why_logits="", architecture="x")
+    built: Any = SimpleNamespace(models=[], loss_path=FULL_LOGITS, architecture="x")
     recipe = SimpleNamespace(compile="auto", deterministic=False, adapt=None, tp=1, sp=1, ep=1)
     said: list[str] = []
     plan: Any = SimpleNamespace(recipe=recipe, ds_config={})
@@ -619,7 +621,7 @@ def test_a_dry_run_is_for_the_device_that_is_named_else_seen(
             show.attention_of(
                 SimpleNamespace(recipe=recipe, model_config={}, precision=precision, command=None)
             )  # type: ignore[arg-type]
-            assert chosen.pop()[4:] == (dtype, torch.device(device), (2, 9))
+            assert chosen.pop()[4:] == (Activations(dtype, torch.device(device), (2, 9)),)
 
 
 def test_the_states_of_a_cpu_rank_lie_in_the_hosts_memory(

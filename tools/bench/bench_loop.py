@@ -494,7 +494,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
         loop: build_model(recipe, model_config, groups, plan.ds_config, device) for loop in loops
     }
     models, task = {loop: made.model for loop, made in built.items()}, task_called(recipe.task)
-    if built["ours"].why_logits is None and task.of_losses:
+    if built["ours"].loss_path.in_chunks and task.of_losses:
         task = task.of_losses(task)
     tracker = open_tracker(
         name="bench_loop",

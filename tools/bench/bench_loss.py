@@ -80,14 +80,14 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
     the most that was there of memory.
     """
     import torch
-    from recipekit.kernels.cross_entropy import token_losses
+    from recipekit.kernels.cross_entropy import Head, token_losses
     from torch.nn import functional
 
     def loss(hidden: Any, weight: Any, labels: Any) -> Any:
         if way == "torch":
             return functional.linear_cross_entropy(hidden, weight, labels, reduction="sum")  # type: ignore[attr-defined]
         if way == "chunked":
-            return token_losses(hidden, weight, None, labels).sum()
+            return token_losses(hidden, Head(weight), labels).sum()
         return functional.cross_entropy(
             functional.linear(hidden, weight).float(), labels, reduction="sum"
         )

@@ -221,11 +221,13 @@ def losses_of_head(model: Any, labels: Any) -> None:
     its tensors of a class of their own, which FakeTensorMode (torch 2.13) does not make.
     """
     from recipekit.kernels.blocks import BLOCK
-    from recipekit.kernels.cross_entropy import token_losses
+    from recipekit.kernels.cross_entropy import Head, token_losses
 
     head = model.get_output_embeddings()
     # an accelerator's block
-    head.forward = lambda hidden: token_losses(hidden, head.weight, head.bias, labels, block=BLOCK)
+    head.forward = lambda hidden: token_losses(
+        hidden, Head(head.weight, head.bias), labels, block=BLOCK
+    )
 
 
 def without_memory(model: Any, fake: Any, dtype: Any) -> None:

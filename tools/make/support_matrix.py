@@ -416,7 +416,7 @@ def train_cell(
     model = built.model
     for stage in built.models:
         smooth(stage)
-    if built.why_logits is None and of_task.of_losses:
+    if built.loss_path.in_chunks and of_task.of_losses:
         of_task = of_task.of_losses(of_task)
     if mesh.pp > 1:
         assert built.split is not None

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .documents import documents_from, for_layers
-from .varlen import varlen
+from .varlen import Scoring, varlen
 
 VARLEN = "varlen"
 MASKING = ("sdpa", "eager")  # that make a mask
@@ -78,25 +78,25 @@ def attend(
             heads.to(torch.get_autocast_dtype(query.device.type)) for heads in (query, key, value)
         )
     width = value.shape[-1]
-    # FlashAttention wants heads of one size, a multiple of 8; zeros add nothing to a score
-    size = -(-max(d, width) // 8) * 8
+    # (B * T, heads, d)
     query, key, value = (
+        heads.transpose(1, 2).flatten(0, 1) for heads in _of_one_size(query, key, value)
+    )
+    documents, longest = attention_mask[0, 0, 0], attention_mask.shape[2]
+    scoring = Scoring(scale, sliding_window or 0, causal)
+    output = varlen(query, key, value, documents, longest, scoring)
+    return output[..., :width].unflatten(0, (rows, length)), None
+
+
+def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Pad heads to one size, a multiple of 8, as FlashAttention needs them; zeros add nothing to a
+    score.
+    """
+    size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
+    return tuple(
         pad(heads, (0, size - heads.shape[-1])) if heads.shape[-1] < size else heads
         for heads in (query, key, value)
     )
-    # (B * T, heads, d)
-    query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-    output = varlen(
-        query,
-        key,
-        value,
-        attention_mask[0, 0, 0],
-        attention_mask.shape[2],
-        scale,
-        sliding_window or 0,
-        causal,
-    )
-    return output[..., :width].unflatten(0, (rows, length)), None
 
 
 def _wanted(module: Any, causal: bool, more: dict[str, Any]) -> str:

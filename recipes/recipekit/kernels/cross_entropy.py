@@ -10,7 +10,7 @@ cuts the columns too, adds two all-reduces in all.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,75 +35,68 @@ class Part:
 Chain = Callable[[torch.Tensor], torch.Tensor]  # what a model does to each logit by itself
 
 
+@dataclass(frozen=True)
+class Head:
+    """A linear head, and the rest of the way from hidden states to logits.
+
+    `weight` (V, D) and `bias` (V,) as for `nn.functional.linear`. `chain` is what the model does to
+    the head's output, each logit by itself. With `part`, the weight and the bias are those columns
+    of the logits that this rank computes.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    chain: Chain | None = None
+    part: Part | None = None
+
+
 def token_losses(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    chain: Chain | None = None,
-    part: Part | None = None,
-    block: int | None = None,
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, block: int | None = None
 ) -> torch.Tensor:
-    """Computes the loss of each token, of the shape of `labels` and in fp32 (fp64 for fp64), 0
+    """Compute the loss of each token, of the shape of `labels` and in fp32 (fp64 for fp64), 0
     where the label is IGNORE.
 
-    `hidden` (..., D), `weight` (V, D), `bias` (V,) as for `nn.functional.linear`; `labels` (...)
-    int64. It is cross_entropy(chain(linear(hidden, weight, bias)).float(), labels), and the chain
-    acts on each logit by itself. Keeps for the backward pass what it was given and a number for
-    each token, or the logits if one block holds them all. Under autocast it computes in autocast's
-    dtype. With `part` (a collective) the weight and the bias are this rank's; `hidden` and the
-    losses are those of all. A label that is no column gives an infinite loss. `block`: how many
-    logits are there at a time.
+    `hidden` (..., D), `labels` (...) int64. The losses are
+    cross_entropy(chain(linear(hidden, weight, bias)).float(), labels). Keeps for the backward pass
+    its inputs and a number for each token, or the logits if one block holds them all. Under
+    autocast it computes in autocast's dtype. With a part (a collective), `hidden` and the losses
+    are the same on all ranks. A label that is no column gives an infinite loss. `block` is how many
+    logits exist at a time.
     """
-    return _computed(hidden, weight, bias, labels, chain, part, block, False)[0]
+    return _computed(hidden, head, labels, block, likeliest=False)[0]
 
 
 def losses_and_tokens(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    chain: Chain | None = None,
-    part: Part | None = None,
-    block: int | None = None,
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, block: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes `token_losses`, and for each token the column of the largest logit, int64: the first
+    """Compute `token_losses`, and for each token the column of the largest logit, int64: the first
     of equal ones, as torch's argmax.
     """
-    losses, tokens = _computed(hidden, weight, bias, labels, chain, part, block, True)
+    losses, tokens = _computed(hidden, head, labels, block, likeliest=True)
     return losses, tokens
 
 
 def _computed(
-    hidden: torch.Tensor,
-    weight: Any,
-    bias: Any,
-    labels: torch.Tensor,
-    chain: Any,
-    part: Any,
-    block: int | None,
-    likeliest: bool,
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, block: int | None, likeliest: bool
 ) -> Any:
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(device))
+    num_columns = len(head.weight)
     block = block or (CPU_BLOCK if device == "cpu" else BLOCK)
-    if part is None and columns_at_once(labels.numel(), len(weight), block) == len(weight):
-        return _of_whole_logits(hidden, weight, bias, labels, chain, likeliest)
+    if head.part is None and columns_at_once(labels.numel(), num_columns, block) == num_columns:
+        return _of_whole_logits(hidden, head, labels, likeliest)
+    plan = _Plan(head.chain, head.part, block, likeliest)
     losses, tokens = _TokenLosses.apply(
-        hidden.flatten(0, -2), weight, bias, labels.flatten(), chain, part, block, likeliest
+        hidden.flatten(0, -2), head.weight, head.bias, labels.flatten(), plan
     )  # type: ignore[misc]
     return losses.view(labels.shape), tokens.view(labels.shape) if likeliest else tokens
 
 
 def _of_whole_logits(
-    hidden: torch.Tensor,
-    weight: Any,
-    bias: Any,
-    labels: torch.Tensor,
-    chain: Chain | None,
-    likeliest: bool,
+    hidden: torch.Tensor, head: Head, labels: torch.Tensor, likeliest: bool
 ) -> Any:
+    weight, bias, chain = head.weight, head.bias, head.chain
     with torch.autocast(hidden.device.type, enabled=False):
         # functional.linear, since ZeRO-3 (DeepSpeed 0.19.8) puts one there that keeps no gathered
         # weight
@@ -121,67 +114,84 @@ def _of_whole_logits(
         return losses.masked_fill(~inside & (words != IGNORE), torch.inf).view(labels.shape), tokens
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How `_TokenLosses` computes: through `chain`, this rank's `part` of the columns, `block`
+    logits at a time; `likeliest` asks for the columns of the largest logits.
+    """
+
+    chain: Chain | None
+    part: Part | None
+    block: int
+    likeliest: bool
+
+
+class _Running(NamedTuple):
+    """Running values of each token, (N,), over the blocks of columns.
+
+    `peak` is the largest logit, finite because a block may hold -inf only. `target` is the label's
+    logit, `total` the sum of exp(logit - peak).
+    """
+
+    peak: torch.Tensor
+    target: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def start(cls, hidden: torch.Tensor, labels: torch.Tensor) -> "_Running":
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)
+        return cls(peak, torch.full_like(peak, -torch.inf), torch.zeros_like(peak))
+
+
 class _TokenLosses(torch.autograd.Function):
     """(N, D), (V, D), (V,), (N,) -> (N,), and (N,) of the likeliest columns, or (0,)"""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Any,
-        weight: Any,
-        bias: Any,
-        labels: Any,
-        chain: Chain | None,
-        part: Part | None,
-        block: int,
-        likeliest: bool,
+        ctx: Any, hidden: Any, weight: Any, bias: Any, labels: Any, plan: _Plan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        exact = torch.promote_types(hidden.dtype, torch.float32)
-        # (N,) the largest logit so far; finite, as a block may hold -inf only
-        peak = hidden.new_full(labels.shape, torch.finfo(exact).min, dtype=exact)
-        target = torch.full_like(peak, -torch.inf)  # (N,) the logit of the label
-        total = torch.zeros_like(peak)  # (N,) sum of exp(logit - peak)
-        chosen = torch.zeros_like(labels) if likeliest else labels.new_empty(0)
+        part, running = plan.part, _Running.start(hidden, labels)
+        chosen = torch.zeros_like(labels) if plan.likeliest else labels.new_empty(0)
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns in _blocks(hidden, weight, block):
+            for columns in _blocks(hidden, weight, plan.block):
                 logits = _logits(hidden, weight, bias, columns)
-                logits = chain(logits) if chain else logits  # (N, columns)
-                # which leaves none in the other dtype
-                logits = logits if compiles() else logits.to(exact)
+                logits = plan.chain(logits) if plan.chain else logits  # (N, columns)
+                # Compiled code converts the logits itself, and stores none in the other dtype.
+                logits = logits if compiles() else logits.to(running.peak.dtype)
                 place, inside = _places(labels, columns, part)
-                largest, column = logits.max(1) if likeliest else (None, None)
+                largest, column = logits.max(1) if plan.likeliest else (None, None)
                 if column is not None:
-                    chosen = torch.where(largest > peak, column + columns.start, chosen)
-                peak, target, total = _seen(logits, largest, place, inside, peak, target, total)
+                    chosen = torch.where(largest > running.peak, column + columns.start, chosen)
+                running = _Running(*_seen(logits, largest, place, inside, tuple(running)))
                 del logits  # before the next block's are made
         if part:
-            own = peak
-            peak, target, total = _over_ranks(own, target, total, part.group)
-            chosen = (
-                _first_over_ranks(chosen + part.start, own == peak, part.group)
-                if likeliest
-                else chosen
-            )
-        norm = peak + total.log()  # (N,) log of the sum of exp
+            own, running = running, _over_ranks(running, part.group)
+            if plan.likeliest:
+                largest = own.peak == running.peak
+                chosen = _first_over_ranks(chosen + part.start, largest, part.group)
+
+        norm = running.peak + running.total.log()  # (N,) log of the sum of exp
         ctx.save_for_backward(hidden, weight, bias, labels, norm)
-        ctx.chain, ctx.part, ctx.block = chain, part, block
+        ctx.plan = plan
         ctx.mark_non_differentiable(chosen)
-        return (norm - target).masked_fill_(labels == IGNORE, 0.0), chosen
+        return (norm - running.target).masked_fill_(labels == IGNORE, 0.0), chosen
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, labels, norm = ctx.saved_tensors
+        plan: _Plan = ctx.plan
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         each = gradients[0].masked_fill(labels == IGNORE, 0.0).unsqueeze(1)  # (N, 1)
         grad_hidden = torch.zeros_like(hidden, dtype=norm.dtype) if of_hidden else None
         grad_weight = torch.empty_like(weight) if of_weight else None
         grad_bias = torch.empty_like(bias) if of_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for columns in _blocks(hidden, weight, ctx.block):
+            for columns in _blocks(hidden, weight, plan.block):
                 logits = _logits(hidden, weight, bias, columns)
                 gradient = _gradient(
-                    logits, norm, each, ctx.chain, *_places(labels, columns, ctx.part)
+                    logits, norm, each, plan.chain, *_places(labels, columns, plan.part)
                 )
                 if grad_hidden is not None:
                     _add_product(grad_hidden, gradient, weight[columns].to(hidden.dtype))
@@ -192,9 +202,9 @@ class _TokenLosses(torch.autograd.Function):
                 del logits, gradient
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
-            if ctx.part:
-                dist.all_reduce(grad_hidden, group=ctx.part.group)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+            if plan.part:
+                dist.all_reduce(grad_hidden, group=plan.part.group)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _blocks(hidden: torch.Tensor, weight: torch.Tensor, block: int) -> Iterator[slice]:
@@ -230,13 +240,12 @@ def _seen(
     largest: Any,
     place: Any,
     inside: Any,
-    peak: torch.Tensor,
-    target: torch.Tensor,
-    total: torch.Tensor,
+    running: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """Adds a block's logits, (N, columns), to the largest, the label's, and the sum of exponentials
-    of each token so far, (N,).
+    """Add a block's logits, (N, columns), to the running values, which are a plain tuple for
+    compilers.
     """
+    peak, target, total = running
     logits = logits.to(peak.dtype)
     target = torch.where(inside, logits.gather(1, place).squeeze(1), target)
     before, peak = peak, torch.maximum(peak, logits.amax(1) if largest is None else largest)
@@ -293,16 +302,14 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         total += left @ right
 
 
-def _over_ranks(
-    peak: torch.Tensor, target: torch.Tensor, total: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Combines the columns of the tensor-parallel ranks (two all-reduces of N numbers)."""
-    # the label is a column of one rank, and -inf on the others
-    largest = torch.stack([peak, target])
+def _over_ranks(own: _Running, group: dist.ProcessGroup) -> _Running:
+    """Combine the columns of the tensor-parallel ranks (two all-reduces of N numbers)."""
+    # The label is a column of one rank, and -inf on the others.
+    largest = torch.stack([own.peak, own.target])
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    total = total * (peak - largest[0]).exp()
+    total = own.total * (own.peak - largest[0]).exp()
     dist.all_reduce(total, group=group)
-    return largest[0], largest[1], total
+    return _Running(largest[0], largest[1], total)
 
 
 def _first_over_ranks(

@@ -27,23 +27,32 @@ PADDED = 64
 SHORT = 256
 
 
+class Scoring(NamedTuple):
+    """How the tokens of a document see each other: scores are multiplied by `scale`.
+
+    A token sees the `window` last tokens of its document, itself included; 0: all of them. Without
+    `causal` it sees as many of the tokens after it.
+    """
+
+    scale: float
+    window: int = 0
+    causal: bool = True
+
+    def whole(self, length: int) -> bool:
+        """Return True if the window hides nothing in a document of this length."""
+        return not self.window or length <= self.window
+
+
 def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor,
-    longest: int,
-    scale: float,
-    window: int,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scoring: Scoring
 ) -> Tensor:
-    """Computes attention within documents: (tokens, heads, d) of queries and (tokens, key-value
+    """Compute attention within documents: (tokens, heads, d) of queries and (tokens, key-value
     heads, d) of keys and values -> (tokens, heads, d).
 
-    `documents`: (documents + 1,) int32, the tokens before each and all of them; `longest`: tokens
-    of the longest. A token sees the `window` last tokens of its document, itself included; 0: all
-    of them. Not `causal`: as many of those behind it, too.
+    `documents`: (documents + 1,) int32, the number of tokens before each document, and of all;
+    `longest`: tokens of the longest document.
     """
+    scale, window, causal = scoring
     window = 0 if window >= longest else window
     if query.is_cuda:
         gqa, sides = query.shape[1] != key.shape[1], (window - 1, 0 if causal else window - 1)
@@ -61,7 +70,7 @@ def varlen(
         )
         return found
     if type(query) is Tensor and query.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _ByDocument.apply(query, key, value, documents, scale, window, causal)  # type: ignore[no-any-return]
+        return _ByDocument.apply(query, key, value, documents, Scoring(scale, window, causal))  # type: ignore[no-any-return]
     return by_document(query, key, value, documents, scale, window, causal)[0]
 
 
@@ -206,28 +215,22 @@ def _bias(batch: Batch, like: Tensor, causal: bool) -> dict[str, Tensor]:
 
 
 def _computed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor,
-    scale: float,
-    window: int,
-    causal: bool = True,
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Computes `varlen` on a CPU; returns (its result, the logsumexp of each query's scores,
+    """Compute `varlen` on a CPU; return (its result, the logsumexp of each query's scores,
     (tokens, heads)).
     """
+    scale, causal = scoring.scale, scoring.causal
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     sums = torch.empty(query.shape[:2], dtype=_exact(query))
-    for batch in _batches(tuple(documents.tolist()), window):
-        # (documents, heads, length, d)
-        q, k, v = (_take(tensor, batch).transpose(1, 2) for tensor in (query, key, value))
-        if not window or batch.length <= window:
+    for batch in _batches(tuple(documents.tolist()), scoring.window):
+        q, k, v = _heads_of(batch, query, key, value)
+        if scoring.whole(batch.length):
             q, k, v = _faster(batch, q, k, v)
             o, s = FLASH(q, k, v, 0.0, causal, scale=scale, **_bias(batch, q, causal))
             out, sums = _put(out, o.transpose(1, 2), batch), _put(sums, s.transpose(1, 2), batch)
             continue
-        for span in _spans(batch.length, window, query, causal):
+        for span in _spans(batch.length, scoring.window, query, causal):
             o, s = FLASH(
                 q[:, :, span.queries],
                 k[:, :, span.keys],
@@ -242,79 +245,107 @@ def _computed(
     return out, sums
 
 
+def _heads_of(batch: Batch, *tensors: Tensor) -> Iterator[Tensor]:
+    """Yield a batch's part of each tensor, (documents, heads, length, ...)."""
+    return (_take(tensor, batch).transpose(1, 2) for tensor in tensors)
+
+
 def _exact(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _gradients(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    documents: Tensor,
-    scale: float,
-    window: int,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    found = [
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        for tensor in (query, key, value)
-    ]
-    for batch in _batches(tuple(documents.tolist()), window):
-        g, q, k, v, o, s = (
-            _take(tensor, batch).transpose(1, 2) for tensor in (grad, query, key, value, out, sums)
-        )
-        if not window or batch.length <= window:
-            g, q, k, v, o = _faster(batch, g, q, k, v, o)
-            made = FLASH_BACKWARD(
-                g, q, k, v, o, s, 0.0, causal, scale=scale, **_bias(batch, q, causal)
-            )
-            found = [
-                _put(into, tensor.transpose(1, 2), batch)
-                for into, tensor in zip(found, made, strict=True)
-            ]
-            continue
-        # several blocks add to each
-        summed = [torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v)]
-        for span in _spans(batch.length, window, query, causal):
-            mine = (tensor[:, :, span.queries] for tensor in (g, q))
-            seen = (tensor[:, :, span.keys] for tensor in (k, v))
-            given = (tensor[:, :, span.queries] for tensor in (o, s))
-            dq, dk, dv = FLASH_BACKWARD(
-                *mine, *seen, *given, 0.0, False, attn_mask=span.bias, scale=scale
-            )
-            found[0][batch.first :][span.queries] = dq[0].transpose(0, 1)
-            summed[0][:, :, span.keys] += dk
-            summed[1][:, :, span.keys] += dv
-        found[1:] = (
-            _put(into, tensor.transpose(1, 2), batch)
-            for into, tensor in zip(found[1:], summed, strict=True)
-        )
-    of_query, of_key, of_value = found
+class _Forward(NamedTuple):
+    """The inputs and results of a forward pass, as the backward pass needs them."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    sums: Tensor
+    documents: Tensor
+
+
+def _gradients(grad: Tensor, forward: _Forward, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of queries, keys and values."""
+    of_query, of_key, of_value = (
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in forward[:3]
+    )
+    for batch in _batches(tuple(forward.documents.tolist()), scoring.window):
+        if scoring.whole(batch.length):
+            dq, dk, dv = _gradients_of_whole(grad, forward, batch, scoring)
+            of_query = _put(of_query, dq.transpose(1, 2), batch)
+        else:
+            place = of_query[batch.first :]
+            dk, dv = _gradients_through_window(grad, forward, batch, scoring, place)
+        of_key = _put(of_key, dk.transpose(1, 2), batch)
+        of_value = _put(of_value, dv.transpose(1, 2), batch)
     return of_query, of_key, of_value
 
 
-# For compilers and tensors without memory.
+def _gradients_of_whole(
+    grad: Tensor, forward: _Forward, batch: Batch, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of a batch of documents that no window cuts."""
+    g, q, k, v, o, s = _heads_of(batch, grad, *forward[:5])
+    g, q, k, v, o = _faster(batch, g, q, k, v, o)
+    bias = _bias(batch, q, scoring.causal)
+    made: tuple[Tensor, Tensor, Tensor] = FLASH_BACKWARD(
+        g, q, k, v, o, s, 0.0, scoring.causal, scale=scoring.scale, **bias
+    )
+    return made
+
+
+def _gradients_through_window(
+    grad: Tensor, forward: _Forward, batch: Batch, scoring: Scoring, of_query: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of one document's keys and values, and write the queries' gradients
+    into `of_query`, (tokens, heads, d).
+    """
+    g, q, k, v, o, s = _heads_of(batch, grad, *forward[:5])
+    # Several blocks of queries add to the gradient of a key.
+    of_key, of_value = (torch.zeros_like(tensor, dtype=_exact(tensor)) for tensor in (k, v))
+    for span in _spans(batch.length, scoring.window, forward.query, scoring.causal):
+        mine = (tensor[:, :, span.queries] for tensor in (g, q))
+        seen = (tensor[:, :, span.keys] for tensor in (k, v))
+        given = (tensor[:, :, span.queries] for tensor in (o, s))
+        dq, dk, dv = FLASH_BACKWARD(
+            *mine, *seen, *given, 0.0, False, attn_mask=span.bias, scale=scoring.scale
+        )
+        of_query[span.queries] = dq[0].transpose(0, 1)
+        of_key[:, :, span.keys] += dk
+        of_value[:, :, span.keys] += dv
+    return of_key, of_value
+
+
+def _computed_flat(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, *scoring: Any
+) -> tuple[Tensor, Tensor]:
+    return _computed(query, key, value, documents, Scoring(*scoring))
+
+
+def _gradients_flat(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(grad, _Forward(*given[:6]), Scoring(*given[6:]))
+
+
+# For compilers and tensors without memory. A schema has no `Scoring`, only its numbers.
 by_document = torch.library.custom_op(
-    "recipekit::attention_by_document", _computed, mutates_args=()
+    "recipekit::attention_by_document",
+    _computed_flat,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor documents, float scale, SymInt window,"
+    " bool causal=True) -> (Tensor, Tensor)",
 )
 _by_document_backward = torch.library.custom_op(
-    "recipekit::attention_by_document_backward", _gradients, mutates_args=()
+    "recipekit::attention_by_document_backward",
+    _gradients_flat,
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums,"
+    " Tensor documents, float scale, SymInt window, bool causal) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @by_document.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Tensor,
-    scale: float,
-    window: int,
-    causal: bool = True,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query, memory_format=torch.contiguous_format), query.new_empty(
         query.shape[:2], dtype=_exact(query)
     )
@@ -329,18 +360,13 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) ->
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, documents, ctx.scale, ctx.window, ctx.causal = inputs
-    ctx.save_for_backward(query, key, value, *output, documents)
+    query, key, value, documents, *ctx.scoring = inputs
+    ctx.save_for_backward(*_Forward(query, key, value, *output, documents))
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (
-        *_by_document_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.causal),
-        None,
-        None,
-        None,
-        None,
-    )
+    found = _by_document_backward(grad, *ctx.saved_tensors, *ctx.scoring)
+    return (*found, None, None, None, None)
 
 
 by_document.register_autograd(_backward, setup_context=_keep)
@@ -360,13 +386,5 @@ class _ByDocument(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, out, sums, documents = ctx.saved_tensors
-        return (
-            *_gradients(
-                grad, query, key, value, out, sums, documents, ctx.scale, ctx.window, ctx.causal
-            ),
-            None,
-            None,
-            None,
-            None,
-        )
+        found = _gradients(grad, _Forward(*ctx.saved_tensors), *ctx.scoring)
+        return (*found, None, None)

@@ -14,7 +14,7 @@ from ..spec.refusal import Refusal, refuse
 from ..spec.task_specs import PACKED, Facts
 from .both_ways import choose_both_ways
 from .config_errors import WRONG_VALUE
-from .device import unfit_here
+from .device import Activations, unfit_here
 from .empty import class_of, config_of, construct, empty_model
 from .small import once_a_config
 
@@ -29,34 +29,24 @@ def choose_attention(
     model_config: dict[str, Any],
     name: str,
     facts: Facts,
-    dtype: torch.dtype,
-    device: torch.device,
-    rows: tuple[int, int] = (1, 1),
+    activations: Activations,
 ) -> tuple[str, str]:
-    """Resolves the field `attention` of a recipe: (a name that transformers knows, a line that says
-    why `auto` is not varlen, or "").
+    """Resolve the field `attention` of a recipe: (a name that transformers knows, the line that
+    says why `auto` is not varlen, or "").
 
-    `dtype` is what the layers compute in, `rows` (B, T) of a micro-batch. No collective, and the
-    same on every rank. Raises `Refusal` for `varlen` where it is not right, and for `auto` where
-    sdpa's mask would leave no room.
+    No collective, and the same on every rank. Raises `Refusal` for `varlen` where it is not right,
+    and for `auto` where sdpa's mask would leave no room.
     """
     if facts.masked:
-        return choose_both_ways(wanted, model_config, name, dtype, device, rows)
+        return choose_both_ways(wanted, model_config, name, activations)
     if wanted not in ("auto", VARLEN):
         return wanted, ""
     if facts.rows != PACKED:
-        if wanted == VARLEN:
-            raise refuse(
-                "attention = varlen",
-                "requires rows of packed documents, which this task does not have",
-                "leave out --attention",
-            )
-        return (
-            "sdpa"
-            if class_of(config_of(model_config, name), facts.auto_class)._supports_sdpa
-            else "eager"
-        ), ""
-    reason = unfit_here(model_config, dtype, device) or unfit(model_config, name)
+        return _of_separate_rows(wanted, model_config, name, facts), ""
+
+    reason = unfit_here(model_config, activations.dtype, activations.device) or unfit(
+        model_config, name
+    )
     if not reason:
         return VARLEN, ""
     if wanted == VARLEN:
@@ -65,7 +55,26 @@ def choose_attention(
             f"is not exact for this {model_config['model_type']}: {reason}",
             "leave out --attention, or use --attention sdpa",
         )
-    if problems := check_dense_mask("sdpa", rows[1], rows[0], dtype.itemsize):
+    _check_mask_of_sdpa(activations, reason)
+    return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"
+
+
+def _of_separate_rows(wanted: str, model_config: dict[str, Any], name: str, facts: Facts) -> str:
+    """Return the attention of a task whose rows are not packed. Raises `Refusal` for varlen."""
+    if wanted == VARLEN:
+        raise refuse(
+            "attention = varlen",
+            "requires rows of packed documents, which this task does not have",
+            "leave out --attention",
+        )
+    has_sdpa = class_of(config_of(model_config, name), facts.auto_class)._supports_sdpa
+    return "sdpa" if has_sdpa else "eager"
+
+
+def _check_mask_of_sdpa(activations: Activations, reason: str) -> None:
+    """Raise `Refusal` if sdpa's mask would leave no room; `reason` is why it is not varlen."""
+    batch, length = activations.rows
+    if problems := check_dense_mask("sdpa", length, batch, activations.dtype.itemsize):
         raise Refusal(
             [
                 replace(
@@ -76,50 +85,25 @@ def choose_attention(
                 for problem in problems
             ]
         )
-    return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"
 
 
 @once_a_config
 def unfit(model_config: dict[str, Any], name: str = "") -> str:
-    """Says why a model's attention is not varlen, or "" if it is: its logits of packed documents
-    are those of the documents alone, or sdpa's.
+    """Return why a model's attention is not varlen, or "" if it is: if its logits of packed
+    documents are the logits of the separate documents, or sdpa's.
 
-    A tiny copy with random weights reads them, in fp32 on the CPU. sdpa's own may differ from those
-    of the documents alone, where something else than attention carries information from one to the
-    next; that is then the same with both. What attention drops in training is taken from the config
-    as it is.
+    A tiny copy with random weights reads them, in fp32 on the CPU. sdpa's own logits may differ
+    from the logits of the separate documents if something else than attention carries information
+    from one to the next; that is then the same with both. Dropout of attention in training is as in
+    the config.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             tiny = tiny_copy(config_of(model_config, name), VOCABULARY)
             if tiny.get("initializer_range"):
-                # what is read must be seen, however small the weights of its real width begin
+                # Initial weights must be large enough for the difference to be seen.
                 tiny = tiny | {"initializer_range": 0.1}
-            model = _drawn(tiny, VARLEN, name)
-            ids = torch.randint(3, VOCABULARY - 1, (1, sum(LENGTHS)))
-            positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
-            logits = _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
-            model.train()
-            # raises `Unfit` if it drops
-            _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
-            one = _read(
-                model.eval(),
-                ids,
-                positions,
-                for_layers(torch.tensor([0, ids.numel()], dtype=torch.int32), ids.device),
-            )
-            if not logits.isfinite().all() or _equal(logits, one):
-                return "the logits of a tiny copy do not tell what its attention reads"
-            plain = _drawn(tiny, "sdpa", name)
-            alone = torch.cat(
-                [
-                    _read(plain, *part)
-                    for part in zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)
-                ],
-                dim=1,
-            )
-            if _equal(logits, alone) or _equal(logits, _read(plain, ids, positions)):
-                return ""
+            return _difference(tiny, name)
     except Unfit as found:
         return f"it has {found}"
     except WRONG_VALUE as error:
@@ -131,6 +115,34 @@ def unfit(model_config: dict[str, Any], name: str = "") -> str:
             else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         )
         return f"a tiny copy of it does not run with it ({said})"
+
+
+def _difference(tiny: dict[str, Any], name: str) -> str:
+    """Compare a tiny model's logits with varlen and with sdpa; return the difference, or "".
+
+    Raises `Unfit` if its attention asks for something that varlen does not compute.
+    """
+    model = _drawn(tiny, VARLEN, name)
+    ids = torch.randint(3, VOCABULARY - 1, (1, sum(LENGTHS)))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
+
+    # Packed documents, in evaluation and in training, where `Unfit` is raised for dropout.
+    logits = _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
+    model.train()
+    _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
+
+    # The same tokens as one document: the logits must change.
+    whole_row = torch.tensor([0, ids.numel()], dtype=torch.int32)
+    one = _read(model.eval(), ids, positions, for_layers(whole_row, ids.device))
+    if not logits.isfinite().all() or _equal(logits, one):
+        return "the logits of a tiny copy do not tell what its attention reads"
+
+    # Each document by itself with sdpa, and packed as sdpa reads it.
+    plain = _drawn(tiny, "sdpa", name)
+    documents = zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)
+    alone = torch.cat([_read(plain, *document) for document in documents], dim=1)
+    if _equal(logits, alone) or _equal(logits, _read(plain, ids, positions)):
+        return ""
     return "a tiny copy of it computes something else with it"
 
 

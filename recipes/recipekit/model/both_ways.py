@@ -13,7 +13,7 @@ from ..kernels.attention import MASKING, VARLEN, Unfit, both_ways
 from ..kernels.documents import document_starts, documents_of, for_layers
 from ..spec.refusal import Refusal, refuse
 from .config_errors import WRONG_VALUE
-from .device import unfit_here
+from .device import Activations, unfit_here
 from .empty import MASKED, config_of, construct, empty_model
 from .small import once_a_config
 
@@ -26,9 +26,7 @@ def choose_both_ways(
     wanted: str,
     model_config: dict[str, Any],
     name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    rows: tuple[int, int],
+    activations: Activations,
 ) -> tuple[str, str]:
     """Resolves the field `attention` of a recipe like `model.attention.choose_attention`, for a
     model that looks both ways.
@@ -42,10 +40,11 @@ def choose_both_ways(
             "cannot separate packed documents in a bidirectional model",
             "use --attention varlen, which also uses FlashAttention",
         )
+    dtype, rows = activations.dtype, activations.rows
     kind, tried = model_config["model_type"], (VARLEN, *MASKING) if wanted == "auto" else (wanted,)
     reasons: dict[str, str] = {}
     for attention in tried:
-        here = unfit_here(model_config, dtype, device) if attention == VARLEN else ""
+        here = unfit_here(model_config, dtype, activations.device) if attention == VARLEN else ""
         if not (reason := here or leaks(model_config, attention, name)):
             break
         reasons[attention] = reason

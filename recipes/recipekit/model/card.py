@@ -249,15 +249,9 @@ def _data_rows(facts: Facts, files: Mapping[str, Mapping[str, str]]) -> list[tup
 
 
 def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tuple[str, str]]:
-    recipe, mesh, versions = (_part(facts, name) for name in ("recipe", "mesh", "versions"))
-    host, commit = _part(facts, "host"), facts.get("git_commit")
+    recipe, commit = _part(facts, "recipe"), facts.get("git_commit")
     last = lines[-1] if lines else {}
     unit = unit_of(last)
-    ranks = (
-        f"{mesh['world']} rank{'s' if mesh['world'] > 1 else ''}"
-        if isinstance(mesh.get("world"), int)
-        else ""
-    )
     strategy = recipe.get("ds_config") if recipe.get("engine") == "deepspeed" else None
     rows: list[tuple[str, Any]] = [
         (
@@ -283,14 +277,8 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
         ("learning-rate schedule", recipe.get("schedule")),
         ("seed", recipe.get("seed")),
         ("strategy", Path(strategy).name if isinstance(strategy, str) else recipe.get("engine")),
-        (
-            "layout",
-            ", ".join(str(part) for part in (mesh.get("name"), ranks, host.get("device")) if part),
-        ),
-        (
-            "versions",
-            ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name)),
-        ),
+        ("layout", _layout(facts)),
+        ("versions", _versions(facts)),
         ("first start", facts.get("date")),
     ]
     return [
@@ -298,6 +286,19 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
         for name, value in rows
         if isinstance(value, (str, int, float)) and value != ""
     ]
+
+
+def _layout(facts: Facts) -> str:
+    """Return the mesh, the number of ranks and the device of a run, as far as they are known."""
+    mesh, device = _part(facts, "mesh"), _part(facts, "host").get("device")
+    world = mesh.get("world")
+    ranks = f"{world} rank{'s' if world > 1 else ''}" if isinstance(world, int) else ""
+    return ", ".join(str(part) for part in (mesh.get("name"), ranks, device) if part)
+
+
+def _versions(facts: Facts) -> str:
+    versions = _part(facts, "versions")
+    return ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name))
 
 
 def _held_out(lines: Sequence[Metrics]) -> list[str]:

@@ -29,10 +29,9 @@ def check_causal(model_config: dict[str, Any], attention: str = "sdpa", name: st
     try:
         tiny = tiny_copy(config, CAUSAL_VOCABULARY)
     except WRONG_VALUE as error:  # a Refusal of `shrink` is a ValueError
-        return (
-            f"{unknown}:"
-            f" {error.problems[0].rule if isinstance(error, Refusal) else f'it cannot be made small ({type(error).__name__}: {error})'}"
-        )
+        if isinstance(error, Refusal):
+            return f"{unknown}: {error.problems[0].rule}"
+        return f"{unknown}: it cannot be made small ({type(error).__name__}: {error})"
     try:
         logits, changed = _two_readings(tiny, on_cpu, name)
     except WRONG_VALUE as error:

@@ -1,11 +1,21 @@
 """Whether a device computes attention without a mask."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..kernels.attention import MOST_HEAD_DIM
 from .empty import config_of
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The tensors that attention layers compute on: `rows` is (B, T) of a micro-batch."""
+
+    dtype: torch.dtype
+    device: torch.device
+    rows: tuple[int, int] = (1, 1)
 
 
 def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str:

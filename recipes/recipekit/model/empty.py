@@ -165,8 +165,8 @@ def construct(
         config.architectures = [class_of(config, auto_class).__name__]
     try:
         model = getattr(transformers, auto_class).from_config(config, dtype=torch.float32)
-        # of an attention that the class, or this machine, does not have
     except (ValueError, ImportError) as error:
+        # The class, or this machine, may lack the attention.
         if not NO_ATTENTION.search(str(error)):
             raise
         fix = "use --attention eager" if attention != "eager" else "use another model"

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
 from ..architectures.small_files import ADAPTER, CARD, with_dtype
@@ -69,25 +71,33 @@ def _joined(
         yield name, value
 
 
+@dataclass(frozen=True)
+class Format:
+    """The format of exported weights: their dtype, and whether an adapter is merged into them."""
+
+    dtype: torch.dtype
+    merge: bool = False
+
+
 def export(
     engine: Engine,
     built: Built,
     groups: Groups,
     small: SmallFiles,
     folder: Path,
-    dtype: torch.dtype,
-    merge: bool,
+    weights: Format,
 ) -> None:
     """Write safetensors and the small files into `folder`, complete or not at all (a collective).
 
     The first rank of each pipeline stage writes its files.
 
-    A LoRA model writes its adapter, or the merged weights with `merge`. Tensors that transformers
-    ties are written once.
+    A LoRA model writes its adapter, or the merged weights if `weights` merges it. Tensors that
+    transformers ties are written once.
     """
     model: Any = engine.module  # maybe wrapped by an adapter
     adapter = hasattr(model, "peft_config")
-    if adapter and not merge:
+    dtype = weights.dtype
+    if adapter and not weights.merge:
         _export_adapter(model, built, groups, small, folder, dtype)
         return
     writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
@@ -97,48 +107,23 @@ def export(
         if adapter
         else whole_parameters(model, built, groups, dtype)
     )
-    models = [] if adapter else built.models  # the merged tensors hold their buffers
     staging = folder.with_name(f".{folder.name}.tmp")
     rank0, disk = dist.get_rank() == 0, Disk(staging)
     if rank0:
         disk.do(make_empty, staging)
     dist.barrier()
-    shard: dict[str, torch.Tensor] = {}
-    files: list[tuple[str, list[str]]] = []  # (file, its tensors)
-    total = size = 0
+
+    # Every rank takes part in gathering each tensor; only some write.
+    parts = _Parts(f"part-{groups.coords['pp']}", disk)
     for name, value in tensors:
-        if not writes:
-            continue
-        if size and size + value.nbytes > safetensors_files.SHARD_BYTES:
-            files.append((f"part-{groups.coords['pp']}-{len(files)}", list(shard)))
-            disk.do(write_file, shard, staging / files[-1][0])
-            shard, size = {}, 0
-        shard[name] = value.contiguous()
-        size += value.nbytes
-        total += value.nbytes
+        if writes:
+            parts.add(name, value)
     if writes:
-        parameters = {
-            name for model in models for name, _ in model.named_parameters(remove_duplicate=False)
-        }
-        for name in [
-            name for model in models for name in model.state_dict() if name not in parameters
-        ]:
-            if (
-                buffer := next(
-                    (
-                        buffers[name]
-                        for model in models
-                        if name in (buffers := dict(model.named_buffers()))
-                    ),
-                    None,
-                )
-            ) is not None:
-                shard[expert.own_name(models[0], name)] = buffer.cpu()
-        files.append((f"part-{groups.coords['pp']}-{len(files)}", list(shard)))
-        disk.do(write_file, shard, staging / files[-1][0])
+        # The tensors of a merged model hold its buffers.
+        parts.finish({} if adapter else _buffers_of(built.models))
     disk.check()
     everyone: list[Any] = [None] * groups.mesh.world
-    dist.all_gather_object(everyone, (files, total))
+    dist.all_gather_object(everyone, (parts.files, parts.total))
 
     def complete() -> None:
         name_files(
@@ -154,6 +139,54 @@ def export(
     if rank0:
         disk.do(complete)
     disk.check()
+
+
+class _Parts:
+    """The safetensors files of one rank, with at most SHARD_BYTES of parameters each.
+
+    `files` lists (file, its tensors); `total` counts the bytes of the parameters.
+    """
+
+    def __init__(self, prefix: str, disk: "Disk"):
+        self.prefix, self.disk = prefix, disk
+        self.files: list[tuple[str, list[str]]] = []
+        self.total = 0
+        self._shard: dict[str, torch.Tensor] = {}
+        self._size = 0
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Add a parameter; write the file before it if both together would be too large."""
+        if self._size and self._size + value.nbytes > safetensors_files.SHARD_BYTES:
+            self._write()
+            self._shard, self._size = {}, 0
+        self._shard[name] = value.contiguous()
+        self._size += value.nbytes
+        self.total += value.nbytes
+
+    def finish(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Write the last file, with the buffers."""
+        self._shard |= buffers
+        self._write()
+
+    def _write(self) -> None:
+        file = f"{self.prefix}-{len(self.files)}"
+        self.files.append((file, list(self._shard)))
+        self.disk.do(write_file, self._shard, self.disk.staging / file)
+
+
+def _buffers_of(models: list[PreTrainedModel]) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers of this rank's stages, on the CPU, by published name."""
+    parameters = {
+        name for model in models for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    persistent = [name for model in models for name in model.state_dict() if name not in parameters]
+    found: dict[str, torch.Tensor] = {}
+    for name in persistent:
+        held = (dict(model.named_buffers()).get(name) for model in models)
+        buffer = next((buffer for buffer in held if buffer is not None), None)
+        if buffer is not None:
+            found[expert.own_name(models[0], name)] = buffer.cpu()
+    return found
 
 
 class Disk:
@@ -173,8 +206,8 @@ class Disk:
             write(*arguments)
         except OSError as error:
             self.error = error.strerror or str(error)
-            # safetensors 0.8 raises it for a full disk, with the text of the system in it
         except SafetensorError as error:
+            # safetensors 0.8 raises it for a full disk, with the text of the system in it.
             if "os error" not in str(error):
                 raise
             self.error = str(error)

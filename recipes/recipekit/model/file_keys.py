@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,28 @@ def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, patterns in joined.items():
         converter = by_pattern[next(iter(patterns))]
-        operations: list[Any] = converter.operations
-        kinds = [type(operation).__name__ for operation in operations]
-        if (
-            kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
-            or operations[0].dim != 0
-        ):
-            rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
-            fix = (
-                "load and save it once with transformers' save_pretrained(...,"
-                " save_original_format=False)"
-            )
-            raise refuse(f"model = {model.config._name_or_path}", rule, fix)
+        dim = _dim_of_joined(model, name, converter.operations)
         sources = [pattern for pattern in converter.source_patterns if pattern in patterns]
         parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in sources)
-        found[name] = Stored(parts, stacked=True, dim=operations[1].dim if len(kinds) > 1 else 0)
+        found[name] = Stored(parts, stacked=True, dim=dim)
     return found
+
+
+def _dim_of_joined(model: PreTrainedModel, name: str, operations: list[Any]) -> int:
+    """Return the dimension in which stacked tensors are concatenated; 0 if they are only stacked.
+
+    Raises `Refusal` for other operations.
+    """
+    kinds = [type(operation).__name__ for operation in operations]
+    known = kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
+    if not known or operations[0].dim != 0:
+        rule = f"its files hold {name} in a form that needs {', '.join(kinds)}"
+        fix = (
+            "load and save it once with transformers' save_pretrained(...,"
+            " save_original_format=False)"
+        )
+        raise refuse(f"model = {model.config._name_or_path}", rule, fix)
+    return operations[1].dim if len(kinds) > 1 else 0
 
 
 def _expert(key: str) -> list[int]:
@@ -154,38 +160,44 @@ def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
         (str(key), value) for block in blocks for key, value in block.items() if type(value) is int
     ]
     further = max((value for key, value in stated if NEXT_TOKEN_LAYERS.fullmatch(key)), default=0)
-    lists = [
-        (place, module)
-        for place, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-    ]
-    lengths = {
-        place: len(module)
-        for place, module in lists
-        if all(child.isdecimal() for child, _ in module.named_children())
-    }
-    base = f"{model.base_model_prefix}."
+    lengths = _lengths_of_lists(model)
     beyond = Counter[str]()  # list of layers -> how many the files hold
-    for name in unused.values():
-        parts = name.split(".")
-        for end, number in enumerate(parts):
-            around = ".".join(parts[:end])
-            place = next(
-                (
-                    place
-                    for place in (around, base + around, around.removeprefix(base))
-                    if place in lengths
-                ),
-                None,
-            )
-            if number.isdecimal() and place is not None and int(number) >= lengths[place] + further:
-                beyond[place] = max(beyond[place], int(number) + 1)
+    for place, number in _numbered_places(unused.values(), f"{model.base_model_prefix}.", lengths):
+        if number >= lengths[place] + further:
+            beyond[place] = max(beyond[place], number + 1)
     if not beyond:
         return
     place, held = next(iter(beyond.items()))
     count = lengths[place]
     keys = [key for key, value in stated if value == count and "layer" in key]
     raise more_layers(model.config._name_or_path, place, held, count, keys[0] if keys else "")
+
+
+def _lengths_of_lists(model: PreTrainedModel) -> dict[str, int]:
+    """Return the length of each list of layers, by its name."""
+    return {
+        place: len(module)
+        for place, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and all(child.isdecimal() for child, _ in module.named_children())
+    }
+
+
+def _numbered_places(
+    names: Iterable[str], base: str, lists: Container[str]
+) -> Iterator[tuple[str, int]]:
+    """Yield (list of layers, number of a layer) for each name inside a list.
+
+    A name may have the prefix `base` of the base model, or lack it.
+    """
+    for name in names:
+        parts = name.split(".")
+        for end, number in enumerate(parts):
+            around = ".".join(parts[:end])
+            places = (around, base + around, around.removeprefix(base))
+            place = next((place for place in places if place in lists), None)
+            if number.isdecimal() and place is not None:
+                yield place, int(number)
 
 
 @dataclass(frozen=True)

@@ -122,15 +122,9 @@ def _of_pictures(model: Any) -> Flops | None:
     )
     if list(named[embeddings[0]].shape[2:]) != [patch, patch]:
         return None
-    # added to patches, or put before them
+    # Added to patches, or put before them.
     looked_up = re.compile(r".*(_tokens?|position_embeddings?(\.weight)?|class_embedding)")
-    beside = sum(
-        shape[-2]
-        for name, value in named.items()
-        if re.fullmatch(r".*(cls|distillation|register)_tokens?", name)
-        and len(shape := value.shape) == 3
-    )
-    places = patches + beside + any(name.endswith("class_embedding") for name in named)
+    places = patches + _tokens_beside_patches(named)
     per_picture = 12.0 * layers * hidden * places**2
     for name, parameter in named.items():
         if not looked_up.fullmatch(name):
@@ -141,6 +135,17 @@ def _of_pictures(model: Any) -> Flops | None:
                 * met
             )
     return Flops(per_picture, {})
+
+
+def _tokens_beside_patches(named: dict[str, Any]) -> int:
+    """Count the class tokens and registers, given the model's parameters by name."""
+    tokens = sum(
+        shape[-2]
+        for name, value in named.items()
+        if re.fullmatch(r".*(cls|distillation|register)_tokens?", name)
+        and len(shape := value.shape) == 3
+    )
+    return tokens + any(name.endswith("class_embedding") for name in named)
 
 
 def _number(config: Any, *names: str) -> int:

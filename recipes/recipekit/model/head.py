@@ -1,9 +1,20 @@
-"""Lets a model give the loss of each token instead of its logits: its head computes it, inside its
-own forward, block by block.
+"""Losses of tokens instead of logits: a model's head computes them inside its own forward, block by
+block, so that the full logits never exist.
 
-There the head's weights are at hand, whatever gathers or divides them (hooks of ZeRO-3, FSDP2, the
-cuts of tensor parallelism). What a model's own forward does to the logits afterwards, such as a
-soft cap, is found on a small copy, applied to each block, and let pass the losses unchanged.
+    without labels   hidden -> head -> logits -> operations -> logits
+    with labels      hidden -> head -> losses -> operations, which leave them unchanged -> losses
+                               for each block of columns: logits -> operations -> its share of the
+                               losses
+
+Inside the forward, the head's weights are available however they are gathered or sharded: by hooks
+of ZeRO-3, by FSDP2, or by tensor parallelism. The operations are whatever the forward does to the
+output of the head, such as a soft cap. Three steps make sure that they are the right ones:
+
+1. Record: `recorded` runs a small copy of the model and lists its operations.
+2. Verify: `operations_of` compares the copy's losses and gradients in blocks with its losses and
+   gradients from full logits.
+3. Replay: `give_losses` applies the operations to each block. In each forward it checks that the
+   model does these operations in this order, and lets the losses pass them unchanged.
 """
 
 import contextlib
@@ -17,7 +28,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from ..kernels.cross_entropy import Part, losses_and_tokens, token_losses
+from ..kernels.cross_entropy import Head, Part, losses_and_tokens, token_losses
 from ..parallel.tensor import columns_of
 from ..spec.refusal import Refusal, refuse
 from ..spec.task import IGNORE
@@ -32,8 +43,8 @@ HERE = "the logits"  # stands for them in the arguments of an operation
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes what a model does to its logits after the head: a function of torch, with HERE
-    among its arguments.
+    """An operation of a model on its logits after the head: a function of torch, with HERE among
+    its arguments.
     """
 
     function: Callable[..., torch.Tensor]
@@ -47,8 +58,8 @@ class Operation:
 
     @property
     def by_itself(self) -> bool:
-        """Says whether it can act on each logit by itself, as far as its arguments tell, and
-        changes none in its place.
+        """Return True if it may act on each logit by itself, judged by its arguments, and does not
+        work in place.
         """
         values, name = (
             [*self.inputs, *(value for _, value in self.named)],
@@ -62,14 +73,15 @@ class Operation:
         return plain and values.count(HERE) == 1 and not in_place
 
     def __str__(self) -> str:
-        return f"{getattr(self.function, '__name__', self.function)}({', '.join(map(str, self.inputs))})"
+        name = getattr(self.function, "__name__", self.function)
+        return f"{name}({', '.join(map(str, self.inputs))})"
 
 
 Operations = tuple[Operation, ...]
 
 
 def _operation(function: Any, inputs: Sequence[Any], named: dict[str, Any] | None) -> Operation:
-    """Describes a call of which the logits, or what came of them, are an argument."""
+    """Describe a call that has the logits, or a result of them, as an argument."""
     return Operation(
         function,
         tuple(HERE if torch.is_tensor(value) else value for value in inputs),
@@ -78,8 +90,8 @@ def _operation(function: Any, inputs: Sequence[Any], named: dict[str, Any] | Non
 
 
 def _followed(act: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> type[torch.Tensor]:
-    """Makes a class of tensors whose operations `act` (function, inputs, named inputs) does; what
-    it returns is of the class, too.
+    """Make a class of tensors whose operations `act` (function, inputs, named inputs) computes.
+    Its results are tensors of the same class.
     """
 
     class Followed(torch.Tensor):
@@ -99,7 +111,7 @@ def _followed(act: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> type[
 
 
 def head_of(model: PreTrainedModel) -> nn.Linear:
-    """Returns the head. Raises ValueError if it is no plain linear layer."""
+    """Return the head. Raises ValueError if it is no plain linear layer."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ValueError(
@@ -113,9 +125,9 @@ def head_of(model: PreTrainedModel) -> nn.Linear:
 def recorded(
     model: PreTrainedModel, run: Callable[[], torch.Tensor]
 ) -> tuple[Operations, torch.Tensor]:
-    """Returns what a model does to its head's output before `run` returns it, and that result.
+    """Run a model; return its operations on the head's output, and the result of `run`.
 
-    Raises ValueError where losses cannot stand for the logits.
+    Raises ValueError if losses cannot take the place of the logits.
     """
     found: list[Operation] = []
     made: list[torch.Tensor] = []
@@ -144,42 +156,61 @@ def recorded(
     return tuple(found), result.as_subclass(torch.Tensor)
 
 
+@dataclass(frozen=True)
+class LossPath:
+    """How the loss of a model is computed: in chunks by its head, or from full logits.
+
+    `why_full` is the reason for full logits that the recipe did not ask for.
+    """
+
+    in_chunks: bool
+    why_full: str = ""
+
+
+IN_CHUNKS, FULL_LOGITS = LossPath(in_chunks=True), LossPath(in_chunks=False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model: its config, the task that it is trained for, and its name in messages."""
+
+    config: dict[str, Any]
+    task: str
+    name: str
+
+
 def give_losses_where_exact(
     loss: str,
     whole: PreTrainedModel,
     models: Sequence[PreTrainedModel],
-    model_config: dict[str, Any],
-    task: str,
-    name: str,
+    kind: Kind,
     tp: tuple[Mapping[str, str], Any],
-) -> str | None:
-    """Lets `models` give losses, as `--loss` says; returns None, or why they give logits: "" where
-    that is asked for.
+) -> LossPath:
+    """Let `models` give losses if `loss`, the recipe's field, allows it and they are exact; return
+    how the loss is computed.
 
-    `whole` is the model that they are parts of, `tp` (tensor-parallel plan, mesh of its ranks or
-    None). Raises `Refusal` where `loss` is "chunked" and they cannot.
+    `models` are parts of the model `whole`. `tp` is (tensor-parallel plan, mesh of its ranks or
+    None). Raises `Refusal` if `loss` is "chunked" and the losses would not be exact.
     """
-    if loss == "whole" or "loss" not in TASKS[task].reads:
-        return ""
+    facts = TASKS[kind.task]
+    if loss == "whole" or "loss" not in facts.reads:
+        return FULL_LOGITS
     try:
         head = head_of(whole)
-        cut = columns_of(
-            next(place for place, module in whole.named_modules() if module is head),
-            head.out_features,
-            *tp,
-        )
-        operations = operations_of(model_config, task, name)
+        place = next(place for place, module in whole.named_modules() if module is head)
+        cut = columns_of(place, head.out_features, *tp)
+        operations = operations_of(kind.config, kind.task, kind.name)
     except ValueError as error:
         if loss == "chunked":
             raise refuse(
                 "loss = chunked",
-                f"is not exact for this {model_config['model_type']}: {error}",
+                f"is not exact for this {kind.config['model_type']}: {error}",
                 "use --loss auto or --loss whole",
             ) from error
-        return str(error)
+        return LossPath(in_chunks=False, why_full=str(error))
     for model in models:
-        give_losses(model, operations, Part(*cut) if cut else None, likeliest=TASKS[task].masked)
-    return None
+        give_losses(model, operations, Part(*cut) if cut else None, likeliest=facts.masked)
+    return IN_CHUNKS
 
 
 def give_losses(
@@ -189,77 +220,97 @@ def give_losses(
     block: int | None = None,
     likeliest: bool = False,
 ) -> None:
-    """Lets the forward of `model` take labels as `losses_of`, (B, T) int64, and return the loss of
-    each token, (B, T) fp32, where its logits were.
+    """Let the forward of `model` take labels as `losses_of`, (B, T) int64, and return the loss of
+    each token, (B, T) fp32, in the place of its logits.
 
     With `likeliest` it returns (B, T, 2), the loss and the likeliest token, whose number fp32
-    holds. Without labels it stays what it is. `operations` are what it does after its head; `part`:
-    which columns this rank's head has. Each forward checks that they are: it raises `Refusal` if
-    the model does something else to its logits.
+    holds. Without labels the forward is unchanged. `operations` are what the model does after its
+    head; `part` is the columns that this rank's head has; `block` is how many logits exist at a
+    time. A forward raises `Refusal` if the model does something else to its logits.
     """
-    head, whole = head_of(model), model.forward
-    ahead: list[Operation] = []  # what the model has yet to do, in a forward
-    chosen: list[torch.Tensor] = []  # the likeliest tokens of that forward
+    linear, own = head_of(model), model.forward
+    replay = _Replay(model, linear, operations)
+    chain = replay.chain if operations else None
 
-    def chain(logits: torch.Tensor) -> torch.Tensor:
-        return functools.reduce(lambda value, operation: operation(value), operations, logits)
-
-    def other(what: str) -> Refusal:
-        rule = f"a {model.config.model_type} {what} after its head, and its small copy does not"
-        return refuse("loss in chunks", rule, "use --loss whole")
-
-    def let_pass(function: Any, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
-        operation = _operation(function, inputs, named)
-        if ahead and operation == ahead[0]:
-            ahead.pop(0)
-            return next(value for value in inputs if torch.is_tensor(value))
-        result = function(*inputs, **named)
-        if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
-            # a model may ask whether its logits are padded
-            return torch.Size((*result, head.out_features))
-        if torch.is_tensor(result) and function not in SAME:
-            raise other(f"does {operation} to its logits")
-        return result
-
-    kind = _followed(let_pass)
-
-    @functools.wraps(whole)
+    @functools.wraps(own)
     def forward(*args: Any, losses_of: torch.Tensor | None = None, **kwargs: Any) -> Any:
         if losses_of is None:
-            return whole(*args, **kwargs)
+            return own(*args, **kwargs)
+        tokens: list[torch.Tensor] = []  # the likeliest ones, (B, T)
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
-            given = (
-                hidden,
-                head.weight,
-                head.bias,
-                losses_of,
-                chain if operations else None,
-                part,
-                block,
-            )
+            head = Head(linear.weight, linear.bias, chain, part)
             if likeliest:
-                found, told = losses_and_tokens(*given)
-                chosen.append(told)
+                found, largest = losses_and_tokens(hidden, head, losses_of, block)
+                tokens.append(largest)
             else:
-                found = token_losses(*given)
-            # a tensor that is of a class already (of a fake device, say) cannot be of another one,
-            # and has nothing to let pass here
-            return found.as_subclass(kind) if operations or type(found) is torch.Tensor else found
+                found = token_losses(hidden, head, losses_of, block)
+            return replay.followed(found)
 
-        ahead[:] = operations
-        with _instead(head, losses):
-            output = whole(*args, **kwargs)
-        if ahead:
-            raise other(f"does not do {ahead[0]}")
+        replay.start()
+        with _instead(linear, losses):
+            output = own(*args, **kwargs)
+        replay.check_complete()
+
         given = output.logits.as_subclass(torch.Tensor)
-        # no view: of one torch 2.13's FSDP2 warns that its hooks may be lost
+        # A copy, because torch 2.13's FSDP2 warns that its hooks may be lost on a view.
         output["logits"] = (
-            torch.stack([given, chosen.pop().to(given.dtype)], -1) if chosen else given.clone()
+            torch.stack([given, tokens.pop().to(given.dtype)], -1) if tokens else given.clone()
         )
         return output
 
     model.forward = forward  # type: ignore[method-assign]
+
+
+class _Replay:
+    """The operations that a model must do to the output of its head, in their order.
+
+    In a forward the output is losses, which the operations leave unchanged.
+    """
+
+    def __init__(self, model: PreTrainedModel, head: nn.Linear, operations: Operations):
+        self.model, self.head, self.operations = model, head, operations
+        self.ahead: list[Operation] = []  # the rest of the current forward
+        self.kind = _followed(self.let_pass)
+
+    def chain(self, logits: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(lambda value, operation: operation(value), self.operations, logits)
+
+    def followed(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return losses whose operations go through `let_pass`."""
+        # A tensor that already has a class of its own (of a fake device, say) cannot take another
+        # one, and without operations it has nothing to pass.
+        if self.operations or type(losses) is torch.Tensor:
+            return losses.as_subclass(self.kind)
+        return losses
+
+    def start(self) -> None:
+        self.ahead[:] = self.operations
+
+    def let_pass(self, function: Any, inputs: Sequence[Any], named: dict[str, Any]) -> Any:
+        """Return the losses unchanged for the next recorded operation, and refuse another one."""
+        operation = _operation(function, inputs, named)
+        if self.ahead and operation == self.ahead[0]:
+            self.ahead.pop(0)
+            return next(value for value in inputs if torch.is_tensor(value))
+
+        result = function(*inputs, **named)
+        if function == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
+            # A model may ask whether its logits are padded.
+            return torch.Size((*result, self.head.out_features))
+        if torch.is_tensor(result) and function not in SAME:
+            raise self._other(f"does {operation} to its logits")
+        return result
+
+    def check_complete(self) -> None:
+        """Raise `Refusal` if the forward has left out an operation."""
+        if self.ahead:
+            raise self._other(f"does not do {self.ahead[0]}")
+
+    def _other(self, what: str) -> Refusal:
+        kind = self.model.config.model_type
+        rule = f"a {kind} {what} after its head, and its small copy does not"
+        return refuse("loss in chunks", rule, "use --loss whole")
 
 
 # hooks of ZeRO-3 (DeepSpeed 0.19.8, parameter_offload.py) hand on what this gives
@@ -268,8 +319,9 @@ SAME = (torch.Tensor.detach,)
 
 @contextlib.contextmanager
 def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Gives a module another forward for a while; its hooks stay, and what tensor parallelism has
-    put around its own is left out.
+    """Give a module another forward for a while.
+
+    Its hooks stay. The wrapper of tensor parallelism around its own forward is left out.
     """
     own = module.__dict__.get("forward")
     module.forward = forward  # type: ignore[method-assign]
@@ -283,10 +335,11 @@ def _instead(module: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor])
 
 @once_a_config
 def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Operations:
-    """Finds on a small copy what a model does to its logits after its head; the copy's losses in
-    blocks must be those of whole logits.
+    """Find a model's operations after its head on a small copy, whose losses in blocks must equal
+    its losses from full logits.
 
-    Raises ValueError where they are not, or cannot be. The same on every rank, and no collective.
+    Raises ValueError if they do not, or cannot be computed. The same on every rank, and no
+    collective.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
@@ -310,7 +363,7 @@ def operations_of(model_config: dict[str, Any], task: str, name: str = "") -> Op
 
 
 def _found_on(model: PreTrainedModel, facts: Facts) -> Operations:
-    """Finds the operations of a small copy, and compares its losses and gradients both ways.
+    """Record the operations of a small copy, and compare its losses and gradients both ways.
 
     Raises ValueError.
     """

@@ -6,13 +6,15 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import deepspeed
 import torch
 import transformers
 from deepspeed.utils import groups as zero_groups
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.initialization import TORCH_INIT_FUNCTIONS, guard_torch_init_functions
 
@@ -24,71 +26,120 @@ from ..spec.refusal import refuse
 from .weights import Weights
 
 
+@dataclass(frozen=True)
+class FirstValues:
+    """Where the first values come from: `weights`, or the model's own initialiser with `seed`.
+
+    Random values need `whole`, the complete model on the meta device (`initialised_from_outside`).
+    """
+
+    seed: int
+    weights: Weights | None = None
+    whole: PreTrainedModel | None = None
+
+    def stored(self, name: str) -> Weights | None:
+        """Return the files if they hold this parameter; None if it is sampled."""
+        return None if self.weights is None or name in self.weights.drawn else self.weights
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the values go: the training device and dtype, partitioned over the ranks if `ds_config`
+    asks for ZeRO-3.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    groups: Groups | None
+    ds_config: dict[str, Any]
+
+    def partition(self, parameter: nn.Parameter, swapper: Any) -> Any:
+        """Partition a parameter if `ds_config` asks for it; return ZeRO-3's NVMe swapper."""
+        if self.groups is None or self.ds_config["zero_optimization"]["stage"] != 3:
+            return None
+        return partition(parameter, self.ds_config, self.groups, swapper)
+
+
 def fill(
     model: PreTrainedModel,
-    seed: int,
-    groups: Groups | None,
-    ds_config: dict[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
+    values: FirstValues,
+    target: Target,
     cuts: dict[str, Cut],
-    weights: Weights | None,
     divide: Callable[[nn.Module], Any] | None = None,
-    whole: PreTrainedModel | None = None,
 ) -> None:
-    """Give every parameter that is still on the meta device its value: sampled with `seed`, or read
-    from `weights`.
+    """Give every parameter that is still on the meta device its value, part by part.
 
-    `divide` is called with each layer that is filled, and with the model at the end. `whole` is the
-    complete model on the meta device. Random values need it (`initialised_from_outside`).
+    `divide` is called with each layer that is filled, and with the model at the end.
     """
-    outside = initialised_from_outside(whole) if whole is not None else {}
-    tp_mesh = groups.tp_mesh if groups else None
+    outside = initialised_from_outside(values.whole) if values.whole is not None else {}
+    tp_mesh = target.groups.tp_mesh if target.groups else None
     names = {id(module): name for name, module in model.named_modules()}
-    zero3 = groups is not None and ds_config["zero_optimization"]["stage"] == 3
     swapper = None
     layers = layers_of(model) if divide else []
+
     _return_freed_blocks(True)
     for part, deep in parts(model):
+        prefix = names[id(part)]
         unfilled = [
             (name, parameter)
-            for name, parameter in own_parameters(part, deep, names[id(part)])
+            for name, parameter in own_parameters(part, deep, prefix)
             if parameter.device.type == "meta"
         ]
         if not unfilled:
             continue  # tied to a parameter that an earlier part filled
-        read = weights is not None and not any(name in weights.drawn for name, _ in unfilled)
-        values = {} if read else draw(model, part, deep, names[id(part)], cuts, seed)
+
+        read = all(values.stored(name) is not None for name, _ in unfilled)
+        drawn = {} if read else draw(model, part, deep, prefix, cuts, values.seed)
         for name, parameter in unfilled:
-            if weights is not None and name not in weights.drawn:
-                value = weights.part(name, cuts.get(name), tp_mesh)
-            else:
-                value = values.pop(name)
-                if whole is not None and name in outside:
-                    value = draw_from_outside(whole, name, outside[name], value, seed)
-                if tp_mesh and name in cuts:
-                    value = tensor_parallel.shard(value, cuts[name], tp_mesh)
-            # a copy: safetensors' tensors are views of the mapped file, which training must not
-            # write to
-            filled = nn.Parameter(
-                value.to(device, dtype, copy=True), requires_grad=parameter.requires_grad
-            )
-            if weights is not None and name not in weights.drawn:
+            value = _value_here(name, drawn, values, outside, cuts.get(name), tp_mesh)
+            filled = _filled(model, parameter, value, target)
+            if (weights := values.stored(name)) is not None:
                 weights.check_finite(name, value, filled)
-            for mark, kept in vars(parameter).items():
-                setattr(filled, mark, kept)
-            replace_parameter(model, parameter, filled)
+            # The full value goes before the next one comes; under ZeRO-3 only the partition stays.
             del value, parameter
-            if zero3:
-                assert groups is not None
-                swapper = partition(filled, ds_config, groups, swapper)
+            swapper = target.partition(filled, swapper)
             del filled
+
         if divide and any(part is layer for layer in layers):
             divide(part)
     _return_freed_blocks(False)
-    _fill_buffers(model, weights, device)
+
+    _fill_buffers(model, values.weights, target.device)
     if divide:
         divide(model)
+
+
+def _value_here(
+    name: str,
+    drawn: dict[str, torch.Tensor],
+    values: FirstValues,
+    outside: dict[str, list[tuple[Any, nn.Module]]],
+    cut: Cut | None,
+    tp_mesh: DeviceMesh | None,
+) -> torch.Tensor:
+    """Return this rank's shard of a parameter's value, from the files or out of `drawn`."""
+    if (weights := values.stored(name)) is not None:
+        return weights.part(name, cut, tp_mesh)
+    value, whole = drawn.pop(name), values.whole
+    if whole is not None and name in outside:
+        value = draw_from_outside(whole, name, outside[name], value, values.seed)
+    if tp_mesh and cut is not None:
+        value = tensor_parallel.shard(value, cut, tp_mesh)
+    return value
+
+
+def _filled(
+    model: PreTrainedModel, meta: nn.Parameter, value: torch.Tensor, target: Target
+) -> nn.Parameter:
+    """Put a parameter with this value in the place of a meta parameter, with its marks."""
+    # A copy: safetensors' tensors are views of the mapped file, which training must not write to.
+    filled = nn.Parameter(
+        value.to(target.device, target.dtype, copy=True), requires_grad=meta.requires_grad
+    )
+    for mark, kept in vars(meta).items():
+        setattr(filled, mark, kept)
+    replace_parameter(model, meta, filled)
+    return filled
 
 
 def _fill_buffers(model: nn.Module, weights: Weights | None, device: torch.device) -> None:
@@ -155,6 +206,15 @@ def own_parameters(part: nn.Module, deep: bool, prefix: str) -> list[tuple[str, 
     ]
 
 
+class Slot(NamedTuple):
+    """A place for a parameter in a module, and the parameter that it held."""
+
+    module: nn.Module
+    key: str
+    name: str  # in the model
+    held: nn.Parameter
+
+
 def draw(
     model: PreTrainedModel,
     part: nn.Module,
@@ -163,65 +223,85 @@ def draw(
     cuts: dict[str, Cut],
     seed: int,
 ) -> dict[str, torch.Tensor]:
-    """Draws the initial values of one part, whole, fp32, on the CPU, by the model's own
+    """Sample the initial values of one part, full, fp32, on the CPU, by the model's own
     initialiser.
 
-    Each module draws from a generator seeded by (seed, name of its first parameter), so the values
-    depend on nothing else: not on the layout, the order of modules, or what was drawn before.
+    Each module samples with a generator seeded by (seed, name of its first parameter), so the
+    values depend on nothing else: not on the layout, the order of modules, or earlier samples.
     """
     modules = (
-        [(".".join(filter(None, (prefix, name))), module) for name, module in part.named_modules()]
+        [(_path(prefix, name), module) for name, module in part.named_modules()]
         if deep
         else [(prefix, part)]
     )
-    meta, filled = (
-        dict[tuple[nn.Module, str], nn.Parameter](),
-        dict[tuple[nn.Module, str], nn.Parameter](),
-    )
-    # whole fp32 tensors take the place of the (maybe cut) meta parameters meanwhile
+    unfilled, filled = _make_room(modules, cuts)
+    _initialise(model, modules, seed)
+    for slot in filled:
+        slot.module._parameters[slot.key] = slot.held
+    return _take_values(model, unfilled)
+
+
+def _path(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _make_room(
+    modules: list[tuple[str, nn.Module]], cuts: dict[str, Cut]
+) -> tuple[list[Slot], list[Slot]]:
+    """Prepare modules for their initialiser; return the slots of meta and of filled parameters.
+
+    Full fp32 tensors of NaN take the place of meta parameters, which may be sharded. Meta tensors
+    take the place of filled ones, so that the initialiser does not sample them again: they are tied
+    to a parameter of an earlier part, as BERT's head is.
+    """
+    unfilled, filled = list[Slot](), list[Slot]()
     for name, module in modules:
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.device.type == "meta":
-                full = f"{name}.{key}" if name else key
-                meta[module, key] = parameter
-                module._parameters[key] = nn.Parameter(
-                    torch.full(cuts[full].shape if full in cuts else parameter.shape, math.nan)
-                )
-                # tied to one of an earlier part, as BERT's head is, which an initialiser would draw
-                # again
-            elif parameter is not None:
-                filled[module, key] = parameter
-                module._parameters[key] = nn.Parameter(
-                    torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
-                )
+            if parameter is None:
+                continue
+            slot = Slot(module, key, _path(name, key), parameter)
+            if parameter.device.type == "meta":
+                shape = cuts[slot.name].shape if slot.name in cuts else parameter.shape
+                room = torch.full(shape, math.nan)
+            else:
+                room = torch.empty(getattr(parameter, "ds_shape", parameter.shape), device="meta")
+            (unfilled if parameter.device.type == "meta" else filled).append(slot)
+            module._parameters[key] = nn.Parameter(room)
+    return unfilled, filled
+
+
+def _initialise(model: PreTrainedModel, modules: list[tuple[str, nn.Module]], seed: int) -> None:
+    """Call the initialiser of each module with its own seed."""
     owner = {id(module): nearest for nearest, module in _init_owners(model)}
     with torch.random.fork_rng(devices=[]), torch.no_grad(), guard_torch_init_functions():
-        # children before parents: a parent may draw a child's weight again (GPT-2's c_proj)
+        # Children before parents: a parent may sample a child's weight again (GPT-2's c_proj).
         for name, module in reversed(modules):
-            first = next(
-                (f"{name}.{key}" if name else key for key, _ in module.named_parameters()), None
-            )
+            first = next((_path(name, key) for key, _ in module.named_parameters()), None)
             if first is not None:
                 torch.manual_seed(seed_of(seed, first))
                 owner[id(module)]._init_weights(module)
                 _draw_the_rest(module)
-    for (module, key), parameter in filled.items():
-        module._parameters[key] = parameter
+
+
+def _take_values(model: PreTrainedModel, slots: list[Slot]) -> dict[str, torch.Tensor]:
+    """Take the sampled values out of their slots, which hold their meta parameters again.
+
+    Raises `Refusal` for a parameter that neither the initialiser nor the constructor has set.
+    """
     values, made = {}, cast(dict[str, torch.Tensor], model.made)
-    for name, module in modules:
-        for key in [key for holder, key in meta if holder is module]:
-            full = f"{name}.{key}" if name else key
-            drawn = module._parameters[key].detach()  # type: ignore[union-attr]
-            if drawn.isnan().any():  # no initialiser set it, so the constructor did
-                if full not in made:
-                    raise refuse(
-                        "--init random",
-                        f"{type(model).__name__} has no initialiser for {full}",
-                        "give pretrained weights with --model",
-                    )
-                drawn = made[full].float()
-            values[full] = drawn
-            module._parameters[key] = meta[module, key]
+    for module, key, name, meta in slots:
+        drawn = module._parameters[key].detach()  # type: ignore[union-attr]
+        # No initialiser set it, so the constructor did.
+        if drawn.isnan().any():
+            if name not in made:
+                raise refuse(
+                    "--init random",
+                    f"{type(model).__name__} has no initialiser for {name}",
+                    "give pretrained weights with --model",
+                )
+            drawn = made[name].float()
+        values[name] = drawn
+        module._parameters[key] = meta
     return values
 
 

@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from ..architectures import safetensors_files
 from ..spec.refusal import refuse
 from .empty import config_of, empty_model
 from .file_keys import find_stored, tied_names, ties
 from .small import once_a_config
-from .weights import open_files, weights_folder
+from .weights import Weights, open_files, weights_folder
 
 
 def config_of_files(
@@ -42,24 +44,7 @@ def _compared(
 ) -> tuple[dict[str, Any], str]:
     model = empty_model(model_config, "eager", name, auto_class=auto_class)
     weights = open_files(name, Path(folder))
-    found = find_stored(model, list(weights.where))
-    tied = [
-        (alias, first)
-        for alias, first in tied_names(model).items()
-        if alias in found and first in found
-    ]
-    pairs = [(alias, first) for alias, first in tied if found[alias] != found[first]]
-    # Tensors of different shapes are refused later.
-    same_shape = [
-        (alias, first)
-        for alias, first in pairs
-        if weights.shape_of(found[alias]) == weights.shape_of(found[first])
-    ]
-    differing = [
-        (alias, first)
-        for alias, first in same_shape
-        if not weights.same(found[alias], found[first])
-    ]
+    differing = _differing(model, weights)
     if not differing:
         return model_config, ""
 
@@ -79,3 +64,25 @@ def _compared(
         raise refuse(f"model = {name}", rule, f"delete {alias} from its files")
     note = f"{alias} differs from {first} in its files, so the two are not tied, as in transformers"
     return changed, f'model = {name}: {note}. The run has "tie_word_embeddings": false'
+
+
+def _differing(model: PreTrainedModel, weights: Weights) -> list[tuple[str, str]]:
+    """Return the pairs of tied names under which the files store different values."""
+    found = find_stored(model, list(weights.where))
+    tied = [
+        (alias, first)
+        for alias, first in tied_names(model).items()
+        if alias in found and first in found
+    ]
+    pairs = [(alias, first) for alias, first in tied if found[alias] != found[first]]
+    # Tensors of different shapes are refused later.
+    same_shape = [
+        (alias, first)
+        for alias, first in pairs
+        if weights.shape_of(found[alias]) == weights.shape_of(found[first])
+    ]
+    return [
+        (alias, first)
+        for alias, first in same_shape
+        if not weights.same(found[alias], found[first])
+    ]

@@ -300,23 +300,33 @@ def _generation_file(
             " them out"
         )
         notes += [f"{file} {rule}: {', '.join(gone)}"] if gone and carried else []
-    before = ids_of(found.get("eos_token_id"))
-    if not before and tokenizer is not None:
-        ends = (*ends, *ids_of(tokenizer.eos_token_id))  # documents end with it
-    added = [number for number in dict.fromkeys(ends) if number not in before]
-    if added and tokenizer is not None:
-        found = {key: value for key, value in found.items() if key not in OF_METADATA}
-        found["eos_token_id"] = [*before, *added] if before or len(added) > 1 else added[0]
+    if tokenizer is not None:
+        found, added = _with_ends(found, tokenizer, ends)
         said = [number for number in added if carried or number != tokenizer.eos_token_id]
         names = ", ".join(
             f"{tokenizer.convert_ids_to_tokens(number)} ({number})" for number in said
         )
-        notes += (
-            [f"{GENERATION}: exports also stop at {names}, which ends an answer in training"]
-            if said
-            else []
-        )
+        line = f"{GENERATION}: exports also stop at {names}, which ends an answer in training"
+        notes += [line] if said else []
     return file.read_bytes() if file and found == own and carried else _json(found)
+
+
+def _with_ends(
+    own: dict[str, Any], tokenizer: Any, ends: tuple[int, ...]
+) -> tuple[dict[str, Any], list[int]]:
+    """Return (a generation config that also stops at `ends`, the ids that were added).
+
+    A config without an end token gets the tokenizer's, which ends documents.
+    """
+    before = ids_of(own.get("eos_token_id"))
+    if not before:
+        ends = (*ends, *ids_of(tokenizer.eos_token_id))
+    added = [number for number in dict.fromkeys(ends) if number not in before]
+    if not added:
+        return own, []
+    found = {key: value for key, value in own.items() if key not in OF_METADATA}
+    found["eos_token_id"] = [*before, *added] if before or len(added) > 1 else added[0]
+    return found, added
 
 
 def with_special_tokens(own: dict[str, Any], special: set[int]) -> tuple[dict[str, Any], list[str]]:

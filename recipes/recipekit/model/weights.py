@@ -22,7 +22,7 @@ from ..parallel import tensor
 from ..parallel.blueprint import Stored
 from ..parallel.tensor import Cut
 from ..spec.hub import ask_for_model
-from ..spec.refusal import Problem, refuse
+from ..spec.refusal import Problem, Refusal, refuse
 from .file_keys import (
     find_stored,
     foreign_affix,
@@ -34,7 +34,6 @@ from .file_keys import (
 
 # parameters of a head for classes, as transformers names them
 HEAD = re.compile(r"(\w*classifier|score|head)\.")
-
 ENDS = 4096  # values of a tensor's first and last row that its mark covers
 NAMED = 3  # unused keys that a line lists
 # Files of a hub model. Exports carry the small ones, and their card states the licence of this one.
@@ -223,59 +222,92 @@ def open_weights(
     folder = weights_folder(name, revision)
     weights = open_files(name, folder)
     persistent, keys = model.state_dict(), list(weights.where)
-    wanted = [
-        *dict(model.named_parameters()),
-        *(key for key, _ in model.named_buffers() if key in persistent),
-    ]
-    found = find_stored(model, keys)
+    buffers = [key for key, _ in model.named_buffers() if key in persistent]
+    wanted = [*dict(model.named_parameters()), *buffers]
+    found = _find_all(model, weights, folder)
+    weights.stored = {key: found[key] for key in wanted if key in found}
+
+    # Tensors of another shape, missing ones, and the ones of a new head among both.
+    wrong = _of_other_shape(model, weights, found, wanted)
+    missing = [key for key in wanted if key not in found]
+    head = {key for key in (*wrong, *missing) if HEAD.match(key)}
+    weights.drawn |= head if new_head else set()
+    weights.drawn |= _may_be_missing(model, missing)
+
+    labels = _hint_of_labels(model, head, {*wrong, *missing})
+    if missing := [key for key in missing if key not in weights.drawn]:
+        if affix := foreign_affix(model, keys, wanted):
+            raise refuse_affix(model, keys, affix)
+        raise _incomplete(name, missing, len(wanted), labels)
+    if wrong := [key for key in wrong if key not in weights.drawn]:
+        held, due = weights.shape_of(found[wrong[0]]), list(persistent[wrong[0]].shape)
+        raise other_shape(name, wrong[0], held, due, labels)
+
+    weights.note = _note_of_unused(model, weights, found)
+    return weights
+
+
+def _incomplete(name: str, missing: list[str], wanted: int, labels: str) -> Refusal:
+    rule = f"its files lack {len(missing)} of {wanted} parameters, first {missing[0]}"
+    fix = f"give the files that match this config.json and transformers version{labels}"
+    return refuse(f"model = {name}", rule, fix)
+
+
+def _find_all(model: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, Stored]:
+    """Find the stored tensors of a model's parameters and buffers, also under the names of tied and
+    separated ones.
+    """
+    found = find_stored(model, list(weights.where))
     for alias, first in tied_names(model).items():
         if alias in found and first not in found:  # transformers ties either to the other
             found[first] = found[alias]
     for target, source in separated_names(model, folder / "config.json").items():
         if source in found and target not in found:
             found[target], weights.copies[target] = Stored(((target,),)), found[source].parts[0][0]
-    weights.stored = {key: found[key] for key in wanted if key in found}
-    wrong = [
+    return found
+
+
+def _of_other_shape(
+    model: PreTrainedModel, weights: Weights, found: dict[str, Stored], wanted: list[str]
+) -> list[str]:
+    """Return the found tensors whose shape in the files is not the model's."""
+    persistent = model.state_dict()
+    return [
         key
         for key in (*wanted, *tied_names(model))
         if key in found and weights.shape_of(found[key]) != list(persistent[key].shape)
     ]
-    missing = [key for key in wanted if key not in found]
-    head = {key for key in (*wrong, *missing) if HEAD.match(key)}
-    weights.drawn |= head if new_head else set()
-    labels = (
-        ". --num_labels N randomly initialises a new head for N classes"
-        if head and head.issuperset((*wrong, *missing)) and model.get_output_embeddings() is None
-        else ""
+
+
+def _hint_of_labels(model: PreTrainedModel, head: set[str], unusable: set[str]) -> str:
+    """Return the end of a fix for files that lack only a head for classes, or ""."""
+    if not head or not head.issuperset(unusable) or model.get_output_embeddings() is not None:
+        return ""
+    return ". --num_labels N randomly initialises a new head for N classes"
+
+
+def _may_be_missing(model: PreTrainedModel, missing: list[str]) -> set[str]:
+    """Return the missing parameters that transformers itself allows to be missing."""
+    allowed = model._keys_to_ignore_on_load_missing or ()
+    return {key for key in missing if any(re.search(pattern, key) for pattern in allowed)}
+
+
+def _note_of_unused(model: PreTrainedModel, weights: Weights, found: dict[str, Stored]) -> str:
+    """Return the line about keys of the files that are not used, or ""."""
+    unused = unused_keys(
+        model,
+        list(weights.where),
+        found,
+        weights.drawn,
+        lambda key: weights.shape_of(Stored(((key,),))),
     )
-    weights.drawn |= {
-        key
-        for key in missing
-        if any(re.search(pattern, key) for pattern in model._keys_to_ignore_on_load_missing or ())
-    }
-    if missing := [key for key in missing if key not in weights.drawn]:
-        if affix := foreign_affix(model, keys, wanted):
-            raise refuse_affix(model, keys, affix)
-        rule = f"its files lack {len(missing)} of {len(wanted)} parameters, first {missing[0]}"
-        raise refuse(
-            f"model = {name}",
-            rule,
-            f"give the files that match this config.json and transformers version{labels}",
-        )
-    if wrong := [key for key in wrong if key not in weights.drawn]:
-        held, due = weights.shape_of(found[wrong[0]]), list(persistent[wrong[0]].shape)
-        raise other_shape(name, wrong[0], held, due, labels)
-    if unused := unused_keys(
-        model, keys, found, weights.drawn, lambda key: weights.shape_of(Stored(((key,),)))
-    ):
-        listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
-        count = (
-            f"{len(unused)} tensors of its files are"
-            if len(unused) > 1
-            else "1 tensor of its files is"
-        )
-        weights.note = f"model = {name}: {count} not used: {listed}"
-    return weights
+    if not unused:
+        return ""
+    listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
+    count = (
+        f"{len(unused)} tensors of its files are" if len(unused) > 1 else "1 tensor of its files is"
+    )
+    return f"model = {weights.name}: {count} not used: {listed}"
 
 
 def open_files(name: str, folder: Path) -> Weights:

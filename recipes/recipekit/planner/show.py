@@ -13,8 +13,9 @@ from ..dslint.compiling import layers_whole
 from ..model.adapter import AdapterRequest, adapted
 from ..model.attention import choose_attention
 from ..model.describe import draft
+from ..model.device import Activations
 from ..model.empty import empty_model
-from ..model.head import give_losses_where_exact
+from ..model.head import Kind, give_losses_where_exact
 from ..model.own_head import config_of_files
 from ..model.small import summed_gradients
 from ..model.weights import open_weights
@@ -267,9 +268,7 @@ def attention_of(plan: Plan) -> tuple[str, str]:
         plan.model_config,
         recipe.model,
         recipe.facts,
-        dtype,
-        device,
-        (recipe.micro_batch, recipe.seq_len),
+        Activations(dtype, device, (recipe.micro_batch, recipe.seq_len)),
     )
 
 
@@ -342,9 +341,12 @@ def drawn_up(
         vocabulary=classes,
         chunked=plan.model_config is not None
         and give_losses_where_exact(
-            recipe.loss, whole, [], plan.model_config, recipe.task, recipe.model, (plans.tp, None)
-        )
-        is None,
+            recipe.loss,
+            whole,
+            [],
+            Kind(plan.model_config, recipe.task, recipe.model),
+            (plans.tp, None),
+        ).in_chunks,
         background=recipe.save_in_background,
         adapted=recipe.adapt is not None,
         engine=recipe.engine,

@@ -24,7 +24,7 @@ from ..model.batch_norm import move_statistics, norms_of
 from ..model.build import Built, build_model, check_weights
 from ..model.card import card_of_run
 from ..model.empty import empty_model
-from ..model.export import export, holds_adapter, save_small_files
+from ..model.export import Format, export, holds_adapter, save_small_files
 from ..model.own_head import config_of_files
 from ..model.small_files import SmallFiles
 from ..model.weights import fetch_config, published_names, weights_folder
@@ -91,7 +91,8 @@ class Loaded:
         small, merge = self._small_files, self.plan.recipe.merge
         if self.plan.command.rank == 0:  # which writes these files
             small = small.with_card(card_of_run(self.plan.out, self.state["step"], merge))
-        export(self.engine, self.built, self.groups, small, folder, self.dtype, merge)
+        weights = Format(self.dtype, merge)
+        export(self.engine, self.built, self.groups, small, folder, weights)
         merged = self.plan.out / MERGED
         if name == EXPORT and merged.is_dir():
             say(
@@ -170,11 +171,11 @@ def load_model(
     refuse_values(built)
     for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
         say(note)
-    if built.why_logits is None:
+    if built.loss_path.in_chunks:
         assert task.of_losses is not None, "a task that reads `loss` has both ways"
         task = task.of_losses(task)
-    elif built.why_logits:
-        say(f"loss: full logits, not in chunks: {built.why_logits}")
+    elif built.loss_path.why_full:
+        say(f"loss: full logits, not in chunks: {built.loss_path.why_full}")
     sums = Sums(
         torch.zeros(2, domains, dtype=torch.float64, device=device)
         if (domains := len(domains_of(recipe.dataset))) > 1
@@ -290,7 +291,7 @@ def compile_model(
         (rotary, "rotary embeddings"),
     )
     said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (
-        built.why_logits is None
+        built.loss_path.in_chunks
     )
     if not said and recipe.compile == "on":
         raise refuse(

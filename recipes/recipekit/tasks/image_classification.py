@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -381,13 +381,9 @@ def drawn(number: int) -> Row:
 def _shape(
     pen: ImageDraw.ImageDraw, shape: str, left: int, top: int, size: int, colour: tuple[int, ...]
 ) -> None:
-    right, bottom, middle, line = (
-        left + size - 1,
-        top + size - 1,
-        left + size // 2,
-        max(2, size // 6),
-    )
-    box, third = (left, top, right, bottom), size // 3
+    right, bottom, middle = left + size - 1, top + size - 1, left + size // 2
+    line, third = max(2, size // 6), size // 3  # widths of a line and of a bar of the plus
+    box = (left, top, right, bottom)
     if shape in ("disc", "ring"):
         pen.ellipse(box, fill=colour if shape == "disc" else None, outline=colour, width=line)
     elif shape in ("square", "frame"):
@@ -402,16 +398,21 @@ def _shape(
         pen.line((left, top, right, bottom), fill=colour, width=line)
         pen.line((left, bottom, right, top), fill=colour, width=line)
     else:
-        for start in range(0, size, 2 * line):
-            stripe = (left, top + start, right, min(bottom, top + start + line - 1))
-            pen.rectangle(
-                (
-                    stripe
-                    if shape == "rows"
-                    else (left + start, top, min(right, left + start + line - 1), bottom)
-                ),
-                fill=colour,
-            )
+        for stripe in _stripes(box, line, across=shape == "rows"):
+            pen.rectangle(stripe, fill=colour)
+
+
+def _stripes(
+    box: tuple[int, int, int, int], width: int, across: bool
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the boxes of stripes with gaps of the same width, in rows or in columns."""
+    left, top, right, bottom = box
+    for start in range(0, right - left + 1, 2 * width):
+        end = start + width - 1
+        if across:
+            yield left, top + start, right, min(bottom, top + end)
+        else:
+            yield left + start, top, min(right, left + end), bottom
 
 
 # What is learned
