@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures import safetensors_files
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.convert import hugging_face
 from recipekit.convert.hugging_face import from_hf, to_hf
 from recipekit.convert.published import extra_keys, published_as, shapes_of
@@ -225,7 +225,7 @@ def kept(folder: Path, out: Path, **options: Any) -> Path:
         tensors, {}, 0, False, {name: Stored(((name,),)) for name in ("wte", "lm_head")}, files
     )
     layout = target_layout(
-        blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=None, pp=None, zero=1
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), LayoutChange(dp=2, zero=1)
     )
     from_hf(folder, out, blueprint, layout, originals={"lm_head": "head"}, **options)
     return out
