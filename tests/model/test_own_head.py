@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from recipekit.checkpoints.step_folder import LayoutChange, target_layout
-from recipekit.convert.hugging_face import from_hf, to_hf
+from recipekit.convert.hugging_face import FolderChanges, from_hf, to_hf
 from recipekit.model.build import build_model
 from recipekit.model.describe import published_model
 from recipekit.model.own_head import config_of_files
@@ -289,8 +289,7 @@ def test_a_conversion_keeps_a_head_of_its_own(tmp_path, kind, task):
         tmp_path / "step",
         model.blueprint,
         layout,
-        config=model.config,
-        originals=model.copies,
+        changes=FolderChanges(model.config, model.copies),
     )
     to_hf(tmp_path / "step", tmp_path / "hf")
     assert config_json(str(tmp_path / "hf"))["tie_word_embeddings"] is False

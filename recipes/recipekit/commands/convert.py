@@ -32,7 +32,7 @@ from ..checkpoints.reshape import reshape
 from ..checkpoints.step_folder import LayoutChange, Step, open_step, target_layout
 from ..checkpoints.verify import verify
 from ..convert import published
-from ..convert.hugging_face import from_hf, to_hf
+from ..convert.hugging_face import FolderChanges, from_hf, to_hf
 from ..model.card import card_of_run
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer
 from ..spec.cores import usable_cores
@@ -363,10 +363,10 @@ def from_hf_command(arguments: argparse.Namespace) -> int:
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
     layout = target_layout(blueprint, start, change_of(arguments), model.config)
 
+    changes = FolderChanges(model.config, model.copies)
+
     def convert_to(own: Effort) -> None:
-        return from_hf(
-            arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies
-        )
+        return from_hf(arguments.source, arguments.out, blueprint, layout, own, changes)
 
     return write(arguments, blueprint, layout, convert_to)
 
