@@ -271,7 +271,7 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
 
 
 def _check_places(folder: Path, blueprint: Blueprint, layout: Layout) -> dict[str, OpenedFile]:
-    """Return the files of the layout; raise `Refusal` if one is missing or a tensor is too small."""
+    """Return the layout's files; raise `Refusal` if one is missing or a tensor is too small."""
     opened: dict[str, OpenedFile] = {}
     for own in shards(blueprint, layout).values():
         for piece in (piece for shard in own for piece in shard.pieces):

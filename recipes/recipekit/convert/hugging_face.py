@@ -57,15 +57,12 @@ def to_hf(
     step = open_step(source)
     blueprint, contents = published_as(step, dtype)
     journal = Journal(out, {"source": step.fingerprint, "files": contents})
-    entries = _safetensors_files(journal, blueprint, contents)
-    if len(entries) > 1 or safetensors_files.INDEX in step.blueprint.files:
-        safetensors_files.write_index(journal.folder, entries)
+    entries = _create_files(journal, blueprint, contents)
     journal.note("", None)
 
-    found = {key: entry for own in entries.values() for key, entry in own.items()}
     with ExitStack() as stack:
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
-        written = open_published(journal.folder, blueprint, found, writable=True)
+        written = open_published(journal.folder, blueprint, entries, writable=True)
         stack.callback(read.close)
         stack.callback(written.close)
         todo = copies(blueprint, read, written)
@@ -80,8 +77,8 @@ def to_hf(
     copy_small(
         {name: path for name, path in small if not adapter or is_of_adapter(name)}, journal.folder
     )
-    if dtype is not None and (config := journal.folder / "config.json").exists():
-        _write_dtype(config, dtype)
+    if dtype is not None:
+        _write_dtype(journal.folder / "config.json", dtype)
     if card:
         (journal.folder / CARD).write_text(card, encoding="utf-8")
     for path in journal.folder.rglob("*"):
@@ -89,10 +86,13 @@ def to_hf(
     journal.finish()
 
 
-def _safetensors_files(
+def _create_files(
     journal: Journal, blueprint: Blueprint, contents: dict[str, dict[str, str]]
-) -> dict[str, dict[str, safetensors_files.Entry]]:
-    """Return file -> key -> entry of the output; create the files unless the conversion resumes."""
+) -> dict[str, safetensors_files.Entry]:
+    """Create the safetensors files and their index; return key -> entry.
+
+    A conversion that resumes has the files already.
+    """
     shapes = shapes_of(blueprint)
     entries: dict[str, dict[str, safetensors_files.Entry]] = {}
     for file, keys in contents.items():
@@ -101,11 +101,15 @@ def _safetensors_files(
                 journal.folder, file, {key: (own, shapes[key]) for key, own in keys.items()}
             )
         entries[file] = safetensors_files.read_header(journal.folder, file)
-    return entries
+    if len(entries) > 1 or safetensors_files.INDEX in blueprint.files:
+        safetensors_files.write_index(journal.folder, entries)
+    return {key: entry for own in entries.values() for key, entry in own.items()}
 
 
 def _write_dtype(config: Path, dtype: str) -> None:
-    """Set the dtype in a config.json."""
+    """Set the dtype in a config.json, if the model has one."""
+    if not config.exists():
+        return
     own = with_dtype(json.loads(config.read_text()), dtype)
     if "torch_dtype" not in own:
         own = {"dtype": dtype} | own
@@ -175,11 +179,7 @@ def from_hf(
         _, facts = run(todo, read, effort, written, journal, hashed=True)
         digests = _digests_of(journal.folder, blueprint, written, effort)
 
-    hf_files = journal.folder / "hf_files"
-    copy_small({name: folder / name for name in small_files(folder) if name != ADAPTER}, hf_files)
-    config = changes.config
-    if config is not None and config != json.loads((folder / "config.json").read_bytes()):
-        (hf_files / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _copy_small_files(folder, journal.folder / "hf_files", changes.config)
     state: SavedState = {
         "step": 0,
         "tokens": 0,
@@ -188,6 +188,13 @@ def from_hf(
         "export_dtype": _most_common_dtype(blueprint),
     }
     complete(journal, state, blueprint, digests, facts)
+
+
+def _copy_small_files(folder: Path, out: Path, config: dict[str, Any] | None) -> None:
+    """Copy a model's config and tokenizer files; write `config` if it differs from config.json."""
+    copy_small({name: folder / name for name in small_files(folder) if name != ADAPTER}, out)
+    if config is not None and config != json.loads((folder / "config.json").read_bytes()):
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _before_training(blueprint: Blueprint) -> create.Carried:

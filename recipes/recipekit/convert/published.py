@@ -27,20 +27,28 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
     if blueprint.files:
         return blueprint, _own_files(blueprint, wanted if dtype else "")
 
+    return _new_files(blueprint, wanted)
+
+
+def _new_files(
+    blueprint: Blueprint, float_dtype: str
+) -> tuple[Blueprint, dict[str, dict[str, str]]]:
+    """Assign tensors to files of at most SHARD_BYTES, for a model that was not read from files.
+
+    Of a LoRA run only the adapter is written, in one file.
+    """
     adapter = blueprint.adapter or _keys_of_lora(blueprint)
-    if adapter:
-        tensors = [tensor for tensor in blueprint.tensors if tensor.name in adapter.values()]
-        keys = {name: key for key, name in reversed(adapter.items())}
-    else:
-        tensors = list(blueprint.tensors)
-        keys = {tensor.name: tensor.name for tensor in tensors}
+    keys = {name: key for key, name in reversed(adapter.items())}
+    if not adapter:
+        keys = {tensor.name: tensor.name for tensor in blueprint.tensors}
+    tensors = tuple(tensor for tensor in blueprint.tensors if tensor.name in keys)
     # tied modules
     further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}
 
     files: list[dict[str, str]] = [{}]
     size = 0
     for tensor in tensors:
-        own = NAMES[tensor.buffer] if tensor.buffer else wanted
+        own = NAMES[tensor.buffer] if tensor.buffer else float_dtype
         nbytes = tensor.numel * safetensors_files.SIZES[own]
         # peft reads one file
         if size and size + nbytes > safetensors_files.SHARD_BYTES and not adapter:
@@ -50,14 +58,14 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
         files[-1] |= {key: own for key, (name, _) in further.items() if name == tensor.name}
         size += nbytes
 
+    names = _file_names(len(files), is_adapter=bool(adapter))
     blueprint = replace(
         blueprint,
-        tensors=tuple(tensors),
+        tensors=tensors,
         published={name: Stored(((key,),)) for name, key in keys.items()},
         # a tied weight of the base model is frozen, and not in the adapter's files
         aliases=further if adapter else blueprint.aliases,
     )
-    names = _file_names(len(files), is_adapter=bool(adapter))
     return blueprint, dict(zip(names, files, strict=True))
 
 

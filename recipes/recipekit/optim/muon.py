@@ -41,7 +41,8 @@ class NewtonSchulz(torch.optim.Optimizer):
     Of each matrix x with gradient g, once a step, where NS is `orthogonal` and A x B is the shape
     of x:
 
-        m = momentum m + (1 - momentum) g        u = NS(momentum m + (1 - momentum) g), without `nesterov` NS(m)
+        m = momentum m + (1 - momentum) g
+        u = NS(momentum m + (1 - momentum) g), without `nesterov` NS(m)
         x = x - lr weight_decay x - lr f u
 
     f is sqrt(max(1, A / B)) for `adjust_lr_fn` None or "original", and 0.2 sqrt(max(A, B)) for
