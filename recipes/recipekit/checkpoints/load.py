@@ -194,8 +194,8 @@ def _convert(step: Path, out: Path, blueprint: Blueprint, layout: Layout) -> Non
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             reshape(step, out, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
-        # The error is kept for later: the other ranks wait in the next collective.
         except (OSError, Refusal) as error:
+            # The error is kept for later: the other ranks wait in the next collective.
             failed = [f"cannot be converted in {scratch}: {error}"]
     dist.broadcast_object_list(failed, group=waiting_group())
     if failed[0]:

@@ -276,7 +276,7 @@ class Saver:
             path = step.parent / f"rank_{rank}.json"
             while not path.exists():  # in the background only: another rank is still writing
                 if not step.exists():
-                    return  # the other rank has failed, and `_agree` has removed the staging folder
+                    return  # the other rank has failed, and `_failed` has removed the staging folder
                 time.sleep(0.02)
             note = json.loads(path.read_text())
             files |= note["files"]
@@ -323,7 +323,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _failures_as(saver: Saver, what: str) -> Any:
-    """Keeps an error of the disk or a library for `_agree`, which raises it on every rank: a rank
+    """Keep an error of the disk or a library for `_failed`, which notes it on every rank: a rank
     that raised alone would leave the others waiting.
     """
     try:

@@ -160,11 +160,10 @@ class NewtonSchulz(torch.optim.Optimizer):
             else (1, 0)
         )
         for number, whole in enumerate(wholes):
-            (
+            if number % ranks == rank:
                 whole.copy_(orthogonal(whole, *self.polynomial))
-                if number % ranks == rank
-                else whole.zero_()
-            )
+            else:
+                whole.zero_()
         if ranks > 1:
             dist.all_reduce(flat, group=self.borders.partitions)
         for piece, whole in zip(pieces, wholes, strict=True):

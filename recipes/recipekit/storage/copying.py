@@ -285,10 +285,8 @@ def partial_digests(
             ]
             if inside:
                 low, high = min(low for low, _ in inside), max(high for _, high in inside)
-                low, high = (
-                    low // unit * unit if unit <= chunk else low,
-                    min(stop, -(-high // unit) * unit) if unit <= chunk else high,
-                )
+                if unit <= chunk:
+                    low, high = low // unit * unit, min(stop, -(-high // unit) * unit)
                 total += digest(source.read(copy.tensor, copy.role, low, high, files), low)
         digests[f"{copy.tensor.name}|{copy.role}"] = [
             list(copy.tensor.shape),

@@ -181,8 +181,8 @@ def read(path: Path) -> Any:
             ).load()
             tensors(content)  # raises for a container that holds itself
             return content
-        # pickle and zipfile raise what they please for a damaged or hostile file
     except Exception as error:
+        # pickle and zipfile raise what they please for a damaged or hostile file
         raise unsafe(path, error) from None
 
 
