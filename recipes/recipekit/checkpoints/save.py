@@ -276,7 +276,7 @@ class Saver:
             path = step.parent / f"rank_{rank}.json"
             while not path.exists():  # in the background only: another rank is still writing
                 if not step.exists():
-                    return  # the other rank has failed, and `_failed` has removed the staging folder
+                    return  # the other rank has failed, and `_failed` has removed the folder
                 time.sleep(0.02)
             note = json.loads(path.read_text())
             files |= note["files"]
