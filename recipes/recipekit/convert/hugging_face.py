@@ -233,6 +233,6 @@ def _digests_of(
 
 
 def _most_common_dtype(blueprint: Blueprint) -> str:
-    """Return the dtype of most tensors in the model's files; of equals, the first."""
+    """Return the dtype of most tensors in the model's files, the first of equals."""
     dtypes = [own for keys in blueprint.files.values() for own in keys.values()]
     return TORCH[max(dtypes, key=dtypes.count)]

@@ -96,7 +96,7 @@ def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
 
 @dataclass
 class _CopyJob:
-    """Moves tensors part by part, from several threads, and collects their digests.
+    """Copies in progress: several threads move the parts, and the digests are collected.
 
     `rest`: the copies to make, in the order of their bytes. `digests` holds the finished ones.
     """

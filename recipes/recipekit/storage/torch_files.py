@@ -433,7 +433,7 @@ class _Archive:
         self._list(encoded, size, at, facts)
 
     def _write_header(self, encoded: bytes, size: int, facts: bytes) -> None:
-        """Write what precedes a record, padded so that the record begins at a multiple of
+        """Write the header of a record, padded so that its content begins at a multiple of
         ALIGNMENT.
         """
         large = size >= 2**32 - 1
