@@ -9,7 +9,7 @@ import pytest
 import torch
 from recipekit.checkpoints.deepspeed_io import read_pickle
 from recipekit.checkpoints.reshape import reshape
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.convert.hugging_face import to_hf
 from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file
@@ -139,7 +139,7 @@ def test_an_optimizer_without_adams_moments_is_converted(pools, tmp_path, zero):
         reshape(
             tmp_path / "raw",
             source,
-            target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=3),
+            target_layout(step.blueprint, step.layout, LayoutChange(dp=3, zero=3)),
         )
     to_hf(source, tmp_path / "hf", check=True)
     assert all(
@@ -170,7 +170,7 @@ def test_an_adam_that_counts_its_steps_in_the_group_is_read(pools, tmp_path):
             group["step"] = int(base["state"][flat].pop("step"))
         torch.save(saved, file)
     step = open_step(tmp_path / "raw")
-    layout = target_layout(step.blueprint, step.layout, dp=1, tp=None, pp=None, zero=1)
+    layout = target_layout(step.blueprint, step.layout, LayoutChange(dp=1, zero=1))
     reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
     weights, _, steps = pools.run(1, load_raw, folder=str(tmp_path / "other"), zero=1)[0]
     assert steps == 2 and all(torch.equal(weights[name], value) for name, value in whole.items())
@@ -183,7 +183,7 @@ def test_a_raw_checkpoint_goes_on_in_another_layout(pools, tmp_path, source, tar
     """
     whole = pools.run(2, raw_script, out=str(tmp_path / "raw"), zero=source)[0]
     step = open_step(tmp_path / "raw")
-    layout = target_layout(step.blueprint, step.layout, dp=3, tp=None, pp=None, zero=target)
+    layout = target_layout(step.blueprint, step.layout, LayoutChange(dp=3, zero=target))
     reshape(tmp_path / "raw", tmp_path / "other" / "global_step2", layout)
     results = pools.run(3, load_raw, folder=str(tmp_path / "other"), zero=target)
     assert results[0][1] == [0.1, 0.0] and results[0][2] == 2
@@ -263,10 +263,10 @@ def test_what_the_files_do_not_decide_is_refused(pools, tmp_path):
         reshape(
             tmp_path / "raw",
             tmp_path / "out",
-            target_layout(step.blueprint, step.layout, dp=2, tp=None, pp=None, zero=1),
+            target_layout(step.blueprint, step.layout, LayoutChange(dp=2, zero=1)),
         )
     with pytest.raises(Refusal, match="publishes no tensor-parallel plan"):
-        target_layout(step.blueprint, step.layout, dp=None, tp=2, pp=None, zero=None)
+        target_layout(step.blueprint, step.layout, LayoutChange(tp=2))
     (tmp_path / "raw" / "global_step2" / "layer_00-model_states.pt").write_bytes(b"")
     with pytest.raises(Refusal, match="is from a pipeline"):
         open_step(tmp_path / "raw")

@@ -22,7 +22,7 @@ from job import metrics
 from recipekit.architectures import families
 from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.retention import Retention
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.checkpoints.verify import verify
 from recipekit.convert.hugging_face import from_hf, to_hf
 from recipekit.model.build import build_model
@@ -90,9 +90,7 @@ def begin(folder: Path, out: Path, dtype: str, **degrees: int) -> None:
     """A step folder of step 7 from published files, with random moments."""
     blueprint = published_blueprint(folder)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    layout = target_layout(
-        blueprint, start, **({"dp": None, "tp": None, "pp": None, "zero": None} | degrees)
-    )
+    layout = target_layout(blueprint, start, LayoutChange(**degrees))
     from_hf(folder, out, blueprint, layout, SMALL)
     generator = np.random.default_rng(5)
     files = open_checkpoint(out, blueprint, layout, writable=True)
@@ -169,7 +167,7 @@ def check_chain(
     assert {key.split("|")[1] for key in wanted} >= {"master", "exp_avg", "exp_avg_sq"}
     for number, degrees in enumerate(chain[1:], 1):
         step = open_step(folder / f"{number - 1}")
-        layout = target_layout(step.blueprint, step.layout, **degrees)
+        layout = target_layout(step.blueprint, step.layout, LayoutChange(**degrees))
         reshape(folder / f"{number - 1}", folder / f"{number}", layout, effort=SMALL)
         assert tensors_of(folder / f"{number}") == wanted
         assert verify(folder / f"{number}", SMALL) == []
@@ -465,7 +463,7 @@ def test_stock_deepspeed_loads_a_converted_checkpoint(pools, tmp_path, stage):
     )
     pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / "run")])
     step = open_step(tmp_path / "run")
-    layout = target_layout(step.blueprint, step.layout, dp=2, tp=1, pp=1, zero=stage)
+    layout = target_layout(step.blueprint, step.layout, LayoutChange(dp=2, tp=1, pp=1, zero=stage))
     reshape(tmp_path / "run", tmp_path / "other" / "tag", layout, effort=SMALL)
     losses = pools.run(
         2,
@@ -503,7 +501,7 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, p
     )
     blueprint = published_blueprint(tmp_path / "model")
     layout = target_layout(
-        blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=1, tp=2, pp=2, zero=1
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), LayoutChange(dp=1, tp=2, pp=2, zero=1)
     )
     from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout, SMALL)
     argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
@@ -535,13 +533,13 @@ def test_smollm2_through_3d_and_zero3_and_back(smollm2, tmp_path):
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     blueprint = published_blueprint(tmp_path / "model")
     layout = target_layout(
-        blueprint, Layout(Mesh(), 0, "torch", "bfloat16"), dp=1, tp=3, pp=2, zero=1
+        blueprint, Layout(Mesh(), 0, "torch", "bfloat16"), LayoutChange(dp=1, tp=3, pp=2, zero=1)
     )
     from_hf(tmp_path / "model", tmp_path / "3d", blueprint, layout)
     reshape(
         tmp_path / "3d",
         tmp_path / "zero3",
-        target_layout(blueprint, layout, dp=4, tp=1, pp=1, zero=3),
+        target_layout(blueprint, layout, LayoutChange(dp=4, tp=1, pp=1, zero=3)),
     )
     to_hf(tmp_path / "zero3", tmp_path / "back", check=True)
     assert_same_files(tmp_path / "back", tmp_path / "model")
@@ -570,11 +568,7 @@ def step(published: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 def test_an_impossible_layout_is_refused(step: Path, degrees: dict[str, int], says: str) -> None:
     opened = open_step(step)
     with pytest.raises(Refusal, match=says):
-        target_layout(
-            opened.blueprint,
-            opened.layout,
-            **({"dp": None, "tp": None, "pp": None, "zero": None} | degrees),
-        )
+        target_layout(opened.blueprint, opened.layout, LayoutChange(**degrees))
 
 
 def test_nothing_is_overwritten(step: Path, tmp_path: Path) -> None:
@@ -616,7 +610,7 @@ def test_a_killed_conversion_goes_on_where_it_was(
     step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = open_step(step)
-    layout = target_layout(opened.blueprint, opened.layout, dp=1, tp=2, pp=2, zero=1)
+    layout = target_layout(opened.blueprint, opened.layout, LayoutChange(dp=1, tp=2, pp=2, zero=1))
     written: list[str] = []
     write = tensor_files.TensorFiles.write
 

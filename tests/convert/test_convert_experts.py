@@ -17,7 +17,7 @@ from job import metrics, numbers
 from pool import environment
 from recipekit.architectures import families
 from recipekit.checkpoints.reshape import reshape
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.checkpoints.verify import verify
 from recipekit.convert.hugging_face import from_hf, to_hf
 from recipekit.model.describe import published_blueprint
@@ -34,7 +34,6 @@ from test_resume import BASE, train
 slow = pytest.mark.slow
 QWEN3, MIXTRAL = {"model": "Qwen/Qwen3-30B-A3B"}, {"model": "mistralai/Mixtral-8x7B-v0.1"}
 EP2, EP4 = {"ep": 2}, {"ep": 4}
-STAY: dict[str, Any] = {"dp": None, "tp": None, "pp": None, "zero": None, "ep": None}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def test_a_way_through_layouts_keeps_every_bit(published, tmp_path, kind, dtype)
     assert any(".experts.gate_up_proj|exp_avg" in key for key in wanted)
     for number, degrees in enumerate(WAY, 1):
         step = open_step(tmp_path / f"{number - 1}")
-        layout = target_layout(step.blueprint, step.layout, **(STAY | degrees))
+        layout = target_layout(step.blueprint, step.layout, LayoutChange(**degrees))
         reshape(step.folder, tmp_path / f"{number}", layout, effort=test_convert.SMALL)
         assert tensors_of(tmp_path / f"{number}") == wanted, degrees
         assert verify(tmp_path / f"{number}", test_convert.SMALL) == []
@@ -218,7 +217,7 @@ def test_the_digests_are_those_of_whole_experts(run: Path, tmp_path: Path) -> No
     reshape(
         run,
         tmp_path / "whole",
-        target_layout(step.blueprint, step.layout, **(STAY | {"ep": 1, "zero": 0})),
+        target_layout(step.blueprint, step.layout, LayoutChange(ep=1, zero=0)),
     )
     assert tensors_of(tmp_path / "whole") == step.tensors
     assert {key.split("|")[0] for key in step.tensors} == {
@@ -343,7 +342,9 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
     )
     blueprint = published_blueprint(tmp_path / "model")
     layout = target_layout(
-        blueprint, Layout(Mesh(), 0, "torch", "float32"), **(STAY | {"dp": 2, "ep": 2, "zero": 1})
+        blueprint,
+        Layout(Mesh(), 0, "torch", "float32"),
+        LayoutChange(dp=2, ep=2, zero=1),
     )
     from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
     argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]
@@ -380,7 +381,7 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
 def test_an_impossible_layout_is_refused(run: Path, degrees: dict[str, int], says: str) -> None:
     step = open_step(run)
     with pytest.raises(Refusal) as refused:
-        target_layout(step.blueprint, step.layout, **(STAY | degrees))
+        target_layout(step.blueprint, step.layout, LayoutChange(**degrees))
     assert [str(problem) for problem in refused.value.problems] == [says] or says in str(
         refused.value
     )
@@ -390,7 +391,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from recipekit.checkpoints.reshape import reshape
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.storage import copying, direct_files, tensor_files
 from recipekit.storage.copying import Effort
 direct_files.BLOCK, copying.BUFFERS = 4096, 12 * 4096  # what large files meet
@@ -402,7 +403,7 @@ def dying(*values):
     count += 1
     write(*values)
 tensor_files.TensorFiles.write = dying
-layout = target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None, ep=4)
+layout = target_layout(step.blueprint, step.layout, LayoutChange(dp=4, ep=4))
 reshape(step.folder, Path(sys.argv[2]), layout, effort=Effort(workers=1))
 """
 
@@ -426,7 +427,7 @@ def test_a_killed_conversion_goes_on_where_it_was(
     assert any(".experts." in key for key in noted)
     step, written = open_step(run), []
     layout, write = (
-        target_layout(step.blueprint, step.layout, **(STAY | {"ep": 4, "dp": 4})),
+        target_layout(step.blueprint, step.layout, LayoutChange(ep=4, dp=4)),
         tensor_files.TensorFiles.write,
     )
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures import safetensors_files
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.convert import hugging_face
-from recipekit.convert.hugging_face import from_hf, to_hf
+from recipekit.convert.hugging_face import FolderChanges, from_hf, to_hf
 from recipekit.convert.published import extra_keys, published_as, shapes_of
 from recipekit.parallel.blueprint import Blueprint, Layout, Stored, Tensor
 from recipekit.spec.mesh import Mesh
@@ -214,7 +214,7 @@ def model_in(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def kept(folder: Path, out: Path, **options: Any) -> Path:
+def kept(folder: Path, out: Path, config: dict[str, Any] | None = None) -> Path:
     """The model of `model_in` as a step folder; its head is read as `lm_head`."""
     tensors = (Tensor("wte", (3, 4), 0, None, "first"), Tensor("lm_head", (3, 4), 0, None, "last"))
     files = {
@@ -225,9 +225,9 @@ def kept(folder: Path, out: Path, **options: Any) -> Path:
         tensors, {}, 0, False, {name: Stored(((name,),)) for name in ("wte", "lm_head")}, files
     )
     layout = target_layout(
-        blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=None, pp=None, zero=1
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), LayoutChange(dp=2, zero=1)
     )
-    from_hf(folder, out, blueprint, layout, originals={"lm_head": "head"}, **options)
+    from_hf(folder, out, blueprint, layout, changes=FolderChanges(config, {"lm_head": "head"}))
     return out
 
 

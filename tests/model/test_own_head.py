@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from recipekit.checkpoints.step_folder import target_layout
-from recipekit.convert.hugging_face import from_hf, to_hf
+from recipekit.checkpoints.step_folder import LayoutChange, target_layout
+from recipekit.convert.hugging_face import FolderChanges, from_hf, to_hf
 from recipekit.model.build import build_model
 from recipekit.model.describe import published_model
 from recipekit.model.own_head import config_of_files
@@ -283,14 +283,13 @@ def test_a_conversion_keeps_a_head_of_its_own(tmp_path, kind, task):
     (note,) = model.notes
     assert "differs from" in note
     start = Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32")
-    layout = target_layout(model.blueprint, start, model.config, dp=2, tp=None, pp=None, zero=1)
+    layout = target_layout(model.blueprint, start, LayoutChange(dp=2, zero=1), model.config)
     from_hf(
         folder,
         tmp_path / "step",
         model.blueprint,
         layout,
-        config=model.config,
-        originals=model.copies,
+        changes=FolderChanges(model.config, model.copies),
     )
     to_hf(tmp_path / "step", tmp_path / "hf")
     assert config_json(str(tmp_path / "hf"))["tie_word_embeddings"] is False

@@ -14,7 +14,7 @@ import pytest
 import torch
 from job import metrics, numbers
 from recipekit.checkpoints.reshape import reshape
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.data.lanes import DataRank
 from recipekit.data.request import request_of
 from recipekit.data.stream import open_stream
@@ -438,7 +438,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
         reshape(
             out,
             tmp_path / "four",
-            target_layout(step.blueprint, step.layout, dp=4, tp=None, pp=None, zero=None),
+            target_layout(step.blueprint, step.layout, LayoutChange(dp=4)),
         )
     for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
         with pytest.raises(
@@ -448,11 +448,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
                 " data-parallel ranks"
             ),
         ):
-            target_layout(
-                step.blueprint,
-                step.layout,
-                **{"dp": None, "tp": None, "pp": None, "zero": None} | degrees,
-            )
+            target_layout(step.blueprint, step.layout, LayoutChange(**degrees))
     raised = dataclasses.replace(SHORT, ds_config=config_of(5))
     go(
         pools,

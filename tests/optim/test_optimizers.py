@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from job import metrics, numbers
 from recipekit.checkpoints.reshape import reshape
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.checkpoints.verify import verify
 from recipekit.dslint.schema import schema
 from recipekit.plan import make_plan
@@ -140,16 +140,19 @@ def check_round_trip(
     second, last = (folder / "whole" / "checkpoints" / f"step_{number:08d}" for number in (2, 4))
     if convert_to:
         step, there, back = open_step(second), folder / "there", folder / "back"
-        shape = {"tp": None, "pp": None}
         reshape(
             second,
             there,
-            target_layout(step.blueprint, step.layout, dp=4, zero=int(convert_to[4]), **shape),
+            target_layout(step.blueprint, step.layout, LayoutChange(dp=4, zero=int(convert_to[4]))),
         )
         reshape(
             there,
             back,
-            target_layout(step.blueprint, step.layout, dp=2, zero=step.layout.zero_stage, **shape),
+            target_layout(
+                step.blueprint,
+                step.layout,
+                LayoutChange(dp=2, zero=step.layout.zero_stage),
+            ),
         )
         assert tensors(second) == tensors(there) == tensors(back)
         assert (
@@ -290,9 +293,7 @@ def test_ours_go_through_every_kind_of_layout_and_back(
         reshape(
             source,
             tmp_path / str(number),
-            target_layout(
-                was.blueprint, now.layout, **{"dp": None, "tp": None, "pp": None} | asked
-            ),
+            target_layout(was.blueprint, now.layout, LayoutChange(**asked)),
         )
         source = tmp_path / str(number)
         assert tensors(source) == tensors(second) and not verify(source)

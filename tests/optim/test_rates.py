@@ -17,7 +17,7 @@ import pytest
 import torch
 from job import metrics, numbers
 from recipekit.architectures.families import tiny_config
-from recipekit.checkpoints.step_folder import open_step, target_layout
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.convert.hugging_face import from_hf
 from recipekit.model import build as model_module
 from recipekit.model.describe import draft, published_blueprint
@@ -151,7 +151,7 @@ def test_a_run_of_other_groups_starts_from_converted_files(pools: Any, tmp_path:
     )
     blueprint = published_blueprint(tmp_path / "model")
     layout = target_layout(
-        blueprint, Layout(Mesh(), 0, "torch", "float32"), dp=2, tp=1, pp=1, zero=2
+        blueprint, Layout(Mesh(), 0, "torch", "float32"), LayoutChange(dp=2, tp=1, pp=1, zero=2)
     )
     from_hf(tmp_path / "model", tmp_path / "start", blueprint, layout)
     argv = ["--init", "pretrained", "--tokenizer", "bytes", "--stop_at", "3"]

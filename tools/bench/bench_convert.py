@@ -174,7 +174,9 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     )
     blueprint = published_blueprint(folder / "hf")
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
-    layout = step_folder.target_layout(blueprint, plain, dp=8, tp=1, pp=1, zero=2)
+    layout = step_folder.target_layout(
+        blueprint, plain, step_folder.LayoutChange(dp=8, tp=1, pp=1, zero=2)
+    )
     step = folder / "run" / CHECKPOINTS / step_name(0)
     from_hf(folder / "hf", step, blueprint, layout)
     shutil.rmtree(folder / "hf")

@@ -49,8 +49,8 @@ class DeepSpeedFiles(CheckpointEngine):
         try:
             torch.save(state_dict, path)
             self.pending.append((None, Path(path)))
-            # `take` raises it: the other ranks wait in the next collectives of DeepSpeed's save
         except (OSError, RuntimeError) as error:
+            # `take` raises it: the other ranks wait in the next collectives of DeepSpeed's save
             self.failure = self.failure or error
 
     def load(self, path: str, map_location: Any = None) -> Any:

@@ -150,7 +150,7 @@ def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> s
 def load(
     engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scratch: Path, say: Say
 ) -> State:
-    """Loads a verified step folder into the engine and this rank's random generators; returns its
+    """Load a verified step folder into the engine and this rank's random generators; return its
     state (a collective).
 
     A step folder of another layout is first converted into the folder `scratch`, which is removed
@@ -163,38 +163,16 @@ def load(
     source = step
     if not same:
         source = scratch / step.name
-        failed: list[Any] = [""]
         if dist.get_rank() == 0:
             say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
-            shutil.rmtree(scratch, ignore_errors=True)
-            try:
-                reshape(
-                    step, source, layout, blueprint, copying.Effort(workers=min(8, usable_cores()))
-                )
-                # kept for later: the other ranks wait in the next collective
-            except (OSError, Refusal) as error:
-                failed = [f"cannot be converted in {scratch}: {error}"]
-        dist.broadcast_object_list(failed, group=waiting_group())
-        if failed[0]:
-            raise refuse(
-                f"resume from {step}",
-                failed[0],
-                "free space there, or start with the layout it was written in",
-            )
+        _convert(step, source, blueprint, layout)
+
     before = [dict(group) for group in engine.optimizer.param_groups]
     engine.load_states(source, blueprint, layout, state["step"] > 0)
-    for group, own in zip(engine.optimizer.param_groups, before, strict=True):
-        # an engine may restore the saved numbers, though the user may have changed them (--resume
-        # PATH), and only those that the optimizer of the other layout had
-        group.update(
-            {
-                key: value
-                for key, value in own.items()
-                if key not in ("params", "lr", "initial_lr", "step") or key not in group
-            }
-        )
+    _put_back_numbers(engine.optimizer.param_groups, before)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     place_counts(inner)
+
     own_errors = source / errors.file_of(dist.get_rank())
     errors.restore(inner, read_pickle(own_errors) if own_errors.exists() else None)
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
@@ -203,6 +181,45 @@ def load(
     if not same and dist.get_rank() == 0:
         shutil.rmtree(scratch)
     return state
+
+
+def _convert(step: Path, out: Path, blueprint: Blueprint, layout: Layout) -> None:
+    """Convert a step folder to this run's layout on rank 0 (a collective).
+
+    Clears the folder around `out` first. Raises `Refusal` on every rank if the conversion fails.
+    """
+    scratch = out.parent
+    failed: list[Any] = [""]
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            reshape(step, out, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
+        except (OSError, Refusal) as error:
+            # The error is kept for later: the other ranks wait in the next collective.
+            failed = [f"cannot be converted in {scratch}: {error}"]
+    dist.broadcast_object_list(failed, group=waiting_group())
+    if failed[0]:
+        raise refuse(
+            f"resume from {step}",
+            failed[0],
+            "free space there, or start with the layout it was written in",
+        )
+
+
+def _put_back_numbers(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Give an optimizer's groups the numbers that they had before a checkpoint was loaded.
+
+    An engine may restore the saved numbers, although the user may have changed them (--resume
+    PATH). After a conversion it restores only those that the other layout's optimizer had.
+    """
+    for group, own in zip(groups, before, strict=True):
+        group.update(
+            {
+                key: value
+                for key, value in own.items()
+                if key not in ("params", "lr", "initial_lr", "step") or key not in group
+            }
+        )
 
 
 def place_counts(optimizer: Any) -> None:

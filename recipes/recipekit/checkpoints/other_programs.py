@@ -6,6 +6,7 @@ optimizer's states are left out, because they are stored without names.
 """
 
 import re
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,58 @@ def tag_folder(path: Path) -> Path | None:
     return None
 
 
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """The optimizer of a checkpoint, in the terms of a layout.
+
+    `facts` are the layout's algorithm, states and scalars. `groups`: the parameter group of each
+    list of shapes in the model file.
+    """
+
+    zero_stage: int
+    kind: str
+    facts: dict[str, Any]
+    groups: tuple[int, ...] = ()
+    int_step: bool = False
+    sub_group_size: int = 10**18
+
+
 def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
-    """Returns (blueprint, layout, state) of a tag folder.
+    """Return (blueprint, layout, state) of a tag folder.
 
     Raises `Refusal` where the files do not decide them.
     """
+    _refuse_other_shards(folder)
+    at_zero3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
+    file = "zero_pp_rank_0_mp_rank_00_model_states.pt" if at_zero3 else "mp_rank_00_model_states.pt"
+    model = read(folder / file)
+    tp, dp, config = model["mp_world_size"], model["dp_world_size"], model["ds_config"]
+    dtype = _dtype_of(folder, config)
+
+    if any(folder.glob("*_optim_states.pt")) or at_zero3:
+        optimizer = _saved_optimizer(folder, config, dtype, at_zero3)
+    else:
+        # The states have no names at ZeRO-0, so `reshape` refuses them.
+        kind = "torch" if dtype == "float32" else "FP16_UnfusedOptimizer"
+        optimizer = SavedOptimizer(0, kind, {"states": (), "scalars": ()})
+
+    layout = Layout(
+        Mesh(dp=dp, tp=tp),
+        optimizer.zero_stage,
+        optimizer.kind,
+        dtype,
+        sub_group_size=optimizer.sub_group_size,
+        int_step=optimizer.int_step,
+        **optimizer.facts,
+    )
+    blueprint = _blueprint(folder, model, layout, optimizer.groups)
+    _check_sizes(folder, blueprint, layout)
+    state: State = {"step": model["global_steps"], "tokens": 0, "data": None, "export_dtype": dtype}
+    return blueprint, layout, state
+
+
+def _refuse_other_shards(folder: Path) -> None:
+    """Raise `Refusal` for a folder of a pipeline or of sharded experts."""
     if any(folder.glob("layer_*")):
         raise _undecided(
             folder,
@@ -52,89 +100,61 @@ def describe(folder: Path) -> tuple[Blueprint, Layout, State]:
             "has experts that DeepSpeed sharded",
             "export it to Hugging Face files with the program that wrote it",
         )
-    stage = (
-        3
-        if any(folder.glob("zero_pp_rank_*_model_states.pt"))
-        else 2
-        if any(folder.glob("*_optim_states.pt"))
-        else 0
-    )
-    model = read(
-        folder
-        / (
-            "zero_pp_rank_0_mp_rank_00_model_states.pt"
-            if stage == 3
-            else "mp_rank_00_model_states.pt"
+
+
+def _dtype_of(folder: Path, config: dict[str, Any]) -> str:
+    """Return the training dtype."""
+    if any(folder.glob("bf16_zero_*")) or bool(config.get("bf16", {}).get("enabled")):
+        return "bfloat16"
+    return "float16" if config.get("fp16", {}).get("enabled") else "float32"
+
+
+def _saved_optimizer(
+    folder: Path, config: dict[str, Any], dtype: str, at_zero3: bool
+) -> SavedOptimizer:
+    """Read the optimizer of a ZeRO checkpoint from the file of the first rank.
+
+    Raises `Refusal` for settings and states that a layout cannot describe.
+    """
+    prefix = "bf16_" if dtype == "bfloat16" else ""
+    file = folder / f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    saved = read(file)["optimizer_state_dict"]
+    stage, kind = _stage_and_kind(saved, at_zero3)
+    base = saved["optimizer_state_dict"] if stage == 3 else saved["base_optimizer_state"]
+    if any(any(paddings) for paddings in saved.get("param_alignment_paddings", [])):
+        raise _undecided(
+            folder,
+            "was saved with zero_optimization.parameter_alignment",
+            "save it once more without that setting",
         )
-    )
-    tp, dp, config = model["mp_world_size"], model["dp_world_size"], model["ds_config"]
-    bf16 = any(folder.glob("bf16_zero_*")) or bool(config.get("bf16", {}).get("enabled"))
-    dtype = (
-        "bfloat16" if bf16 else "float16" if config.get("fp16", {}).get("enabled") else "float32"
-    )
-    kind, sub_group_size = "torch" if dtype == "float32" else "FP16_UnfusedOptimizer", 10**18
-    groups: list[int] = []
-    # those of ZeRO-0 have no names: `reshape` refuses them
-    kept: dict[str, Any] = {"states": (), "scalars": ()}
-    int_step = False
-    if stage:
-        saved = read(
-            folder / f"{'bf16_' if bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        )["optimizer_state_dict"]
-        kind = (
-            "BF16_Optimizer"
-            if "zero_stage" not in saved
-            else "DeepSpeedZeroOptimizer_Stage3"
-            if stage == 3
-            else "DeepSpeedZeroOptimizer"
+    if isinstance(base, list):
+        raise _undecided(
+            folder,
+            "was saved with zero_optimization.elastic_checkpoint",
+            "save it once more without that setting",
         )
-        stage = (
-            stage
-            if "zero_stage" in saved and stage == 3
-            else 1
-            if "zero_stage" not in saved
-            else int(saved["zero_stage"].values[0])
-        )
-        base = saved["optimizer_state_dict"] if stage == 3 else saved["base_optimizer_state"]
-        if any(any(paddings) for paddings in saved.get("param_alignment_paddings", [])):
-            raise _undecided(
-                folder,
-                "was saved with zero_optimization.parameter_alignment",
-                "save it once more without that setting",
-            )
-        if isinstance(base, list):
-            raise _undecided(
-                folder,
-                "was saved with zero_optimization.elastic_checkpoint",
-                "save it once more without that setting",
-            )
-        states = next(iter(base["state"].values()), {})
-        # by Adams that count in a group
-        counted = {"step"} if any("step" in group for group in base["param_groups"]) else set()
-        kept, int_step = (
-            optimizer_of(config, counted | set(states), folder),
-            isinstance(states.get("step", 0), int),
-        )
-        groups = (
-            [number for number, group in enumerate(base["param_groups"]) for _ in group["params"]]
-            if stage == 3
-            else list(range(len(base["param_groups"])))
-        )
-        if stage == 3:
-            sub_group_size = int(config["zero_optimization"].get("sub_group_size", 10**9))
-    layout = Layout(
-        Mesh(dp=dp, tp=tp),
-        stage,
-        kind,
-        dtype,
-        sub_group_size=sub_group_size,
-        int_step=int_step,
-        **kept,
-    )
-    blueprint = _blueprint(folder, model, layout, groups)
-    _check_sizes(folder, blueprint, layout)
-    state: State = {"step": model["global_steps"], "tokens": 0, "data": None, "export_dtype": dtype}
-    return blueprint, layout, state
+
+    # Some Adams count their steps in the group instead of the state.
+    states = next(iter(base["state"].values()), {})
+    counted = {"step"} if any("step" in group for group in base["param_groups"]) else set()
+    facts = optimizer_of(config, counted | set(states), folder)
+    int_step = isinstance(states.get("step", 0), int)
+
+    numbered = list(enumerate(base["param_groups"]))
+    if stage != 3:
+        return SavedOptimizer(stage, kind, facts, tuple(number for number, _ in numbered), int_step)
+    groups = tuple(number for number, group in numbered for _ in group["params"])
+    sub_group_size = int(config["zero_optimization"].get("sub_group_size", 10**9))
+    return SavedOptimizer(stage, kind, facts, groups, int_step, sub_group_size)
+
+
+def _stage_and_kind(saved: dict[str, Any], at_zero3: bool) -> tuple[int, str]:
+    """Return the ZeRO stage and DeepSpeed's optimizer class of a saved optimizer."""
+    if "zero_stage" not in saved:
+        return 1, "BF16_Optimizer"
+    if at_zero3:
+        return 3, "DeepSpeedZeroOptimizer_Stage3"
+    return int(saved["zero_stage"].values[0]), "DeepSpeedZeroOptimizer"
 
 
 def optimizer_of(config: dict[str, Any], states: set[str], folder: Path) -> dict[str, Any]:
@@ -158,7 +178,9 @@ def optimizer_of(config: dict[str, Any], states: set[str], folder: Path) -> dict
     return {"algorithm": family_of(config), "states": named, "scalars": scalars}
 
 
-def _blueprint(folder: Path, model: dict[str, Any], layout: Layout, groups: list[int]) -> Blueprint:
+def _blueprint(
+    folder: Path, model: dict[str, Any], layout: Layout, groups: tuple[int, ...]
+) -> Blueprint:
     cuts = _autotp_cuts(folder, model, layout.mesh.tp)
     names = {name for name in model["module"] if name not in set(model["buffer_names"])}
     aliases = {alias: (name, "every") for alias, name in (model["shared_params"] or {}).items()}
@@ -203,35 +225,53 @@ def _autotp_cuts(
         )
     cuts = {}
     for pattern, facts in affine["params"].items():
-        name, whole = (
-            re.sub(r"\\(.)", r"\1", pattern.removeprefix("^").removesuffix("$")),
-            tuple(facts["logical_shape"]),
-        )
-        strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+        name = re.sub(r"\\(.)", r"\1", pattern.removeprefix("^").removesuffix("$"))
+        whole = tuple(facts["logical_shape"])
         ranges, cut = [], None
         for rank in range(tp):
-            own = []
-            for piece in sorted(facts["ranks"][rank]["pieces"], key=lambda piece: piece["dest"][0]):
-                differ = [dim for dim, size in enumerate(piece["shape"]) if size != whole[dim]]
-                if len(differ) > 1 or list(piece["source"][1]) != strides or "scale" in piece:
-                    raise _undecided(
-                        f"{folder}: {name}",
-                        "is split in a way that is not a range of one dimension",
-                        "export it to Hugging Face files with the program that wrote it",
-                    )
-                dim = differ[0] if differ else 0
-                start = piece["source"][0] // strides[dim]
-                own.append((start, start + piece["shape"][dim]))
-                cut = (dim, 1) if differ else cut
-            ranges.append(tuple(own))
+            dim, own = _ranges_of_rank(f"{folder}: {name}", whole, facts["ranks"][rank]["pieces"])
+            cut = (dim, 1) if dim is not None else cut
+            ranges.append(own)
         cuts[name] = (whole, cut, tuple(ranges) if cut else ())
     return cuts
 
 
-def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
-    """Raises `Refusal` unless every tensor lies where the layout says, and the flat tensors have
-    the sizes that follow from the layout.
+def _ranges_of_rank(
+    where: str, whole: tuple[int, ...], pieces: list[dict[str, Any]]
+) -> tuple[int | None, tuple[tuple[int, int], ...]]:
+    """Return (the dimension that AutoTP cut, the rank's ranges of indices in it) for a parameter.
+
+    The dimension is None if each piece is the full parameter. Raises `Refusal` for other pieces.
     """
+    strides = [prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    ranges, cut = [], None
+    for piece in sorted(pieces, key=lambda piece: piece["dest"][0]):
+        differ = [dim for dim, size in enumerate(piece["shape"]) if size != whole[dim]]
+        if len(differ) > 1 or list(piece["source"][1]) != strides or "scale" in piece:
+            raise _undecided(
+                where,
+                "is split in a way that is not a range of one dimension",
+                "export it to Hugging Face files with the program that wrote it",
+            )
+        dim = differ[0] if differ else 0
+        start = piece["source"][0] // strides[dim]
+        ranges.append((start, start + piece["shape"][dim]))
+        cut = dim if differ else cut
+    return cut, tuple(ranges)
+
+
+def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
+    """Raise `Refusal` unless every tensor is where the layout says, the flat tensors have the sizes
+    that follow from the layout, and no rank's file is left over.
+    """
+    opened = _check_places(folder, blueprint, layout)
+    if layout.zero_stage == 3:
+        _check_flat_sizes(folder, blueprint, layout, opened)
+    _check_no_more(folder, layout, set(opened))
+
+
+def _check_places(folder: Path, blueprint: Blueprint, layout: Layout) -> dict[str, OpenedFile]:
+    """Return the layout's files; raise `Refusal` if one is missing or a tensor is too small."""
     opened: dict[str, OpenedFile] = {}
     for own in shards(blueprint, layout).values():
         for piece in (piece for shard in own for piece in shard.pieces):
@@ -239,25 +279,25 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
                 if not (folder / piece.file).is_file():
                     raise refuse(str(folder / piece.file), "is missing", "copy the whole folder")
                 opened[piece.file] = OpenedFile(folder / piece.file)
-            if (
-                opened[piece.file].tensors.get(piece.keys) is None
-                or opened[piece.file].tensors[piece.keys].numel()
-                < piece.offset + piece.stop - piece.start
-            ):
+            tensor = opened[piece.file].tensors.get(piece.keys)
+            if tensor is None or tensor.numel() < piece.offset + piece.stop - piece.start:
                 raise _undecided(
                     f"{folder / piece.file}: {'/'.join(map(str, piece.keys))}",
                     "does not have the size that the layout states",
                     "use another copy",
                 )
-    for tp_rank in range(layout.mesh.tp if layout.zero_stage == 3 else 0):
-        for index, (_, size, _) in enumerate(
-            flat_groups(groups_of(held(blueprint, layout, 0), layout, tp_rank), layout)
-        ):
-            found = (
-                opened[optimizer_file(layout, 0, tp_rank, 0)]
-                .tensors["optimizer_state_dict", "fp32_flat_groups", index]
-                .numel()
-            )
+    return opened
+
+
+def _check_flat_sizes(
+    folder: Path, blueprint: Blueprint, layout: Layout, opened: dict[str, OpenedFile]
+) -> None:
+    """Raise `Refusal` if ZeRO-3 partitioned a group over other ranks than the layout's."""
+    for tp_rank in range(layout.mesh.tp):
+        flats = flat_groups(groups_of(held(blueprint, layout, 0), layout, tp_rank), layout)
+        tensors = opened[optimizer_file(layout, 0, tp_rank, 0)].tensors if flats else {}
+        for index, (_, size, _) in enumerate(flats):
+            found = tensors["optimizer_state_dict", "fp32_flat_groups", index].numel()
             if found != size:
                 raise _undecided(
                     f"{folder}",
@@ -265,16 +305,17 @@ def _check_sizes(folder: Path, blueprint: Blueprint, layout: Layout) -> None:
                     " another group of ranks)",
                     "save it at ZeRO-1 once",
                 )
-    extra = (
-        {path.name for path in folder.glob("*_states.pt")}
-        - set(opened)
-        - {model_file(layout, 0, tp_rank) for tp_rank in range(layout.mesh.tp)}
-    )
-    if extra := sorted(
-        name for name in extra if not (layout.zero_stage == 3 and name.endswith("model_states.pt"))
-    ):
+
+
+def _check_no_more(folder: Path, layout: Layout, known: set[str]) -> None:
+    """Raise `Refusal` if the folder has a file of a rank that the layout does not have."""
+    models = {model_file(layout, 0, tp_rank) for tp_rank in range(layout.mesh.tp)}
+    extra = {path.name for path in folder.glob("*_states.pt")} - known - models
+    if layout.zero_stage == 3:
+        extra = {name for name in extra if not name.endswith("model_states.pt")}
+    if extra:
         raise refuse(
-            str(folder / extra[0]),
+            str(folder / min(extra)),
             "does not belong to this checkpoint: it was saved by a different number of ranks",
             "remove it, or give the correct folder",
         )

@@ -78,30 +78,23 @@ class Saver:
         """
         self.wait()
         self.attempts.begin(state["step"], regular)
-        tag = step_name(state["step"])
-        staging = self.folder / ".staging"
+        step = self.folder / ".staging" / step_name(state["step"])
         failures = partial(_failures_as, self, f"checkpoint of step {state['step']}")
         if dist.get_rank() == 0:
             with failures():
-                self.flush_metrics()
-                if staging.exists():
-                    shutil.rmtree(staging)
-                (staging / tag).mkdir(parents=True)
-                self._make_room(state["step"])
+                self._begin(step, state)
         if self._failed():
             return
         content: list[tuple[Any, Path]] = []
         with failures():
-            content = self.engine.save_states(
-                staging / tag, self.blueprint, self.layout, self.in_background
-            )
+            content = self.engine.save_states(step, self.blueprint, self.layout, self.in_background)
         if self._failed():
             return
         generators = generator_states()
 
         def finish() -> None:
             with failures():
-                self._write_own(staging / tag, content, generators, state)
+                self._write_own(step, content, generators, state)
 
         if not self.in_background:
             finish()
@@ -109,7 +102,7 @@ class Saver:
                 return
             if dist.get_rank() == 0:
                 with failures():
-                    self._commit(staging / tag, state)
+                    self._commit(step, state)
             if not self._failed():
                 self._say(self.attempts.succeed())
             return
@@ -125,7 +118,7 @@ class Saver:
             self.written.set()
             if dist.get_rank() == 0 and not failed:
                 with failures():
-                    self._commit(staging / tag, state)
+                    self._commit(step, state)
 
         self.written.clear()
         self.thread = threading.Thread(target=finish_and_commit, name="checkpoint", daemon=True)
@@ -224,6 +217,14 @@ class Saver:
         if line and dist.get_rank() == 0:
             self.say(line)
 
+    def _begin(self, step: Path, state: State) -> None:
+        """Make the staging folder of a step, and room for its files (rank 0)."""
+        self.flush_metrics()
+        if step.parent.exists():
+            shutil.rmtree(step.parent)
+        step.mkdir(parents=True)
+        self._make_room(state["step"])
+
     def _make_room(self, step: int) -> None:
         """Remove the oldest checkpoints if the room is short; note an error if it is too short for
         the next one.
@@ -275,7 +276,7 @@ class Saver:
             path = step.parent / f"rank_{rank}.json"
             while not path.exists():  # in the background only: another rank is still writing
                 if not step.exists():
-                    return  # the other rank has failed, and `_agree` has removed the staging folder
+                    return  # the other rank has failed, and `_failed` has removed the folder
                 time.sleep(0.02)
             note = json.loads(path.read_text())
             files |= note["files"]
@@ -322,7 +323,7 @@ class Saver:
 
 @contextlib.contextmanager
 def _failures_as(saver: Saver, what: str) -> Any:
-    """Keeps an error of the disk or a library for `_agree`, which raises it on every rank: a rank
+    """Keep an error of the disk or a library for `_failed`, which notes it on every rank: a rank
     that raised alone would leave the others waiting.
     """
     try:

@@ -127,30 +127,66 @@ def open_step(path: Path) -> Step:
     )
 
 
+@dataclass(frozen=True)
+class LayoutChange:
+    """The degrees and the ZeRO stage that a layout should get; None: as before."""
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    zero: int | None = None
+    ep: int | None = None
+
+    def degrees(self, before: Mesh) -> dict[str, int]:
+        """Return axis -> degree."""
+        asked = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep}
+        return {
+            axis: degree if degree is not None else getattr(before, axis)
+            for axis, degree in asked.items()
+        }
+
+
 def target_layout(
     blueprint: Blueprint,
     was: Layout,
+    change: LayoutChange,
     model_config: dict[str, Any] | None = None,
-    *,
-    dp: int | None,
-    tp: int | None,
-    pp: int | None,
-    zero: int | None,
-    ep: int | None = None,
 ) -> Layout:
-    """Returns the layout asked for; a degree that is None stays.
+    """Return the changed layout.
 
     Raises `Refusal` for a layout that the model cannot have (config.json states its heads).
     """
-    pairs = (
-        (dp, was.mesh.dp),
-        (tp, was.mesh.tp),
-        (pp, was.mesh.pp),
-        (ep, was.mesh.ep),
-        (zero, was.zero_stage),
+    degrees = change.degrees(was.mesh)
+    zero = change.zero if change.zero is not None else was.zero_stage
+    problems = _check_degrees(degrees, zero)
+    problems += _check_plans(blueprint, degrees, model_config)
+    if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, degrees["pp"]):
+        problems.append(
+            Problem(
+                "fp16",
+                "its loss scaler cannot be converted to another ZeRO stage",
+                "use the same --zero",
+            )
+        )
+    problems += _check_ep(blueprint, degrees) if degrees["ep"] > 1 else []
+    problems += errors.check_degrees(was, degrees, zero)
+    if problems:
+        raise Refusal(problems)
+
+    return replace(
+        was,
+        mesh=Mesh(**degrees),
+        zero_stage=zero,
+        optimizer=was.optimizer if zero == was.zero_stage else default_optimizer(zero, was.dtype),
+        bounds=stage_bounds(blueprint, degrees["pp"]) if degrees["pp"] > 1 else (),
+        schedule="1f1b",
+        # DeepSpeed 0.19.8 does not save divided experts from swap files
+        swapped=was.swapped and zero == 3 and degrees["ep"] == 1,
     )
-    dp, tp, pp, ep, zero = (now if now is not None else before for now, before in pairs)
-    degrees = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
+
+
+def _check_degrees(degrees: dict[str, int], zero: int) -> list[Problem]:
+    """Refuse degrees and a ZeRO stage that no model can have."""
     problems = [
         Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1")
         for name, value in degrees.items()
@@ -160,6 +196,7 @@ def target_layout(
         problems.append(
             Problem(f"zero = {zero}", "must be a ZeRO stage from 0 to 3", "use --zero 1")
         )
+    pp = degrees["pp"]
     if pp > 1 and zero > 1:
         problems.append(
             Problem(
@@ -169,43 +206,27 @@ def target_layout(
                 "use --zero 1, or --pp 1",
             )
         )
+    return problems
+
+
+def _check_plans(
+    blueprint: Blueprint, degrees: dict[str, int], model_config: dict[str, Any] | None
+) -> list[Problem]:
+    """Refuse tensor-parallel and pipeline degrees that the model's plans and sizes do not allow."""
+    tp, pp, layers = degrees["tp"], degrees["pp"], blueprint.num_layers
+    problems = []
     if tp > 1 and not blueprint.can_tp:
         problems.append(
             Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1")
         )
     else:
         problems += check_tp(tp, model_config)
-    if pp > max(1, blueprint.num_layers):
+    if pp > max(1, layers):
         rule = (
-            f"the model has {blueprint.num_layers} layers"
-            if blueprint.num_layers
-            else "this model publishes no pipeline plan"
+            f"the model has {layers} layers" if layers else "this model publishes no pipeline plan"
         )
-        problems.append(Problem(f"pp = {pp}", rule, f"use --pp {max(1, blueprint.num_layers)}"))
-    if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, pp):
-        problems.append(
-            Problem(
-                "fp16",
-                "its loss scaler cannot be converted to another ZeRO stage",
-                "use the same --zero",
-            )
-        )
-    problems += _check_ep(blueprint, degrees) if ep > 1 else []
-    problems += errors.check_degrees(was, degrees, zero)
-    if problems:
-        raise Refusal(problems)
-    bounds = stage_bounds(blueprint, pp) if pp > 1 else ()
-    same = zero == was.zero_stage
-    return replace(
-        was,
-        mesh=Mesh(dp=dp, tp=tp, pp=pp, ep=ep),
-        zero_stage=zero,
-        optimizer=was.optimizer if same else default_optimizer(zero, was.dtype),
-        bounds=bounds,
-        schedule="1f1b",
-        # DeepSpeed 0.19.8 does not save divided experts from swap files
-        swapped=was.swapped and zero == 3 and ep == 1,
-    )
+        problems.append(Problem(f"pp = {pp}", rule, f"use --pp {max(1, layers)}"))
+    return problems
 
 
 def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:

@@ -29,10 +29,10 @@ from rich.progress import (
 )
 
 from ..checkpoints.reshape import reshape
-from ..checkpoints.step_folder import Step, open_step, target_layout
+from ..checkpoints.step_folder import LayoutChange, Step, open_step, target_layout
 from ..checkpoints.verify import verify
 from ..convert import published
-from ..convert.hugging_face import from_hf, to_hf
+from ..convert.hugging_face import FolderChanges, from_hf, to_hf
 from ..model.card import card_of_run
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer
 from ..spec.cores import usable_cores
@@ -347,8 +347,8 @@ def card_of_step(step: Step, merged: bool) -> str:
     )
 
 
-def degrees_of(arguments: argparse.Namespace) -> dict[str, int | None]:
-    return {name: getattr(arguments, name) for name in DEGREES}
+def change_of(arguments: argparse.Namespace) -> LayoutChange:
+    return LayoutChange(**{name: getattr(arguments, name) for name in DEGREES})
 
 
 def from_hf_command(arguments: argparse.Namespace) -> int:
@@ -361,19 +361,19 @@ def from_hf_command(arguments: argparse.Namespace) -> int:
     for note in model.notes:
         print(note)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    layout = target_layout(blueprint, start, model.config, **degrees_of(arguments))
+    layout = target_layout(blueprint, start, change_of(arguments), model.config)
+
+    changes = FolderChanges(model.config, model.copies)
 
     def convert_to(own: Effort) -> None:
-        return from_hf(
-            arguments.source, arguments.out, blueprint, layout, own, model.config, model.copies
-        )
+        return from_hf(arguments.source, arguments.out, blueprint, layout, own, changes)
 
     return write(arguments, blueprint, layout, convert_to)
 
 
 def reshape_command(arguments: argparse.Namespace) -> int:
     step = opened(arguments.source)
-    layout = target_layout(step.blueprint, step.layout, step.model_config, **degrees_of(arguments))
+    layout = target_layout(step.blueprint, step.layout, change_of(arguments), step.model_config)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     return write(
         arguments,

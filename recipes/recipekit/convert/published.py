@@ -13,7 +13,7 @@ NAMES = {value: key for key, value in TORCH.items()}
 
 
 def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, dict[str, str]]]:
-    """Returns (the blueprint with the keys to write, file -> {key: dtype}) for a checkpoint's
+    """Return (the blueprint with the keys to write, file -> {key: dtype}) for a checkpoint's
     Hugging Face files.
     """
     blueprint = step.blueprint
@@ -25,55 +25,73 @@ def published_as(step: Step, dtype: str | None) -> tuple[Blueprint, dict[str, di
             "use --dtype bfloat16, float16 or float32",
         )
     if blueprint.files:
-        known = shapes_of(blueprint)
-        contents = {
-            file: {
-                key: wanted if dtype and own in ("F64", "F32", "BF16", "F16") else own
-                for key, own in keys.items()
-                if key in known
-            }
-            for file, keys in blueprint.files.items()
-        }
-        return blueprint, {file: keys for file, keys in contents.items() if keys}
+        return blueprint, _own_files(blueprint, wanted if dtype else "")
+
+    return _new_files(blueprint, wanted)
+
+
+def _new_files(
+    blueprint: Blueprint, float_dtype: str
+) -> tuple[Blueprint, dict[str, dict[str, str]]]:
+    """Assign tensors to files of at most SHARD_BYTES, for a model that was not read from files.
+
+    Of a LoRA run only the adapter is written, in one file.
+    """
     adapter = blueprint.adapter or _keys_of_lora(blueprint)
-    chosen = [
-        tensor for tensor in blueprint.tensors if not adapter or tensor.name in adapter.values()
-    ]
-    keys = (
-        {name: key for key, name in reversed(adapter.items())}
-        if adapter
-        else {tensor.name: tensor.name for tensor in chosen}
-    )
+    keys = {name: key for key, name in reversed(adapter.items())}
+    if not adapter:
+        keys = {tensor.name: tensor.name for tensor in blueprint.tensors}
+    tensors = tuple(tensor for tensor in blueprint.tensors if tensor.name in keys)
     # tied modules
     further = {key: (name, "every") for key, name in adapter.items() if keys[name] != key}
-    named = {tensor.name: NAMES[tensor.buffer] if tensor.buffer else wanted for tensor in chosen}
+
     files: list[dict[str, str]] = [{}]
     size = 0
-    for tensor in chosen:
-        nbytes = tensor.numel * safetensors_files.SIZES[named[tensor.name]]
+    for tensor in tensors:
+        own = NAMES[tensor.buffer] if tensor.buffer else float_dtype
+        nbytes = tensor.numel * safetensors_files.SIZES[own]
         # peft reads one file
         if size and size + nbytes > safetensors_files.SHARD_BYTES and not adapter:
             files.append({})
             size = 0
-        files[-1][keys[tensor.name]] = named[tensor.name]
-        files[-1] |= {
-            key: named[tensor.name] for key, (name, _) in further.items() if name == tensor.name
-        }
+        files[-1][keys[tensor.name]] = own
+        files[-1] |= {key: own for key, (name, _) in further.items() if name == tensor.name}
         size += nbytes
-    single = "adapter_model.safetensors" if adapter else "model.safetensors"
-    names = (
-        [single]
-        if len(files) == 1
-        else [
-            f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            for number in range(1, len(files) + 1)
-        ]
+
+    names = _file_names(len(files), is_adapter=bool(adapter))
+    blueprint = replace(
+        blueprint,
+        tensors=tensors,
+        published={name: Stored(((key,),)) for name, key in keys.items()},
+        # a tied weight of the base model is frozen, and not in the adapter's files
+        aliases=further if adapter else blueprint.aliases,
     )
-    published = {name: Stored(((key,),)) for name, key in keys.items()}
-    # a tied weight of the base model is frozen, and not in the adapter's files
-    aliases = further if adapter else blueprint.aliases
-    blueprint = replace(blueprint, tensors=tuple(chosen), published=published, aliases=aliases)
     return blueprint, dict(zip(names, files, strict=True))
+
+
+def _own_files(blueprint: Blueprint, float_dtype: str) -> dict[str, dict[str, str]]:
+    """Return file -> {key: dtype} as in the model's own files, without the keys and the files that
+    the model does not have.
+
+    `float_dtype` replaces the dtypes of floating-point tensors unless it is "".
+    """
+    known = shapes_of(blueprint)
+    contents = {
+        file: {
+            key: float_dtype if float_dtype and own in ("F64", "F32", "BF16", "F16") else own
+            for key, own in keys.items()
+            if key in known
+        }
+        for file, keys in blueprint.files.items()
+    }
+    return {file: keys for file, keys in contents.items() if keys}
+
+
+def _file_names(count: int, is_adapter: bool) -> list[str]:
+    """List the names that transformers and peft give to `count` files of a model."""
+    if count == 1:
+        return ["adapter_model.safetensors" if is_adapter else "model.safetensors"]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _keys_of_lora(blueprint: Blueprint) -> dict[str, str]:

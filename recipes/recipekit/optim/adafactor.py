@@ -23,8 +23,10 @@ class Adafactor(torch.optim.Optimizer):
     Of each tensor x of n elements with gradient g, at its step t = 1, 2, ..., where eps = (eps1,
     eps2), eps1 None stands for that of fp32, and rms(z) = |z| / sqrt(n):
 
-        b = t^beta2_decay        a = max(eps2, rms(x)) min(lr, 1 / sqrt(t))        x = x - lr weight_decay x
-        R = (1 - b) R + b mean(g^2, dim=-1)        C = (1 - b) C + b mean(g^2, dim=-2)        V = R C / max(mean(R), eps1)
+        b = t^beta2_decay        a = max(eps2, rms(x)) min(lr, 1 / sqrt(t))
+        x = x - lr weight_decay x
+        R = (1 - b) R + b mean(g^2, dim=-1)        C = (1 - b) C + b mean(g^2, dim=-2)
+        V = R C / max(mean(R), eps1)
         u = g / max(sqrt(V), eps1)        x = x - a u / max(1, rms(u) / d)
 
     A tensor of less than two dimensions keeps V = (1 - b) V + b g^2 itself; one of more has an R, a

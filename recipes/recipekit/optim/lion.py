@@ -13,7 +13,8 @@ class Lion(torch.optim.Optimizer):
 
     Of each weight x with gradient g, once a step:
 
-        x = x - lr (sign(beta1 m + (1 - beta1) g) + weight_decay x)        m = beta2 m + (1 - beta2) g
+        x = x - lr (sign(beta1 m + (1 - beta1) g) + weight_decay x)
+        m = beta2 m + (1 - beta2) g
     """
 
     def __init__(

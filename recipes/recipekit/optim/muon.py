@@ -41,7 +41,8 @@ class NewtonSchulz(torch.optim.Optimizer):
     Of each matrix x with gradient g, once a step, where NS is `orthogonal` and A x B is the shape
     of x:
 
-        m = momentum m + (1 - momentum) g        u = NS(momentum m + (1 - momentum) g), without `nesterov` NS(m)
+        m = momentum m + (1 - momentum) g
+        u = NS(momentum m + (1 - momentum) g), without `nesterov` NS(m)
         x = x - lr weight_decay x - lr f u
 
     f is sqrt(max(1, A / B)) for `adjust_lr_fn` None or "original", and 0.2 sqrt(max(A, B)) for
@@ -159,11 +160,10 @@ class NewtonSchulz(torch.optim.Optimizer):
             else (1, 0)
         )
         for number, whole in enumerate(wholes):
-            (
+            if number % ranks == rank:
                 whole.copy_(orthogonal(whole, *self.polynomial))
-                if number % ranks == rank
-                else whole.zero_()
-            )
+            else:
+                whole.zero_()
         if ranks > 1:
             dist.all_reduce(flat, group=self.borders.partitions)
         for piece, whole in zip(pieces, wholes, strict=True):

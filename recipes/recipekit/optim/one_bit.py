@@ -34,8 +34,13 @@ class OneBitAdam(torch.optim.Optimizer):
     is kept as it is, free of its bias: v / (1 - beta2^t) of the last such step; and gradients stay
     those of each rank. Of a weight x with gradient g_i on rank i of n:
 
-        z_i = beta1 m + (1 - beta1) g_i + e_i        c_i = C[z_i]        e_i = z_i - c_i        on every rank
-        z = (c_1 + ... + c_n) / n + e                  m = C[z]            e = z - m            on the rank that has this part
+        on every rank:
+        z_i = beta1 m + (1 - beta1) g_i + e_i        c_i = C[z_i]        e_i = z_i - c_i
+
+        on the rank that has this part:
+        z = (c_1 + ... + c_n) / n + e                  m = C[z]            e = z - m
+
+        on every rank:
         x = x - lr ((m / (1 - beta1^t)) / (sqrt(v) + eps) + weight_decay x)
 
     C[z] is the sign of each element, one bit, times the root mean square of the tensor's, so that
@@ -168,51 +173,29 @@ class OneBitAdam(torch.optim.Optimizer):
         return found
 
     def _exchange(self) -> None:
-        """Makes the momentum of all ranks from those of each (a collective): two exchanges of a bit
-        for each element.
+        """Make the momentum of all ranks from each rank's own (a collective): two exchanges of a
+        bit for each element.
         """
         assert self.errors is not None
-        worker, server, spans, world = (
-            self.errors.worker,
-            self.errors.server,
-            self._spans(),
-            dist.get_world_size(self.ranks),
-        )
+        worker, server, spans = self.errors.worker, self.errors.server, self._spans()
         for span in spans:
             own = worker[span.start : span.stop].add_(span.moment, alpha=span.beta1)
             if span.gradient is not None:
                 own.add_(span.gradient, alpha=1 - span.beta1)
             own.mul_(span.live)
+
         signs, scales = compress(worker, spans, 0)
-        received, scales_of = torch.empty_like(signs), scales.new_empty(world, len(spans))
+        received = torch.empty_like(signs)
+        scales_of = scales.new_empty(dist.get_world_size(self.ranks), len(spans))
         dist.all_to_all_single(received, signs, group=self.ranks)
         dist.all_gather(list(scales_of), scales, group=self.ranks)
 
-        part = len(server)
-        first = dist.get_rank(self.ranks) * part
-        for number, span, start, stop in overlaps(spans, first, first + part):
-            for begin, end in pieces(start, stop):
-                total = worker.new_zeros(end - begin)
-                for rank in range(world):
-                    at = rank * part + begin - first
-                    total += signed(received, at, at + end - begin, scales_of[rank, number])
-                server[begin - first : end - first].add_(
-                    total.div_(world).mul_(span.lives(begin, end))
-                )
+        first = dist.get_rank(self.ranks) * len(server)
+        add_mean(server, spans, first, received, scales_of)
         signs, scales = compress(server, spans, first)
-        dist.all_gather(list(received.view(world, -1)), signs, group=self.ranks)
+        dist.all_gather(list(received.view(len(scales_of), -1)), signs, group=self.ranks)
         dist.all_gather(list(scales_of), scales, group=self.ranks)
-
-        self.norm = torch.zeros((), dtype=torch.float64, device=worker.device)
-        for rank in range(world):
-            for number, span, start, stop in overlaps(spans, rank * part, (rank + 1) * part):
-                for begin, end in pieces(start, stop):
-                    mean = signed(received, begin, end, scales_of[rank, number]).mul_(
-                        span.lives(begin, end)
-                    )
-                    span.moment[begin - span.start : end - span.start] = mean
-                    self.norm += square_sum(mean)
-        self.norm.sqrt_()
+        self.norm = put_momenta(spans, len(server), received, scales_of)
 
 
 @dataclass(frozen=True)
@@ -266,6 +249,45 @@ def compress(
             sent = signed(signs, begin - first, end - first, scales[number])
             values[begin - first : end - first].sub_(sent.mul_(span.lives(begin, end)))
     return signs, scales
+
+
+def add_mean(
+    server: torch.Tensor,
+    spans: list[Span],
+    first: int,
+    received: torch.Tensor,
+    scales_of: torch.Tensor,
+) -> None:
+    """Add the mean of all ranks' momenta to `server` (N,), the elements of the row from `first` on.
+
+    `received` (ranks * N / 8,) are each rank's signs of these elements, `scales_of` (ranks,
+    tensors) the scales.
+    """
+    world, part = len(scales_of), len(server)
+    for number, span, start, stop in overlaps(spans, first, first + part):
+        for begin, end in pieces(start, stop):
+            total = server.new_zeros(end - begin)
+            for rank in range(world):
+                at = rank * part + begin - first
+                total += signed(received, at, at + end - begin, scales_of[rank, number])
+            server[begin - first : end - first].add_(total.div_(world).mul_(span.lives(begin, end)))
+
+
+def put_momenta(
+    spans: list[Span], part: int, received: torch.Tensor, scales_of: torch.Tensor
+) -> torch.Tensor:
+    """Set the momenta to the signs of the whole row with the scales of each rank's `part` elements;
+    return their norm, () fp64.
+    """
+    norm = torch.zeros((), dtype=torch.float64, device=received.device)
+    for rank in range(len(scales_of)):
+        for number, span, start, stop in overlaps(spans, rank * part, (rank + 1) * part):
+            for begin, end in pieces(start, stop):
+                mean = signed(received, begin, end, scales_of[rank, number])
+                mean.mul_(span.lives(begin, end))
+                span.moment[begin - span.start : end - span.start] = mean
+                norm += square_sum(mean)
+    return norm.sqrt_()
 
 
 @functools.cache

@@ -94,6 +94,73 @@ def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
     return found
 
 
+@dataclass
+class _CopyJob:
+    """Copies in progress: several threads move the parts, and the digests are collected.
+
+    `rest`: the copies to make, in the order of their bytes. `digests` holds the finished ones.
+    """
+
+    source: TensorFiles
+    target: TensorFiles | None
+    effort: Effort
+    journal: Journal | None
+    rest: list[Copy]
+    total_bytes: int  # of all copies, finished ones included
+    digests: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+        self.left = {copy.key: copy.tensor.numel for copy in self.rest}  # elements
+        self.sums: Counter[str] = Counter()
+        self.unnoted: dict[str, list[str]] = {}  # tensor -> keys of its finished copies
+
+    def parts(self) -> Iterator[tuple[Copy, int, int]]:
+        """Yield (copy, start, stop): ranges of elements that one thread moves at a time."""
+        for copy in self.rest:
+            unit = unit_of(copy, self.source, *([self.target] if self.target else []))
+            numel = copy.tensor.numel
+            spans = chunks(numel, unit, self.effort.chunk) if numel else [(0, 0)]
+            yield from ((copy, start, stop) for start, stop in spans)
+
+    def move(self, part: tuple[Copy, int, int]) -> None:
+        """Read a part, add it to the digest of its tensor, and write it."""
+        copy, start, stop = part
+        values = self.source.read(copy.tensor, copy.role, start, stop)
+        dtype = self.source.dtype_of(copy.tensor, copy.role)
+        added = digest(values, start)
+
+        for role in copy.to:
+            assert self.target
+            rounded = cast(values, dtype, self.target.dtype_of(copy.tensor, role))
+            self.target.write(copy.tensor, role, start, rounded)
+        self.effort.progress((stop - start) * values.itemsize, self.total_bytes)
+
+        finished = self._count(copy, stop - start, added, dtype)
+        if finished and self.target and self.target.direct:
+            self.target.direct.finish(copy.tensor.name)
+
+    def _count(self, copy: Copy, moved: int, added: int, dtype: str) -> bool:
+        """Count moved elements; return True after the last ones, which complete the digest."""
+        with self.lock:
+            self.sums[copy.key] += added
+            self.left[copy.key] -= moved
+            if self.left[copy.key]:
+                return False
+            total = f"{self.sums[copy.key] % 2**64:016x}"
+            self.digests[copy.key] = [list(copy.tensor.shape), dtype, total]
+            self.unnoted.setdefault(copy.tensor.name, []).append(copy.key)
+        return True
+
+    def note_stored(self, name: str) -> None:
+        """Note the finished copies of a tensor in the journal: its bytes are on the disk."""
+        with self.lock:
+            keys = self.unnoted.pop(name, [])
+        for key in keys:
+            if self.journal:
+                self.journal.note(key, self.digests[key])
+
+
 def run(
     todo: list[Copy],
     source: TensorFiles,
@@ -102,8 +169,8 @@ def run(
     journal: Journal | None = None,
     hashed: bool = False,
 ) -> tuple[dict[str, Any], dict[str, manifest.Facts]]:
-    """Copies tensors, and returns {"tensor|role": [shape, dtype, digest]} and the facts of each
-    file that was written.
+    """Copy tensors, and return {"tensor|role": [shape, dtype, digest]} and the facts of each file
+    that was written.
 
     The digests include those that an interrupted conversion had noted in the `journal`. The files
     are on the disk when `run` returns; without `hashed` their facts have no sha256. Without a
@@ -114,56 +181,21 @@ def run(
     for copy in todo:
         if copy.key in digests:
             effort.progress(copy.nbytes, total_bytes)
+
     rest = _in_order_of_bytes([copy for copy in todo if copy.key not in digests], source, target)
-    left, sums, lock = {copy.key: copy.tensor.numel for copy in rest}, Counter(), threading.Lock()
-    unnoted: dict[str, list[str]] = {}  # tensor -> keys
-
-    def parts() -> Iterator[tuple[Copy, int, int]]:
-        for copy in rest:
-            unit = unit_of(copy, source, *([target] if target else []))
-            spans = chunks(copy.tensor.numel, unit, effort.chunk) if copy.tensor.numel else [(0, 0)]
-            yield from ((copy, start, stop) for start, stop in spans)
-
-    def move(part: tuple[Copy, int, int]) -> None:
-        copy, start, stop = part
-        values, dtype = (
-            source.read(copy.tensor, copy.role, start, stop),
-            source.dtype_of(copy.tensor, copy.role),
-        )
-        added = digest(values, start)
-        for role in copy.to:
-            assert target
-            target.write(
-                copy.tensor, role, start, cast(values, dtype, target.dtype_of(copy.tensor, role))
-            )
-        effort.progress((stop - start) * values.itemsize, total_bytes)
-        with lock:
-            sums[copy.key] += added
-            left[copy.key] -= stop - start
-            if left[copy.key]:
-                return
-            digests[copy.key] = [list(copy.tensor.shape), dtype, f"{sums[copy.key] % 2**64:016x}"]
-            unnoted.setdefault(copy.tensor.name, []).append(copy.key)
-        if target and target.direct:
-            target.direct.finish(copy.tensor.name)
-
-    def stored(name: str) -> None:
-        with lock:
-            keys = unnoted.pop(name, [])
-        for key in keys:
-            if journal:
-                journal.note(key, digests[key])
-
+    job = _CopyJob(source, target, effort, journal, rest, total_bytes, digests)
     if target is None:
-        share_work(move, parts(), effort.workers)
+        share_work(job.move, job.parts(), effort.workers)
         return digests, {}
+
     try:
         with DirectFiles(
-            target.folder, _extents(rest, target), effort.buffers, hashed, stored
+            target.folder, _extents(rest, target), effort.buffers, hashed, job.note_stored
         ) as target.direct:
-            share_work(move, parts(), effort.workers)
+            share_work(job.move, job.parts(), effort.workers)
         return digests, target.direct.facts
     finally:
+        # Bytes that did not reach the disk may belong to copies that were already noted.
         if journal and target.direct and target.direct.lost:
             journal.forget()
         target.direct = None
@@ -253,10 +285,8 @@ def partial_digests(
             ]
             if inside:
                 low, high = min(low for low, _ in inside), max(high for _, high in inside)
-                low, high = (
-                    low // unit * unit if unit <= chunk else low,
-                    min(stop, -(-high // unit) * unit) if unit <= chunk else high,
-                )
+                if unit <= chunk:
+                    low, high = low // unit * unit, min(stop, -(-high // unit) * unit)
                 total += digest(source.read(copy.tensor, copy.role, low, high, files), low)
         digests[f"{copy.tensor.name}|{copy.role}"] = [
             list(copy.tensor.shape),
@@ -267,15 +297,11 @@ def partial_digests(
 
 
 def _span(shard: Shard, piece: Piece) -> tuple[int, int]:
-    """Returns a range of the whole tensor that encloses the piece."""
+    """Return a range of the whole tensor that encloses the piece."""
     if shard.dim is None:
         return shard.base + piece.start, shard.base + piece.stop
-    inner = prod(shard.shape[shard.dim + 1 :])
-    row, width = (
-        shard.shape[shard.dim] * inner,
-        sum(last - first for first, last in shard.runs) * inner,
-    )
-    return shard.base + piece.start // width * row, shard.base + -(-piece.stop // width) * row
+    first_row, end_row = piece.start // shard.width, -(-piece.stop // shard.width)
+    return shard.base + first_row * shard.row, shard.base + end_row * shard.row
 
 
 def unit_of(copy: Copy, *files: TensorFiles) -> int:

@@ -78,7 +78,7 @@ class Carried:
 
 
 def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
-    """Reads what a step folder holds besides tensors."""
+    """Read the content of a step folder that is not in its tensors."""
     groups: dict[int, dict[str, Any]] = {}
     scalars: dict[str, float] = {}
     counts: dict[str, Any] = {}
@@ -86,24 +86,7 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
     for holder in holders(blueprint, layout):
         numbers = [group[0][0].group for group in holder.groups]
         model = _numbers(torch_files.read(folder / holder.model_file()))
-        if layout.zero_stage == 0:
-            optimizer = (
-                model["optimizer"]
-                if layout.optimizer == "torch"
-                else model["optimizer"]["optimizer_state_dict"]
-            )
-        else:
-            whole = _numbers(torch_files.read(folder / holder.optimizer_file(0)))[
-                "optimizer_state_dict"
-            ]
-            scaler = {
-                name: whole[name] for name in ("loss_scaler", "dynamic_loss_scale") if name in whole
-            }
-            optimizer = (
-                whole["optimizer_state_dict"]
-                if layout.zero_stage == 3
-                else whole["base_optimizer_state"]
-            )
+        optimizer, scaler = _read_optimizer(folder, holder, model)
         for number, group in zip(numbers, optimizer["param_groups"], strict=False):
             # the first counts: the groups of divided experts, which have other names, follow
             if number is not None:
@@ -128,6 +111,22 @@ def read_carried(folder: Path, blueprint: Blueprint, layout: Layout) -> Carried:
             }
             counts |= _scale_of_torch(model, scaler)
     return Carried(groups, scalars, counts, scaler=scaler)
+
+
+def _read_optimizer(
+    folder: Path, holder: Holder, model: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (the `state_dict()` of the optimizer that DeepSpeed wraps, the entries of ZeRO's loss
+    scaler), at ZeRO-0 from the model file.
+    """
+    layout = holder.layout
+    if layout.zero_stage == 0:
+        own = model["optimizer"]
+        return own if layout.optimizer == "torch" else own["optimizer_state_dict"], {}
+    whole = _numbers(torch_files.read(folder / holder.optimizer_file(0)))["optimizer_state_dict"]
+    key = "optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state"
+    scaler = {name: whole[name] for name in ("loss_scaler", "dynamic_loss_scale") if name in whole}
+    return whole[key], scaler
 
 
 def _numbers(value: Any) -> Any:
@@ -210,15 +209,6 @@ def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
     tensors = held(holder.blueprint, layout, holder.pp_rank)
     frozen = [tensor for tensor in tensors if tensor.name not in trained and not tensor.buffer]
     module = _weights(holder, 0) if layout.mesh.pp == 1 else None
-    if layout.zero_stage == 3:
-        fragments = {
-            tensor.name: FileTensor(
-                (-(-prod(shapes[tensor.name]) // layout.partitions),), layout.dtype
-            )
-            for tensor in frozen
-        }
-    else:
-        fragments = {tensor.name: (module or {}).get(tensor.name) for tensor in frozen}
     zero, groups = layout.zero_stage > 0, flat_tensors(holder.groups, layout)
     return {
         "module": module,
@@ -240,7 +230,9 @@ def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
         }
         if zero
         else None,
-        "frozen_param_fragments": fragments if layout.zero_stage > 1 else None,
+        "frozen_param_fragments": _fragments(holder, frozen, module or {})
+        if layout.zero_stage > 1
+        else None,
         "data_sampler": None,
         "random_ltd": None,
         "dp_world_size": layout.partitions,
@@ -251,6 +243,17 @@ def module_states(holder: Holder, carried: Carried) -> dict[str, Any]:
         },
         "ds_version": version("deepspeed"),
     }
+
+
+def _fragments(
+    holder: Holder, frozen: list[Tensor], module: dict[str, FileTensor]
+) -> dict[str, FileTensor | None]:
+    """Make a rank's parts of frozen parameters; ZeRO-2 has the full weights of the module."""
+    if holder.layout.zero_stage != 3:
+        return {tensor.name: module.get(tensor.name) for tensor in frozen}
+    ranks = holder.layout.partitions
+    sizes = {tensor.name: -(-prod(holder.shapes[tensor.name]) // ranks) for tensor in frozen}
+    return {name: FileTensor((size,), holder.layout.dtype) for name, size in sizes.items()}
 
 
 def zero0_states(holder: Holder, carried: Carried) -> dict[str, Any]:

@@ -216,8 +216,8 @@ class DirectFiles:
             self._waiting[name] -= 1
         try:
             self._tell(block.names)
-            # raised by the caller's `stored`, often on a thread that nobody waits for
         except BaseException as error:
+            # raised by the caller's `stored`, often on a thread that nobody waits for
             self._error = self._error or error
 
     def _save(self, file: _File, number: int, block: _Block) -> None:

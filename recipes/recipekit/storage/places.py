@@ -49,6 +49,23 @@ class Shard:
     base: int = 0
     tp_rank: int = 0
 
+    @property
+    def inner(self) -> int:
+        """Count the elements of one index of `dim`. The shard must have a `dim`."""
+        assert self.dim is not None
+        return prod(self.shape[self.dim + 1 :])
+
+    @property
+    def row(self) -> int:
+        """Count the elements of all indices of `dim`."""
+        assert self.dim is not None
+        return self.shape[self.dim] * self.inner
+
+    @property
+    def width(self) -> int:
+        """Count the elements of each row that the shard stores."""
+        return sum(last - first for first, last in self.runs) * self.inner
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -74,7 +91,8 @@ def model_file(layout: Layout, pp_rank: int, tp_rank: int, rank: int = 0) -> str
 
 def optimizer_file(layout: Layout, pp_rank: int, tp_rank: int, rank: int) -> str:
     prefix = "bf16_" if layout.dtype == "bfloat16" else ""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{pp_rank * layout.mesh.tp + tp_rank:02d}_optim_states.pt"
+    mp = pp_rank * layout.mesh.tp + tp_rank
+    return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
 
 
 def layer_file(stage: int, tp_rank: int) -> str:

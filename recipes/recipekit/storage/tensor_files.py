@@ -182,56 +182,63 @@ class TensorFiles:
         name: str | None,
         only: frozenset[str] | None,
     ) -> None:
-        """Reads the overlap of a shard with elements start..stop of the whole into `buffer`; with
-        the tensor's `name`, writes it from there.
+        """Read the overlap of a shard with elements start..stop of the whole into `buffer`; with
+        the tensor's `name`, write it from there.
         """
         begin, end = max(start, shard.base), min(stop, shard.base + prod(shard.shape))
         if begin >= end:
             return
         view = buffer[begin - start : end - start]
         begin, end = begin - shard.base, end - shard.base
+
         if shard.dim is None:
             self._transfer(shard, begin, view, name, only)
-            return
-        inner = prod(shard.shape[shard.dim + 1 :])
-        row, width = (
-            shard.shape[shard.dim] * inner,
-            sum(last - first for first, last in shard.runs) * inner,
-        )
-        if begin % row == 0 and end % row == 0 and end - begin > row:  # whole rows
-            rows = view.reshape(-1, row)
-            local = np.zeros((len(rows), width), view.dtype)
-            pairs, at = [], 0
-            for first, last in shard.runs:
-                pairs.append(
-                    (slice(first * inner, last * inner), slice(at, at + (last - first) * inner))
-                )
-                at += (last - first) * inner
-            if name is not None:
-                for whole, mine in pairs:
-                    local[:, mine] = rows[:, whole]
-                self._transfer(shard, begin // row * width, local.reshape(-1), name, only)
-            else:
-                self._transfer(shard, begin // row * width, local.reshape(-1), None, only)
-                for whole, mine in pairs:
-                    rows[:, whole] = local[:, mine]
-            return
+        elif begin % (row := shard.row) == 0 and end % row == 0 and end - begin > row:
+            self._move_rows(shard, begin // row, view, name, only)
+        else:
+            self._move_runs(shard, begin, view, name, only)
+
+    def _move_rows(
+        self,
+        shard: Shard,
+        first_row: int,
+        view: np.ndarray,
+        name: str | None,
+        only: frozenset[str] | None,
+    ) -> None:
+        """Read (with `name`: write) full rows of a cut tensor in one transfer."""
+        rows = view.reshape(-1, shard.row)
+        local = np.zeros((len(rows), shard.width), view.dtype)
+        columns = _columns(shard)
+        start = first_row * shard.width
+
+        if name is not None:
+            for whole, mine in columns:
+                local[:, mine] = rows[:, whole]
+            self._transfer(shard, start, local.reshape(-1), name, only)
+        else:
+            self._transfer(shard, start, local.reshape(-1), None, only)
+            for whole, mine in columns:
+                rows[:, whole] = local[:, mine]
+
+    def _move_runs(
+        self,
+        shard: Shard,
+        begin: int,
+        view: np.ndarray,
+        name: str | None,
+        only: frozenset[str] | None,
+    ) -> None:
+        """Read (with `name`: write) elements of a cut tensor, a transfer for each run of a row."""
+        end = begin + len(view)
+        row, width, columns = shard.row, shard.width, _columns(shard)
         for number in range(begin // row, -(-end // row)):
-            at = number * width
-            for first, last in shard.runs:
-                low, high = (
-                    max(begin, number * row + first * inner),
-                    min(end, number * row + last * inner),
-                )
+            for whole, mine in columns:
+                first, last = number * row + whole.start, number * row + whole.stop
+                low, high = max(begin, first), min(end, last)
                 if low < high:
-                    self._transfer(
-                        shard,
-                        at + low - (number * row + first * inner),
-                        view[low - begin : high - begin],
-                        name,
-                        only,
-                    )
-                at += (last - first) * inner
+                    start = number * width + mine.start + low - first
+                    self._transfer(shard, start, view[low - begin : high - begin], name, only)
 
     def _transfer(
         self,
@@ -271,6 +278,17 @@ class TensorFiles:
                     part, offset = part[done:], offset + done
 
 
+def _columns(shard: Shard) -> list[tuple[slice, slice]]:
+    """Return the elements of each run of a cut tensor: (in a row of the whole, in the shard's)."""
+    inner = shard.inner
+    columns, at = [], 0
+    for first, last in shard.runs:
+        length = (last - first) * inner
+        columns.append((slice(first * inner, last * inner), slice(at, at + length)))
+        at += length
+    return columns
+
+
 def open_checkpoint(
     step: Path, blueprint: Blueprint, layout: Layout, writable: bool = False
 ) -> TensorFiles:
@@ -298,49 +316,13 @@ def open_published(
     entries: dict[str, safetensors_files.Entry],
     writable: bool = False,
 ) -> TensorFiles:
-    """Opens a model's safetensors files. Every tensor has the one role "weight"."""
+    """Open a model's safetensors files. Every tensor has the one role "weight"."""
     found: dict[tuple[str, str], list[Shard]] = {}
     for tensor in blueprint.tensors:
-        stored = blueprint.published[tensor.name]
-        parts, begin = [], 0
-        if not stored.stacked:
-            names = [
-                stored.parts[0][0],
-                *(
-                    alias
-                    for alias, (name, _) in blueprint.aliases.items()
-                    if name == tensor.name and writable
-                ),
-            ]
-            for key in dict.fromkeys(names):
-                if key in entries:
-                    parts.append(
-                        Shard(tensor.shape, (Piece(entries[key].file, (key,), 0, 0, tensor.numel),))
-                    )
-            found[tensor.name, "weight"] = parts
-            continue
-        shape, each = tensor.shape[1:], prod(tensor.shape[1:])
-        for keys in stored.parts:
-            width = entries[keys[0]].shape[stored.dim - 1] if stored.dim else 0
-            for number, key in enumerate(keys):
-                numel = prod(entries[key].shape)
-                dim, own = (
-                    (stored.dim - 1, ((begin, begin + width),))
-                    if len(stored.parts) > 1
-                    else (None, ())
-                )
-                parts.append(
-                    Shard(
-                        shape,
-                        (Piece(entries[key].file, (key,), 0, 0, numel),),
-                        dim,
-                        own,
-                        number * each,
-                        begin,
-                    )
-                )
-            begin += width
-        found[tensor.name, "weight"] = parts
+        if blueprint.published[tensor.name].stacked:
+            found[tensor.name, "weight"] = _stacked_shards(tensor, blueprint, entries)
+        else:
+            found[tensor.name, "weight"] = _copies(tensor, blueprint, entries, writable)
 
     def dtype_of(tensor: Tensor, role: str) -> str:
         return TORCH[entries[blueprint.published[tensor.name].parts[0][0]].dtype]
@@ -348,3 +330,47 @@ def open_published(
     return TensorFiles(
         folder, found, dtype_of, lambda piece: entries[piece.keys[0]].offset, writable
     )
+
+
+def _copies(
+    tensor: Tensor,
+    blueprint: Blueprint,
+    entries: dict[str, safetensors_files.Entry],
+    writable: bool,
+) -> list[Shard]:
+    """List the places of a tensor that has a key of its own.
+
+    A reader needs one. A writer fills the aliases as well, where the files have them.
+    """
+    names = [blueprint.published[tensor.name].parts[0][0]]
+    if writable:
+        names += [alias for alias, (name, _) in blueprint.aliases.items() if name == tensor.name]
+    return [
+        Shard(tensor.shape, (Piece(entries[key].file, (key,), 0, 0, tensor.numel),))
+        for key in dict.fromkeys(names)
+        if key in entries
+    ]
+
+
+def _stacked_shards(
+    tensor: Tensor, blueprint: Blueprint, entries: dict[str, safetensors_files.Entry]
+) -> list[Shard]:
+    """List the shards of a tensor that the files hold as one tensor for each first index.
+
+    If several keys share an index, they are cut along the dimension `Stored.dim` of the tensor.
+    """
+    stored = blueprint.published[tensor.name]
+    shape = tensor.shape[1:]
+    shards: list[Shard] = []
+    begin = 0
+    for keys in stored.parts:
+        width = entries[keys[0]].shape[stored.dim - 1] if stored.dim else 0
+        dim, runs = None, ()
+        if len(stored.parts) > 1:
+            dim, runs = stored.dim - 1, ((begin, begin + width),)
+
+        for number, key in enumerate(keys):
+            piece = Piece(entries[key].file, (key,), 0, 0, prod(entries[key].shape))
+            shards.append(Shard(shape, (piece,), dim, runs, number * prod(shape), begin))
+        begin += width
+    return shards

@@ -181,8 +181,8 @@ def read(path: Path) -> Any:
             ).load()
             tensors(content)  # raises for a container that holds itself
             return content
-        # pickle and zipfile raise what they please for a damaged or hostile file
     except Exception as error:
+        # pickle and zipfile raise what they please for a damaged or hostile file
         raise unsafe(path, error) from None
 
 
@@ -318,11 +318,10 @@ class _Reader(_PythonUnpickler):
         offset: int,
         shape: tuple[int, ...],
         stride: tuple[int, ...],
-        grad: Any,
-        hooks: Any,
-        dtype: Name,
-        *_: Any,
-    ):
+        *others: Any,
+    ) -> FileTensor:
+        """Read a tensor of a newer dtype. `others`: requires_grad, hooks, the dtype, metadata."""
+        dtype: Name = others[2]
         return self._tensor((dtype.removeprefix("torch."), *storage[1:]), offset, shape, stride)
 
     def _subclass(
@@ -420,33 +419,39 @@ class _Archive:
     directory: list[bytes] = field(default_factory=list)
 
     def add(self, name: str, size: int, content: bytes | None) -> None:
-        """Adds a record; without content a hole of `size` bytes."""
-        encoded, at, crc = (
-            f"archive/{name}".encode(),
-            self.stream.tell(),
-            zlib.crc32(content or b""),
-        )
-        large = size >= 2**32 - 1
-        extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
-        gap = -(at + 30 + len(encoded) + len(extra) + 4) % ALIGNMENT
-        extra += struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB": the padding that torch writes
-        shown = 2**32 - 1 if large else size
+        """Add a record; without content a hole of `size` bytes."""
+        encoded, at = f"archive/{name}".encode(), self.stream.tell()
+        crc, shown = zlib.crc32(content or b""), min(size, 2**32 - 1)
         # names in UTF-8, stored, 1980-01-01
         facts = struct.pack("<HHHHIII", 0x0800, 0, 0, 0x21, crc, shown, shown)
-        version = 45 if large else 20
+
+        self._write_header(encoded, size, facts)
+        if content is None:
+            self.stream.seek(size, io.SEEK_CUR)
+        else:
+            self.stream.write(content)
+        self._list(encoded, size, at, facts)
+
+    def _write_header(self, encoded: bytes, size: int, facts: bytes) -> None:
+        """Write the header of a record, padded so that its content begins at a multiple of
+        ALIGNMENT.
+        """
+        large = size >= 2**32 - 1
+        extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
+        gap = -(self.stream.tell() + 30 + len(encoded) + len(extra) + 4) % ALIGNMENT
+        extra += struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB": the padding that torch writes
         self.stream.write(
-            struct.pack("<IH", 0x04034B50, version)
+            struct.pack("<IH", 0x04034B50, 45 if large else 20)
             + facts
             + struct.pack("<HH", len(encoded), len(extra))
             + encoded
             + extra
         )
-        if content is None:
-            self.stream.seek(size, io.SEEK_CUR)
-        else:
-            self.stream.write(content)
+
+    def _list(self, encoded: bytes, size: int, at: int, facts: bytes) -> None:
+        """Add a record whose header begins at byte `at` to the directory."""
         far = at >= 2**32 - 1
-        fields = [*([size, size] if large else []), *([at] if far else [])]
+        fields = [*([size, size] if size >= 2**32 - 1 else []), *([at] if far else [])]
         extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
         version = 45 if fields else 20
         lengths = struct.pack(
