@@ -73,22 +73,15 @@ def train_step(
     """
     mesh = counters.mesh
     sums = sums or Sums()
-    sums.clear()
-
-    if lr is not None:
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+    num_measures = len(task.measures) if task.each_step else None
+    loss_and_measures = sums.start_step(num_measures, engine.device)
+    set_learning_rate(engine, lr)
 
     # This sum runs during the first forward pass.
     num_labels = sum(int(task.count(batch).sum()) for batch in batches)
     totals = counters.start_sum(num_labels, engine.device)
     engine.accumulate(len(batches))
     task.before(engine, batches)
-
-    # The loss and the measures of a step share a tensor, so that one all-reduce sums them all.
-    num_measures = len(task.measures) if task.each_step else 0
-    loss_and_measures = torch.zeros(1 + num_measures, dtype=torch.float64, device=engine.device)
-    sums.measured = loss_and_measures[1:] if task.each_step else None
 
     if mesh.pp > 1:
         mean_loss = pipeline_step(engine, task, batches, totals, loss_and_measures)
@@ -119,7 +112,17 @@ def train_step(
 
     task.after(engine)
     sums.reduce()
+    return results_of(engine, task, mean_loss, loss_and_measures, totals)
 
+
+def results_of(
+    engine: Engine,
+    task: Task,
+    mean_loss: torch.Tensor,
+    loss_and_measures: torch.Tensor,
+    totals: StepTotals,
+) -> StepResult:
+    """Return the results of a finished step as plain numbers; the device is waited for."""
     counts = totals.unpack()
     means: dict[str, float] = {}
     if task.each_step:
@@ -133,6 +136,12 @@ def train_step(
         "means": means,
         "extra": counts.extra,
     }
+
+
+def set_learning_rate(engine: Engine, lr: float | None) -> None:
+    """Give each optimizer group its multiple of `lr`; None leaves the rates to DeepSpeed."""
+    for group in engine.optimizer.param_groups if lr is not None else []:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def pipeline_step(
@@ -367,11 +376,9 @@ def loop(ready: Ready) -> Ending | None:
     """Step from `ready.state["step"]` to the last step, saving and evaluating on the way; return
     how the run ended if it ended before.
     """
-    plan, engine, tracker, stopper = ready.plan, ready.engine, ready.tracker, ready.stopper
+    plan, engine = ready.plan, ready.engine
     recipe, mesh = plan.recipe, plan.mesh
     first, last = ready.state["step"] + 1, plan.last_step
-    # OUT/schedule.png shows this step of a pipeline: the first steps warm up.
-    drawn = min(first + 2, last)
     seen = 0  # a hash of all tokens that this rank was given
 
     for step in range(first, last + 1):
@@ -381,45 +388,46 @@ def loop(ready: Ready) -> Ending | None:
         batches = own_parts(plan, data.batches)
         lr = lr_at(recipe, step) if "scheduler" not in plan.ds_config else None
         counters = counters_of(ready, batches, data)
-        with (
-            plans.fitting(recipe.model, mesh, step == first),
-            used.compared(engine, mesh, step, on=step == first),
-            timeline.record(engine, on=step == drawn) as spans,
-        ):
+
+        with watched(ready, step, first) as spans:
             result = train_step(engine, ready.task, batches, lr, counters, ready.sums)
         times = StepTimes(time.perf_counter() - begun, data.wait)
-        stopper.step_took(times.step)
+        ready.stopper.step_took(times.step)
 
         if not is_finite(result, plan.precision):
-            ready.saver.wait()
-            return ending.diverged(
-                plan, step, result["loss"], result["grad_norm"], ready.saver.attempts.saved
-            )
+            return stop_diverged(ready, step, result)
 
         note_step(ready, step, result)
         metrics = metrics_of(ready, step, result, data.state, times, lr)
-        if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
-            metrics |= timed_evaluation(ready)
-        loss = metrics.get("eval_loss", math.nan)
-        ready.state["eval_loss"] = loss if math.isfinite(loss) else None
-        tracker.log(metrics)
-        timeline.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
-        stopper.boundary()
+        evaluate_and_log(ready, step, metrics)
+        timeline.report(engine, spans, plan.command.name, step, plan.out, ready.tracker.say)
+        ready.stopper.boundary()
 
         if step % PEERS_EVERY == 0 or step == last:
             check_peers(mesh, seen, step, engine.device)
-        # A save in the background has failed on any rank.
-        if any(result["extra"][FAILED_SAVES]):
-            ready.saver.wait()
-        regular = recipe.saves_at(step)
-        if result["stop"] or step == last or regular or ready.saver.attempts.due(step):
-            save_step(ready, data.state, regular, at_end=bool(result["stop"]) or step == last)
+        save_if_due(ready, step, result, data.state)
 
         # After the last step only the export is left to stop, and the next start repeats it after a
         # kill.
         if result["stop"] and step < last:
             return stop_early(ready, result["stop"], data.broken)
     return None
+
+
+@contextlib.contextmanager
+def watched(ready: Ready, step: int, first: int) -> Iterator[list[timeline.Span]]:
+    """Check in the first step of a start that the plans fit and that the ranks use the same
+    parameters, and time one step of a pipeline.
+    """
+    plan, engine = ready.plan, ready.engine
+    # OUT/schedule.png shows this step: the first steps warm up.
+    drawn = min(first + 2, plan.last_step)
+    with (
+        plans.fitting(plan.recipe.model, plan.mesh, step == first),
+        used.compared(engine, plan.mesh, step, on=step == first),
+        timeline.record(engine, on=step == drawn) as spans,
+    ):
+        yield spans
 
 
 @dataclass(frozen=True)
@@ -479,15 +487,35 @@ def note_step(ready: Ready, step: int, result: StepResult) -> None:
         state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]
 
 
-def timed_evaluation(ready: Ready) -> dict[str, float]:
-    """Evaluate the held-out rows between two steps; return the metrics with `eval_s` (a
+def evaluate_and_log(ready: Ready, step: int, metrics: dict[str, Any]) -> None:
+    """Log the metrics of a step, with an evaluation of the held-out rows if one is due (a
     collective).
     """
-    ready.stopper.boundary(next_within=3600)
-    begun = time.perf_counter()
-    with ready.tracker.doing("evaluating"):
-        metrics = evaluate(ready.engine, ready.task, ready.held_out, ready.plan.mesh, ready.sums)
-    return metrics | {"eval_s": time.perf_counter() - begun}
+    recipe = ready.plan.recipe
+    if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
+        ready.stopper.boundary(next_within=3600)
+        begun = time.perf_counter()
+        with ready.tracker.doing("evaluating"):
+            metrics |= evaluate(
+                ready.engine, ready.task, ready.held_out, ready.plan.mesh, ready.sums
+            )
+        metrics["eval_s"] = time.perf_counter() - begun
+
+    loss = metrics.get("eval_loss", math.nan)
+    ready.state["eval_loss"] = loss if math.isfinite(loss) else None
+    ready.tracker.log(metrics)
+
+
+def save_if_due(ready: Ready, step: int, result: StepResult, data_state: StreamState) -> None:
+    """Save a finished step if the run ends with it or a save is due (a collective)."""
+    # A save in the background has failed on any rank.
+    if any(result["extra"][FAILED_SAVES]):
+        ready.saver.wait()
+
+    regular = ready.plan.recipe.saves_at(step)
+    at_end = bool(result["stop"]) or step == ready.plan.last_step
+    if at_end or regular or ready.saver.attempts.due(step):
+        save_step(ready, data_state, regular, at_end)
 
 
 def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool) -> None:
@@ -506,6 +534,14 @@ def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool
             ready.saver.save(state, regular)
     ready.tracker.amend({"save_stall_s": time.perf_counter() - begun})
     ready.stopper.boundary()
+
+
+def stop_diverged(ready: Ready, step: int, result: StepResult) -> Ending:
+    """End a run whose loss or gradient is not finite, after the save that is under way."""
+    ready.saver.wait()
+    return ending.diverged(
+        ready.plan, step, result["loss"], result["grad_norm"], ready.saver.attempts.saved
+    )
 
 
 def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> Ending:

@@ -474,7 +474,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.runtime.start import start
     from recipekit.runtime.sums import Sums
     from recipekit.tasks.find import task_called
-    from recipekit.track.tracking import open_tracker
+    from recipekit.track.tracking import WandbRun, open_tracker
     from recipekit.train import evaluate
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
@@ -496,14 +496,11 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     if built["ours"].why_logits is None and task.of_losses:
         task = task.of_losses(task)
     tracker = open_tracker(
-        name="bench_loop",
         run_dir=plan.out,
-        config={},
         is_main=rank0,
         start_step=0,
         last_step=plan.last_step,
-        wandb=recipe.wandb,
-        project=recipe.project,
+        wandb=WandbRun("bench_loop", {}, recipe.project) if recipe.wandb else None,
     )
 
     stream = open_stream(request_of(recipe), tokenizer, dp=1, dp_rank=0)

@@ -162,16 +162,12 @@ def load_model(
     compile_model(plan, model_config["model_type"], built, device, say)
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
     set_time_limit(limit)
-    compared = check_weights(engine, built, groups)
-    counts = parameter_counts(engine, built.blueprint)
-    checked = f"; {compared} tensors compared with the files" if compared else ""
-    seconds = time.perf_counter() - begun
-    say(f"model {plan.recipe.model}: {counts}{checked}; built in {seconds:.1f} s")
+    summary = check_and_count(engine, built, groups)
+    say(f"model {plan.recipe.model}: {summary}; built in {time.perf_counter() - begun:.1f} s")
 
     layout = layout_of(plan, engine, built)
     if plan.recipe.engine == "deepspeed":
         deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)
-    dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     return Loaded(
         plan=plan,
         task=task,
@@ -182,10 +178,25 @@ def load_model(
         built=built,
         engine=engine,
         layout=layout,
-        state={"step": 0, "tokens": 0, "data": None, "export_dtype": dtype},
+        state=state_before_training(plan, model_config),
         sums=sums,
         epochs=inputs.epochs,
     )
+
+
+def state_before_training(plan: Plan, model_config: dict[str, Any]) -> State:
+    """Return the state of a run that has taken no step."""
+    dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
+    return {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
+
+
+def check_and_count(engine: Engine, built: Built, groups: Groups) -> str:
+    """Compare the weights with the files they were read from; return the numbers of parameters and
+    compared tensors, in words (a collective).
+    """
+    compared = check_weights(engine, built, groups)
+    counts = parameter_counts(engine, built.blueprint)
+    return f"{counts}; {compared} tensors compared with the files" if compared else counts
 
 
 def restore(loaded: Loaded, source: Path | None, say: Say) -> Loaded:

@@ -13,7 +13,6 @@ from ..spec.task import MicroBatch
 from .facts import peak_memory
 from .prepare import Ready
 
-
 # names of the extra counts of a step
 PEAKS, UNITS_AND_KEYS = "peak memory", "units and keys"
 

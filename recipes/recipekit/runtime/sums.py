@@ -24,9 +24,17 @@ class Sums:
     # of each micro-batch, where a rank has its output: while the start model reads the rows
     scores: list[torch.Tensor] | None = None
 
-    def clear(self) -> None:
+    def start_step(self, num_measures: int | None, device: torch.device) -> torch.Tensor:
+        """Set all sums to zero; return zeros for a step's loss and measures, (1 + measures,) fp64.
+
+        They share a tensor, so that one all-reduce sums them all, and `measured` is a view of the
+        measures. `num_measures` None: the step reports no measures.
+        """
         if self.by_domain is not None:
             self.by_domain.zero_()
+        loss_and_measures = torch.zeros(1 + (num_measures or 0), dtype=torch.float64, device=device)
+        self.measured = None if num_measures is None else loss_and_measures[1:]
+        return loss_and_measures
 
     def reduce(self) -> None:
         """Adds up the ranks' sums of a step (a collective); the tensor-parallel ranks count the
