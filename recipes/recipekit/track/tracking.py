@@ -48,7 +48,7 @@ class WandbRun:
 def open_tracker(
     *, run_dir: Path, is_main: bool, start_step: int, last_step: int, wandb: WandbRun | None
 ) -> "Tracker | NoTracker":
-    """Open the tracker of this rank: a tracker that writes if `is_main`, else one that does nothing.
+    """Open the tracker of this rank, which records the run if `is_main` and else does nothing.
 
     `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. The id of the
     W&B run is kept in `run_dir/wandb_id`; without `wandb` there is no W&B run.
