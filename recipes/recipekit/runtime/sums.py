@@ -1,4 +1,4 @@
-"""Sums over a step or an evaluation: whole numbers of the ranks, and the loss's companions."""
+"""Sums over a step or an evaluation, in addition to its loss."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,14 @@ from .stopping import REASONS
 
 @dataclass
 class Sums:
-    """Adds up what a step or an evaluation tells besides its loss; made before the engine, since a
-    pipeline's loss adds to it.
+    """The numbers that a step or an evaluation adds up in addition to its loss.
+
+    They are made before the engine, because a pipeline's loss adds to them.
     """
 
     # (2, domains) fp64 for a mixture: loss sum and count of each corpus
     by_domain: torch.Tensor | None = None
-    # (measures,) fp64 during an evaluation, and a step that tells them
+    # (measures,) fp64 during an evaluation, and during a step that reports measures
     measured: torch.Tensor | None = None
     # of each micro-batch, where a rank has its output: while the start model reads the rows
     scores: list[torch.Tensor] | None = None
@@ -37,8 +38,10 @@ class Sums:
         return loss_and_measures
 
     def reduce(self) -> None:
-        """Adds up the ranks' sums of a step (a collective); the tensor-parallel ranks count the
-        same rows, so both numbers of a corpus are too large by tp.
+        """Add up the ranks' sums of a step (a collective).
+
+        The tensor-parallel ranks count the same rows, so both numbers of a corpus are too large by
+        tp.
         """
         if self.by_domain is not None:
             dist.all_reduce(self.by_domain)
