@@ -6,8 +6,8 @@ Weights change in `train_step`; what we mend in DeepSpeed around the step is opt
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict
 
@@ -26,12 +26,11 @@ from .runtime.agree import check_peers, shared_problems
 from .runtime.continuation import continue_command
 from .runtime.corpus import first_day
 from .runtime.ending import Ending
-from .runtime.engine import load_model
+from .runtime.engine import Loaded, load_model, restore
 from .runtime.failure import Peers
-from .runtime.metrics import metrics_of, numbers_of_rank
+from .runtime.metrics import StepTimes, metrics_of, numbers_of_rank
 from .runtime.prepare import Ready, find_checkpoint, join, prepare
-from .runtime.stopping import REASONS
-from .runtime.sums import Sums
+from .runtime.sums import StepCounters, StepTotals, Sums, start_all_reduce
 from .spec.engine import Engine
 from .spec.mesh import Mesh
 from .spec.refusal import Refusal, Say
@@ -43,17 +42,18 @@ from .track.tracking import WANDB_ARTIFACT, NoTracker
 
 # steps between two proofs that the peers of a data-parallel rank were given the same tokens
 PEERS_EVERY = 10
+FAILED_SAVES = "failed saves"  # of the extra counts: 1 if a save in the background has failed
 
 
 class StepResult(TypedDict):
-    """What a step tells, over the global batch: the same on every rank."""
+    """The results of a step over the global batch, equal on every rank."""
 
     loss: float
     grad_norm: float
-    tokens: int  # of the count that the loss is divided by
-    stop: str | None  # a reason that a rank passed
-    means: dict[str, float]  # what the task tells of each step besides
-    more: list[int]  # the sums of what the ranks passed
+    tokens: int  # labels, or samples: the count that the loss is divided by
+    stop: str | None  # a reason of any rank
+    means: dict[str, float]  # further numbers that the task reports of each step
+    extra: dict[str, list[int]]  # the sums of the ranks' extra counts
 
 
 def train_step(
@@ -61,76 +61,109 @@ def train_step(
     task: Task,
     batches: list[MicroBatch],
     lr: float | None,
-    stop: str | None,
-    mesh: Mesh,
+    counters: StepCounters,
     sums: Sums | None = None,
-    more: Sequence[int] = (),
 ) -> StepResult:
-    """Takes one optimizer step (a collective).
+    """Take one optimizer step (a collective).
 
     The loss is the mean over what the task counts in the global batch (tokens with a label),
-    however that is split into micro-batches and ranks. `lr` None leaves it to the JSON's scheduler;
-    `stop` is one of stopping.REASONS; `sums` is filled with what adds up besides; `more` is summed
-    over the ranks, too.
+    however the batch is split into micro-batches and ranks. `lr` None leaves the learning rate to
+    the JSON's scheduler. `counters` are summed over the ranks, and `sums` is filled with what adds
+    up in addition to the loss.
     """
+    mesh = counters.mesh
     sums = sums or Sums()
-    sums.clear()
-    for group in engine.optimizer.param_groups if lr is not None else []:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
-    counted = sum(int(task.count(batch).sum()) for batch in batches)
-    totals = torch.tensor(
-        [counted, *(reason == stop for reason in REASONS), *more],
-        dtype=torch.int64,
-        device=engine.device,
-    )
-    counting: Any = dist.all_reduce(totals, async_op=True)  # during the first forward
-    peers = mesh.tp * mesh.pp  # ranks that count the same tokens
-    weight: torch.Tensor | None = None
-    summing: Any = None
+    num_measures = len(task.measures) if task.each_step else None
+    loss_and_measures = sums.start_step(num_measures, engine.device)
+    set_learning_rate(engine, lr)
+
+    # This sum runs during the first forward pass.
+    num_labels = sum(int(task.count(batch).sum()) for batch in batches)
+    totals = counters.start_sum(num_labels, engine.device)
     engine.accumulate(len(batches))
     task.before(engine, batches)
-    # of the losses, then of the measures
-    added = torch.zeros(
-        1 + len(task.measures) * task.each_step, dtype=torch.float64, device=engine.device
-    )
-    sums.measured = added[1:] if task.each_step else None
+
     if mesh.pp > 1:
-        counting.wait()
-        # undoes DeepSpeed's mean over micro-batches and ranks
-        weight = len(batches) * mesh.dp / (totals[0] // peers).clamp(min=1)
-        # forwards, backwards and the step, as the schedule orders them
-        mean_loss = engine.train_batch(for_stages(engine, task, batches, weight))
-        if task.each_step:  # only the last stage has seen an output
-            dist.all_reduce(added.mul_(mesh.pp))
+        mean_loss = pipeline_step(engine, task, batches, totals, loss_and_measures)
     else:
+        weight: torch.Tensor | None = None
+        summing: dist.Work | None = None
         for batch in batches:
             batch = to_device(batch, engine.device)
             loss = summed_loss(task, task.forward(engine, batch), batch, sums)
-            added[0] += loss.detach()
+            loss_and_measures[0] += loss.detach()
+
+            # Undo the engine's mean over micro-batches and ranks, and divide by the labels instead.
             if weight is None:
-                counting.wait()
-                weight = len(batches) * mesh.dp * mesh.sp / (totals[0] // peers).clamp(min=1)
+                totals.wait()
+                weight = len(batches) * mesh.dp * mesh.sp / totals.labels.clamp(min=1)
+
+            # The sum over the ranks runs during the last backward pass.
             if engine.is_gradient_accumulation_boundary():
-                summing = dist.all_reduce(added, async_op=True)  # during the last backward
+                summing = start_all_reduce(loss_and_measures)
+
+            # With the last micro-batch of the step, the engine changes the weights.
             engine.backward(loss * weight)
             engine.step()
-        summing.wait()  # an optimizer step has at least one micro-batch
-        mean_loss = added[0] / totals[0].clamp(min=1)
+
+        assert summing is not None, "an optimizer step has at least one micro-batch"
+        summing.wait()
+        mean_loss = loss_and_measures[0] / totals.labels_over_ranks.clamp(min=1)
+
     task.after(engine)
     sums.reduce()
-    counted, *told = totals.tolist()
+    return results_of(engine, task, mean_loss, loss_and_measures, totals)
+
+
+def results_of(
+    engine: Engine,
+    task: Task,
+    mean_loss: torch.Tensor,
+    loss_and_measures: torch.Tensor,
+    totals: StepTotals,
+) -> StepResult:
+    """Return the results of a finished step as plain numbers; the device is waited for."""
+    counts = totals.unpack()
+    means: dict[str, float] = {}
+    if task.each_step:
+        measured = loss_and_measures[1:] / totals.labels_over_ranks.clamp(min=1)
+        means = means_of(task, mean_loss.item(), measured.tolist())
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
-        "tokens": counted // peers,
-        "stop": next((reason for reason, ranks in zip(REASONS, told, strict=False) if ranks), None),
-        "means": (
-            means_of(task, mean_loss.item(), (added[1:] / totals[0].clamp(min=1)).tolist())
-            if task.each_step
-            else {}
-        ),
-        "more": told[len(REASONS) :],
+        "tokens": counts.labels,
+        "stop": counts.stop,
+        "means": means,
+        "extra": counts.extra,
     }
+
+
+def set_learning_rate(engine: Engine, lr: float | None) -> None:
+    """Give each optimizer group its multiple of `lr`; None leaves the rates to DeepSpeed."""
+    for group in engine.optimizer.param_groups if lr is not None else []:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
+def pipeline_step(
+    engine: Engine,
+    task: Task,
+    batches: list[MicroBatch],
+    totals: StepTotals,
+    loss_and_measures: torch.Tensor,
+) -> torch.Tensor:
+    """Run all forwards, all backwards and the change of the weights in the order of the pipeline's
+    schedule; return the mean loss, () (a collective).
+    """
+    mesh = totals.counters.mesh
+    totals.wait()
+    # Undo DeepSpeed's mean over micro-batches and ranks, and divide by the labels instead.
+    weight = len(batches) * mesh.dp / totals.labels.clamp(min=1)
+    mean_loss = engine.train_batch(for_stages(engine, task, batches, weight))
+
+    # Only the ranks of the last stage have seen an output, but all ranks count labels.
+    if task.each_step:
+        dist.all_reduce(loss_and_measures.mul_(mesh.pp))
+    return mean_loss
 
 
 def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, sums: Sums) -> torch.Tensor:
@@ -245,45 +278,33 @@ def evaluate(
 
 
 def main(plan: Plan, peers: Peers | None = None) -> int:
-    """Trains as planned; returns the exit code: 0 done, 1 the loss or a gradient was not finite,
-    143 or 130 stopped.
+    """Train as planned; return the exit code: 0 done, 1 the loss or a gradient was not finite, 143
+    or 130 stopped.
 
-    With `peers`, the failure of one rank ends all from the moment when they have met.
+    With `peers`, the failure of one rank ends all ranks from the moment when they have met.
     """
-    recipe = plan.recipe
     say: Say = print if plan.command.rank == 0 else lambda _: None
     device = join(plan, peers, say)
-    # now: a launcher may end before its ranks
-    again = continue_command(
-        recipe.stop_at, recipe.resume, recipe.out, plan.command.typed, plan.out
-    )
+    # Now, because a launcher may end before its ranks.
+    again = command_to_continue(plan)
     plan = replace(plan, day=first_day(plan.resume_from), again=again)
-    task = with_numbers(task_called(recipe.task), recipe)
+    task = with_numbers(task_called(plan.recipe.task), plan.recipe)
     source = find_checkpoint(plan, say)
-    at_start = (
-        partial(references.fill, source=source, evaluate=evaluate, say=say) if task.score else None
-    )
-    loaded = load_model(plan, task, source, device, pipeline_loss, say, at_start)
-    plan, recipe = loaded.plan, loaded.plan.recipe  # with the steps of its epochs
-    exports = recipe.export and plan.last_step == recipe.steps
-    if (step := loaded.state["step"]) >= plan.last_step:
-        if loaded.merge_finished(say):
-            return 0
-        at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
-        run = plan.out if recipe.resume == "auto" else recipe.resume
-        say(f"nothing to do: the run in {run} has finished {step} of {recipe.steps} steps{at}")
-        if exports and not (plan.out / EXPORT).exists():  # it was ended before it could write them
-            loaded.export(say)
-            ending.close(plan, NoTracker(), ending.finished(plan, step))
-            if recipe.wandb_artifact:
-                say(
-                    "W&B: this start has no step, so it uploads no artifact. Upload it with: wandb"
-                    f" artifact put --type model {plan.out / EXPORT}"
-                )
+
+    # The reference model is the model that the run starts from, so it is asked before a checkpoint
+    # is restored.
+    loaded = load_model(plan, task, source, device, pipeline_loss, say)
+    if task.score:
+        references.fill(loaded, source, evaluate, say)
+    loaded = restore(loaded, source, say)
+
+    if loaded.state["step"] >= loaded.plan.last_step:
+        finish_without_steps(loaded, say)
         return 0
+
     ready = prepare(loaded, peers, say)
     # `peers` is the first to see an exception: closing the stream or the tracker may wait for a
-    # server, and a save for other ranks
+    # server, and a save for other ranks.
     closed = contextlib.closing
     with (
         ready.stopper,
@@ -292,114 +313,209 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
         closed(ready.tracker),
         peers or contextlib.nullcontext(),
     ):
-        try:
-            early = loop(ready)
-            if early is None and exports:
-                ready.stopper.boundary(next_within=3600)
-                with ready.tracker.doing("exporting"):
-                    loaded.export(ready.tracker.say)
-        except Refusal as refusal:
-            if plan.command.rank == 0:
-                refusal.afterwards = partial(
-                    ending.close_refused, plan, ready.tracker, refusal, ready.state["step"]
-                )
-            raise
-        ended = early or ending.finished(plan, ready.state["step"])
-        if recipe.wandb_artifact:
+        ended = train_and_export(loaded, ready)
+        if ready.plan.recipe.wandb_artifact:
             ready.stopper.boundary(next_within=WANDB_ARTIFACT)
-        ending.close(plan, ready.tracker, ended)
+        ending.close(ready.plan, ready.tracker, ended)
         ready.engine.destroy()
     return ended.code
+
+
+def command_to_continue(plan: Plan) -> str:
+    """Return the command that continues this run."""
+    recipe = plan.recipe
+    return continue_command(recipe.stop_at, recipe.resume, recipe.out, plan.command.typed, plan.out)
+
+
+def exports_at_end(plan: Plan) -> bool:
+    """Return True if the last step of this start is the last step of the run, which exports."""
+    return plan.recipe.export and plan.last_step == plan.recipe.steps
+
+
+def finish_without_steps(loaded: Loaded, say: Say) -> None:
+    """Report that no step is left to take; write the export if an earlier start was ended before it
+    could write it (a collective).
+    """
+    plan, recipe, step = loaded.plan, loaded.plan.recipe, loaded.state["step"]
+    if loaded.merge_finished(say):
+        return
+
+    at = f", and --stop_at is {recipe.stop_at}" if recipe.stop_at else ""
+    run = plan.out if recipe.resume == "auto" else recipe.resume
+    say(f"nothing to do: the run in {run} has finished {step} of {recipe.steps} steps{at}")
+
+    if exports_at_end(plan) and not (plan.out / EXPORT).exists():
+        loaded.export(say)
+        ending.close(plan, NoTracker(), ending.finished(plan, step))
+        if recipe.wandb_artifact:
+            say(
+                "W&B: this start has no step, so it uploads no artifact. Upload it with: wandb"
+                f" artifact put --type model {plan.out / EXPORT}"
+            )
+
+
+def train_and_export(loaded: Loaded, ready: Ready) -> Ending:
+    """Take all steps and export the model; return how the run ended."""
+    plan = ready.plan
+    try:
+        early = loop(ready)
+        if early is None and exports_at_end(plan):
+            ready.stopper.boundary(next_within=3600)
+            with ready.tracker.doing("exporting"):
+                loaded.export(ready.tracker.say)
+    except Refusal as refusal:
+        if plan.command.rank == 0:
+            refusal.afterwards = partial(
+                ending.close_refused, plan, ready.tracker, refusal, ready.state["step"]
+            )
+        raise
+    return early or ending.finished(plan, ready.state["step"])
 
 
 def loop(ready: Ready) -> Ending | None:
     """Step from `ready.state["step"]` to the last step, saving and evaluating on the way; return
     how the run ended if it ended before.
     """
-    plan, engine, stream, state, tracker, stopper = (
-        ready.plan,
-        ready.engine,
-        ready.stream,
-        ready.state,
-        ready.tracker,
-        ready.stopper,
-    )
-    recipe, mesh, last = plan.recipe, plan.mesh, plan.last_step
-    sp_rank = mesh.coords(plan.command.rank)["sp"]
-    own_schedule = "scheduler" not in plan.ds_config
-    # the step of a pipeline that OUT/schedule.png shows: the first ones warm up
-    drawn = min(state["step"] + 3, last)
-    first = state["step"] + 1
+    plan, engine = ready.plan, ready.engine
+    recipe, mesh = plan.recipe, plan.mesh
+    first, last = ready.state["step"] + 1, plan.last_step
     seen = 0  # a hash of all tokens that this rank was given
 
     for step in range(first, last + 1):
         begun = time.perf_counter()
-        batches, data_state = next(stream)
-        # found one step early, so that all ranks stop together; a rank that is told to stop waits
-        # for no more data, and saves after this step
-        broken = stream.error_ahead(lambda: stopper.requested) if step < last else None
-        data_wait = time.perf_counter() - begun
-        seen = roll(seen, batches)
-        batches = [own_part(batch, mesh.sp, sp_rank) for batch in batches]
-        lr = lr_at(recipe, step) if own_schedule else None
-        more = [*numbers_of_rank(ready, batches), int(ready.saver.broken)]
-        with (
-            plans.fitting(recipe.model, mesh, step == first),
-            used.compared(engine, mesh, step, on=step == first),
-            timeline.record(engine, on=step == drawn) as spans,
-        ):
-            result = train_step(
-                engine,
-                ready.task,
-                batches,
-                lr,
-                "bad data" if broken else stopper.requested,
-                mesh,
-                ready.sums,
-                more,
-            )
-        failed_saves = result["more"].pop()  # in the background, on any rank
-        seconds = time.perf_counter() - begun
-        stopper.step_took(seconds)
+        data = next_data(ready, step)
+        seen = roll(seen, data.batches)
+        batches = own_parts(plan, data.batches)
+        lr = lr_at(recipe, step) if "scheduler" not in plan.ds_config else None
+        counters = counters_of(ready, batches, data)
 
-        # fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has
-        # to be finite
-        if not (
-            math.isfinite(result["loss"])
-            and (math.isfinite(result["grad_norm"]) or plan.precision == "fp16")
-        ):
-            ready.saver.wait()
-            return ending.diverged(
-                plan, step, result["loss"], result["grad_norm"], ready.saver.attempts.saved
-            )
+        with watched(ready, step, first) as spans:
+            result = train_step(engine, ready.task, batches, lr, counters, ready.sums)
+        times = StepTimes(time.perf_counter() - begun, data.wait)
+        ready.stopper.step_took(times.step)
 
-        state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
-        if ready.task.samples:
-            state["unusable"] = state.get("unusable", 0) + recipe.ramp.rows(step) - result["tokens"]
-        metrics = metrics_of(ready, step, result, data_state, seconds, data_wait, lr)
-        if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
-            stopper.boundary(next_within=3600)
-            begun = time.perf_counter()
-            with tracker.doing("evaluating"):
-                metrics |= evaluate(engine, ready.task, ready.held_out, mesh, ready.sums)
-            metrics["eval_s"] = time.perf_counter() - begun
-        loss = metrics.get("eval_loss", math.nan)
-        state["eval_loss"] = loss if math.isfinite(loss) else None
-        tracker.log(metrics)
-        timeline.report(engine, spans, plan.command.name, step, plan.out, tracker.say)
-        stopper.boundary()
+        if not is_finite(result, plan.precision):
+            return stop_diverged(ready, step, result)
+
+        note_step(ready, step, result)
+        metrics = metrics_of(ready, step, result, data.state, times, lr)
+        evaluate_and_log(ready, step, metrics)
+        timeline.report(engine, spans, plan.command.name, step, plan.out, ready.tracker.say)
+        ready.stopper.boundary()
+
         if step % PEERS_EVERY == 0 or step == last:
             check_peers(mesh, seen, step, engine.device)
-        if failed_saves:
-            ready.saver.wait()
-        regular = recipe.saves_at(step)
-        if result["stop"] or step == last or regular or ready.saver.attempts.due(step):
-            save_step(ready, data_state, regular, at_end=bool(result["stop"]) or step == last)
-        # at the last step nothing is left to stop but the export, which a kill leaves to the next
-        # start
+        save_if_due(ready, step, result, data.state)
+
+        # After the last step only the export is left to stop, and the next start repeats it after a
+        # kill.
         if result["stop"] and step < last:
-            return stop_early(ready, result["stop"], broken)
+            return stop_early(ready, result["stop"], data.broken)
     return None
+
+
+@contextlib.contextmanager
+def watched(ready: Ready, step: int, first: int) -> Iterator[list[timeline.Span]]:
+    """Check in the first step of a start that the plans fit and that the ranks use the same
+    parameters, and time one step of a pipeline.
+    """
+    plan, engine = ready.plan, ready.engine
+    # OUT/schedule.png shows this step: the first steps warm up.
+    drawn = min(first + 2, plan.last_step)
+    with (
+        plans.fitting(plan.recipe.model, plan.mesh, step == first),
+        used.compared(engine, plan.mesh, step, on=step == first),
+        timeline.record(engine, on=step == drawn) as spans,
+    ):
+        yield spans
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The data of one step for one data-parallel rank."""
+
+    batches: list[MicroBatch]  # whole rows, also under sequence parallelism
+    state: StreamState  # after these rows
+    broken: BaseException | None  # why the stream has no further step
+    wait: float  # seconds
+
+
+def next_data(ready: Ready, step: int) -> StepData:
+    """Read the micro-batches of a step, and look for the error of the step after it.
+
+    The error is found one step early, so that all ranks stop together. A rank that was asked to
+    stop does not wait for more data, and saves after this step.
+    """
+    begun = time.perf_counter()
+    batches, state = next(ready.stream)
+    broken = None
+    if step < ready.plan.last_step:
+        broken = ready.stream.error_ahead(lambda: ready.stopper.requested)
+    return StepData(batches, state, broken, time.perf_counter() - begun)
+
+
+def own_parts(plan: Plan, batches: list[MicroBatch]) -> list[MicroBatch]:
+    """Return this rank's parts of the micro-batches under sequence parallelism."""
+    sp_rank = plan.mesh.coords(plan.command.rank)["sp"]
+    return [own_part(batch, plan.mesh.sp, sp_rank) for batch in batches]
+
+
+def counters_of(ready: Ready, batches: list[MicroBatch], data: StepData) -> StepCounters:
+    """Return the counts that this rank adds to a step's sums."""
+    extra = numbers_of_rank(ready, batches) | {FAILED_SAVES: [int(ready.saver.broken)]}
+    stop = "bad data" if data.broken else ready.stopper.requested
+    return StepCounters(ready.plan.mesh, stop, extra)
+
+
+def is_finite(result: StepResult, precision: str) -> bool:
+    """Return True if the run can continue after a step with this loss and gradient norm.
+
+    fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be
+    finite.
+    """
+    return math.isfinite(result["loss"]) and (
+        math.isfinite(result["grad_norm"]) or precision == "fp16"
+    )
+
+
+def note_step(ready: Ready, step: int, result: StepResult) -> None:
+    """Count a finished step in the state that checkpoints keep."""
+    state = ready.state
+    state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
+    if ready.task.samples:
+        rows = ready.plan.recipe.ramp.rows(step)
+        state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]
+
+
+def evaluate_and_log(ready: Ready, step: int, metrics: dict[str, Any]) -> None:
+    """Log the metrics of a step, with an evaluation of the held-out rows if one is due (a
+    collective).
+    """
+    recipe = ready.plan.recipe
+    if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
+        ready.stopper.boundary(next_within=3600)
+        begun = time.perf_counter()
+        with ready.tracker.doing("evaluating"):
+            metrics |= evaluate(
+                ready.engine, ready.task, ready.held_out, ready.plan.mesh, ready.sums
+            )
+        metrics["eval_s"] = time.perf_counter() - begun
+
+    loss = metrics.get("eval_loss", math.nan)
+    ready.state["eval_loss"] = loss if math.isfinite(loss) else None
+    ready.tracker.log(metrics)
+
+
+def save_if_due(ready: Ready, step: int, result: StepResult, data_state: StreamState) -> None:
+    """Save a finished step if the run ends with it or a save is due (a collective)."""
+    # A save in the background has failed on any rank.
+    if any(result["extra"][FAILED_SAVES]):
+        ready.saver.wait()
+
+    regular = ready.plan.recipe.saves_at(step)
+    at_end = bool(result["stop"]) or step == ready.plan.last_step
+    if at_end or regular or ready.saver.attempts.due(step):
+        save_step(ready, data_state, regular, at_end)
 
 
 def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool) -> None:
@@ -418,6 +534,14 @@ def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool
             ready.saver.save(state, regular)
     ready.tracker.amend({"save_stall_s": time.perf_counter() - begun})
     ready.stopper.boundary()
+
+
+def stop_diverged(ready: Ready, step: int, result: StepResult) -> Ending:
+    """End a run whose loss or gradient is not finite, after the save that is under way."""
+    ready.saver.wait()
+    return ending.diverged(
+        ready.plan, step, result["loss"], result["grad_norm"], ready.saver.attempts.saved
+    )
 
 
 def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> Ending:

@@ -16,7 +16,7 @@ from recipekit.data.encode import Counts, Encoder, wanted_tokens
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus
-from recipekit.runtime.metrics import metrics_of
+from recipekit.runtime.metrics import PEAKS, StepTimes, metrics_of
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.refusal import Refusal
 from recipekit.spec.task import IGNORE
@@ -453,11 +453,18 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
         None,
         None,
     )
-    result = {"loss": 1.0, "grad_norm": 2.0, "tokens": 6, "stop": 0, "means": {}, "more": [5]}
+    result = {
+        "loss": 1.0,
+        "grad_norm": 2.0,
+        "tokens": 6,
+        "stop": 0,
+        "means": {},
+        "extra": {PEAKS: [5]},
+    }
     state: Any = {
         "domains": {"a": {"lost": [10, 2, 1, 100, 25]}, "b": {}, "c": {"lost": [10, 1, 3, 150, 25]}}
     }
-    found = metrics_of(ready, 3, result, state, 2.0, 0.1, None)
+    found = metrics_of(ready, 3, result, state, StepTimes(2.0, 0.1), None)
     expected = {"rows_read": 20, "rows_cut": 3, "rows_without_target": 4, "answers_dropped": 0.2}
     assert {key: found[key] for key in expected if key in found} == (
         expected if task == "sft" else {}

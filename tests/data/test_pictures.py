@@ -477,28 +477,25 @@ def test_a_run_evaluates_as_many_micro_batches_as_its_pipeline_needs(fashion):
         ("dualpipev", Mesh(), 6),
     ):
         plan = plan_for(fashion, pipeline_schedule=schedule, mesh=mesh)
-        with contextlib.closing(corpus.open_data(plan, TASK, processor(), 0, None, print)) as own:
-            held_out = corpus.open_held_out(
-                plan, TASK, processor(), mesh.coords(0), own.state, print
-            )
+        source = corpus.DataSource(plan, TASK, processor())
+        with contextlib.closing(corpus.open_data(source, 0, None, print)) as own:
+            held_out = corpus.open_held_out(source, mesh.coords(0), own.state, print)
         labels = torch.cat([batch["labels"] for batch in held_out])
         assert len(labels) == rows and (labels[:5] != IGNORE).all() and (labels[5:] == IGNORE).all()
         assert sum(int(TASK.count(batch).sum()) for batch in held_out) == 5 and {
             batch["pixel_values"].shape[0] for batch in held_out
         } == {2}
-    assert (
-        corpus.open_held_out(
-            plan_for(fashion, eval_every=0), TASK, processor(), Mesh().coords(0), own.state, print
-        )
-        == []
-    )
+    source = corpus.DataSource(plan_for(fashion, eval_every=0), TASK, processor())
+    assert corpus.open_held_out(source, Mesh().coords(0), own.state, print) == []
 
 
 def test_a_run_goes_on_where_it_was_and_with_other_pictures_only_if_told(fashion, tmp_path, pixels):
     said: list[str] = []
-    opened = functools.partial(
-        corpus.open_data, task=TASK, processor=processor(), dp_rank=0, say=said.append
-    )
+
+    def opened(plan: Any, state: Any) -> Any:
+        source = corpus.DataSource(plan, TASK, processor())
+        return corpus.open_data(source, 0, state, said.append)
+
     with contextlib.closing(opened(plan_for(fashion), state=None)) as own:
         _, state = next(own)
         second = next(own)[0]

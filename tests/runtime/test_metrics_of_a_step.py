@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.runtime.metrics import metrics_of
+from recipekit.runtime.metrics import PEAKS, StepTimes, metrics_of
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.run_folder import numbers, read_metrics, unit_of
 from recipekit.spec.task_specs import TASKS
@@ -21,7 +21,7 @@ from test_ending import FACTS
 from test_metrics_page import page
 
 STATE: Any = {"domains": {"a": {"tokens": 30, "bad": 0}, "b": {"tokens": 10, "bad": 0}}}
-RESULT = {"loss": 1.0, "grad_norm": 2.0, "tokens": 6, "stop": 0, "means": {}, "more": [5]}
+RESULT = {"loss": 1.0, "grad_norm": 2.0, "tokens": 6, "stop": 0, "means": {}, "extra": {PEAKS: [5]}}
 UNITS = [(name, facts.unit) for name, facts in TASKS.items()]
 
 
@@ -47,7 +47,7 @@ def line_of(task: str, ramp: str = "2:16") -> dict[str, Any]:
     ready.sums = SimpleNamespace(
         by_domain=torch.tensor([[8.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
     )
-    return metrics_of(ready, 3, RESULT, STATE, 2.0, 0.1, None)
+    return metrics_of(ready, 3, RESULT, STATE, StepTimes(2.0, 0.1), None)
 
 
 @pytest.mark.parametrize(("task", "unit"), UNITS, ids=[name for name, _ in UNITS])

@@ -70,14 +70,9 @@ def open_tracker(run_dir: Path, start_step: int = 0, recipe: Recipe = RECIPE) ->
     )
 
 
-def of_run(recipe: Recipe = RECIPE) -> dict[str, Any]:
-    return {
-        "name": "name",
-        "config": CONFIG,
-        "last_step": recipe.steps,
-        "wandb": recipe.wandb,
-        "project": recipe.project,
-    }
+def of_run(recipe: Recipe = RECIPE, **wandb: Any) -> dict[str, Any]:
+    run = tracking.WandbRun(**{"name": "name", "config": CONFIG, "project": recipe.project} | wandb)
+    return {"last_step": recipe.steps, "wandb": run if recipe.wandb else None}
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -645,7 +640,7 @@ def test_a_wandb_that_a_launcher_ends_with_the_run_is_started_again_silently(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tracker = tracking.open_tracker(
-        run_dir=tmp_path, is_main=True, start_step=0, stopping=lambda: True, **of_run()
+        run_dir=tmp_path, is_main=True, start_step=0, **of_run(stopping=lambda: True)
     )
     tracker.log(step_metrics(1))
     wandb_core(tmp_path).terminate()
@@ -712,8 +707,7 @@ def test_the_end_of_a_run_in_wandb(tmp_path: Path, capfd: pytest.CaptureFixture[
         run_dir=tmp_path,
         is_main=True,
         start_step=0,
-        artifact=True,
-        **(of_run() | {"name": "a recipe_dp2"}),
+        **of_run(artifact=True, name="a recipe_dp2"),
     )
     for step in (1, 2):
         tracker.log(step_metrics(step))

@@ -319,6 +319,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.parallel.groups import Groups
     from recipekit.runtime.facts import layout_of
     from recipekit.runtime.start import start
+    from recipekit.runtime.sums import StepCounters
     from recipekit.tasks.find import task_called
     from recipekit.train import train_step
 
@@ -368,8 +369,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
                 task_called(plan.recipe.task),
                 next(stream)[0],
                 plan.recipe.lr,
-                "",
-                plan.mesh,
+                StepCounters(plan.mesh),
             )
 
     order, shuffle, number = list(TITLES), random.Random(0), 0

@@ -424,6 +424,7 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
     from recipekit.parallel.groups import Groups
     from recipekit.plan import make_plan
     from recipekit.runtime.start import start
+    from recipekit.runtime.sums import StepCounters
     from recipekit.spec.command import parse
     from recipekit.spec.recipe import Recipe
     from recipekit.tasks.find import task_called
@@ -478,7 +479,8 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
             for name in random.Random(number).sample(list(found), 2):
                 begun = time.perf_counter()
                 batches = next(stream)[0] if name == "stream" else kept[number % len(kept)]
-                train_step(engine, task_called(plan.recipe.task), batches, 1e-4, None, plan.mesh)
+                counters = StepCounters(plan.mesh)
+                train_step(engine, task_called(plan.recipe.task), batches, 1e-4, counters)
                 if number >= 2:
                     found[name].append(time.perf_counter() - begun)
             if number % 10 == 0:

@@ -475,7 +475,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.runtime.start import start
     from recipekit.runtime.sums import Sums
     from recipekit.tasks.find import task_called
-    from recipekit.track.tracking import open_tracker
+    from recipekit.track.tracking import WandbRun, open_tracker
     from recipekit.train import evaluate
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
@@ -497,14 +497,11 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     if built["ours"].loss_path.in_chunks and task.of_losses:
         task = task.of_losses(task)
     tracker = open_tracker(
-        name="bench_loop",
         run_dir=plan.out,
-        config={},
         is_main=rank0,
         start_step=0,
         last_step=plan.last_step,
-        wandb=recipe.wandb,
-        project=recipe.project,
+        wandb=WandbRun("bench_loop", {}, recipe.project) if recipe.wandb else None,
     )
 
     stream = open_stream(request_of(recipe), tokenizer, rank=DataRank(1, 0))

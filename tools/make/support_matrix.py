@@ -391,7 +391,7 @@ def train_cell(
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
     from recipekit.parallel.groups import Groups
-    from recipekit.runtime.sums import Sums
+    from recipekit.runtime.sums import StepCounters, Sums
     from recipekit.spec.mesh import make_mesh
     from recipekit.tasks.find import task_called
     from recipekit.train import pipeline_loss, train_step
@@ -442,7 +442,7 @@ def train_cell(
     mine = told_of_documents(
         batches[dp_rank * accumulation : (dp_rank + 1) * accumulation], task, built.attention
     )
-    results = [train_step(engine, of_task, mine, None, None, mesh) for _ in range(STEPS)]
+    results = [train_step(engine, of_task, mine, None, StepCounters(mesh)) for _ in range(STEPS)]
     worst_weight, where = 0.0, ""
     for name, value in whole_parameters(model, built, groups, torch.float32):
         difference = (

@@ -11,9 +11,11 @@ tensors without a warning, because a bucket is filled in the order in which grad
 (stage_1_and_2.py). FSDP2 and ZeRO-3 then wait for each other. DDP follows the same rule. Only
 ZeRO-0 sums in the order of the model. Ranks are therefore compared before any sum:
 
-    before each backward pass       the parameters that the loss reaches, read off its graph, in the order of their gradients
-    before the sum of a pipeline    those that the outputs of the stages reached
-    before each module's forward    the module itself, where a forward pass waits for other ranks: ZeRO-3, FSDP2, sp, ep
+    before each backward pass       the parameters that the loss reaches, read off its graph, in the
+                                    order of their gradients
+    before the sum of a pipeline    the parameters that the outputs of the stages reached
+    before each module's forward    the module itself, where a forward pass waits for other ranks:
+                                    ZeRO-3, FSDP2, sp, ep
 """
 
 import contextlib

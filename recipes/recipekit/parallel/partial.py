@@ -55,16 +55,37 @@ def _marks_of(style: Any) -> tuple[bool | None, bool | None]:
 def partial_gradients(
     model: nn.Module, plan: Mapping[str, str], run: Callable[[nn.Module], torch.Tensor]
 ) -> frozenset[str]:
-    """Names the whole parameters, layer numbers as `*`, whose gradients have to be summed over the
+    """Return the whole parameters, layer numbers as `*`, whose gradients have to be summed over the
     tensor ranks.
 
     `model` is a small whole copy, real weights on one process, which gets hooks; `run` computes its
     logits. Raises `Refusal` for a parameter that is used on both sides of a cut: the sum of its
     gradients would count one of them twice.
     """
-    known: Any = styles
     rules = dict(plan)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    _mark_modules(model, rules)
+    found = _found_in_graph(run(model).grad_fn, names)
+
+    # styles that leave a parameter whole; the first sums by itself
+    by_plan = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
+    whole = {
+        name
+        for name in names.values()
+        if styles._get_parameter_plan(name, rules) in (None, *by_plan[1:])
+    }
+    if both := sorted(found[True] & found[False] & whole):
+        rule = (
+            f"the plan uses {both[0]} both before and behind a sum over the ranks, so its gradient"
+            " cannot be put together"
+        )
+        raise refuse(f"tp > 1 with {type(model).__name__}", rule, "use --tp 1")
+    return frozenset(styles.replace_layer_number_by_wildcard(name) for name in found[True] & whole)
+
+
+def _mark_modules(model: nn.Module, rules: dict[str, str]) -> None:
+    """Give each module of a plan hooks that mark the graph before its inputs and its output."""
+    known: Any = styles
     for name, module in model.named_modules():
         style = styles._get_parameter_plan(name, rules, is_weight=False)
         before, after = (
@@ -80,9 +101,15 @@ def partial_gradients(
             )
         if after is not None:
             module.register_forward_hook(lambda _, args, output, part=after: _marked(output, part))
+
+
+def _found_in_graph(logits: Any, names: dict[int, str]) -> dict[bool, set[str]]:
+    """Walk the autograd graph back from the node of the logits; return {True: the parameters that
+    get a part of their gradient, False: those that get all of it}.
+    """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     seen: set[tuple[Any, bool]] = set()
-    ahead: list[tuple[Any, bool]] = [(run(model).grad_fn, False)]
+    ahead: list[tuple[Any, bool]] = [(logits, False)]
     while ahead:
         node, part = ahead.pop()
         if node is None or (node, part) in seen:
@@ -92,20 +119,7 @@ def partial_gradients(
         if hasattr(node, "variable"):
             found[part].add(names[id(node.variable)])
         ahead += [(other, part) for other, _ in node.next_functions]
-    # styles that leave a parameter whole; the first sums by itself
-    by_plan = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate")
-    whole = {
-        name
-        for name in names.values()
-        if styles._get_parameter_plan(name, rules) in (None, *by_plan[1:])
-    }
-    if both := sorted(found[True] & found[False] & whole):
-        rule = (
-            f"the plan uses {both[0]} both before and behind a sum over the ranks, so its gradient"
-            " cannot be put together"
-        )
-        raise refuse(f"tp > 1 with {type(model).__name__}", rule, "use --tp 1")
-    return frozenset(styles.replace_layer_number_by_wildcard(name) for name in found[True] & whole)
+    return found
 
 
 def _marked(value: Any, part: bool) -> Any:

@@ -62,6 +62,7 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     lists = [name for name, place in plan.items() if place == "split"]
     if not lists or set(plan.values()) - {"first", "split", "last"} or set(plan) - set(modules):
+        guess = ", ".join(f"{name!r}: {place!r}" for name, place in _guess(model, modules).items())
         raise refuse(
             f"pp > 1 with {type(model).__name__}",
             (
@@ -72,8 +73,7 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
                     " split"
                 )
             ),
-            "add one to the recipe:\n   "
-            f" pp_plan={{{', '.join(f'{name!r}: {stage!r}' for name, stage in _guess(model, modules).items())}}}",
+            f"add one to the recipe:\n    pp_plan={{{guess}}}",
         )
     for name in lists:
         if not isinstance(modules[name], nn.ModuleList | nn.Sequential):
@@ -227,76 +227,117 @@ class _Left(Exception):
     """Carries the hidden states out of the model's forward."""
 
 
+class Stage:
+    """The forward pass of one pipeline stage: the model's own forward, entered at the stage's first
+    block and left after its last block.
+
+        first     inputs -> embedding ---------------> blocks -> `send` -> (hidden states, inputs)
+        others    inputs -> `embed` -> `receive` -> blocks -> `send` -> (hidden states, inputs)
+        last      inputs -> `embed` -> `receive` -> blocks -> head -> logits
+
+    `embed` replaces the embedding, `receive` each block before the stage, and `send` the block
+    after it. `send` leaves the model's forward with an exception, because only the model knows
+    what its forward still calls.
+    """
+
+    def __init__(self, model: Any, first: bool, last: bool, dtype: torch.dtype, facts: Facts):
+        self.first, self.last = first, last
+        self._model = model
+        self._whole_forward = model.forward
+        self._dtype = dtype
+        self._facts = facts
+        self._travel = [name for name in facts.inputs if name not in facts.floats]
+        self._received: Any = None  # the output of the last block of the stage before
+        self._returned: Any = None  # the output of the last block of this stage
+        # which places of `_received` hold tensors, the same for every micro-batch
+        self._form: list[int] | None = None
+
+    def receive(self, hidden: torch.Tensor) -> Any:
+        """Return the output of the stage before, as the output of a block that is not here."""
+        return self._received
+
+    def send(self, hidden: torch.Tensor) -> Any:
+        """Leave the model's forward with the output of this stage."""
+        raise _Left(hidden, self._returned)
+
+    def keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Keep the output of the last block: a forward hook."""
+        self._returned = output
+
+    def embed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return zeros of the embedding's true shape, from which masks are made; `receive` then
+        replaces what the model makes of them.
+        """
+        received = self._received
+        hidden = received[0] if isinstance(received, tuple) else received
+        # one element of memory
+        return hidden.new_zeros(()).expand(_embedded(hidden, self._facts.of_tokens))
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> Any:
+        """Run the model's forward on this stage's part; `inputs` end with the tensors of
+        `hand_over`.
+        """
+        names: tuple[str, ...] = self._model.handed
+        count = len(inputs) - len(names)
+        handed = dict(zip(names, inputs[count:], strict=True))
+        given = self._inputs(inputs[:count], handed)
+        try:
+            output = self._whole_forward(**given, **self._facts.constants)
+        except _Left as left:
+            return *_pack(*left.args), *(given[name] for name in self._travel)
+        return output.logits
+
+    def _inputs(
+        self, inputs: tuple[torch.Tensor, ...], handed: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model's forward, and keep the output of the stage before."""
+        facts = self._facts
+        if self.first:
+            given = dict(zip(facts.inputs, inputs, strict=True)) | handed
+            return given | {name: given[name].to(self._dtype) for name in facts.floats}
+
+        states = list(inputs[: len(inputs) - len(self._travel)])
+        given = dict(zip(self._travel, inputs[len(states) :], strict=True)) | handed
+        if len(states) > 1 and self._form is None:
+            self._form = states[-1].tolist()
+        self._received = states[0] if self._form is None else _unpack(states, self._form)
+        # The forward needs a float input, but does nothing with its values here.
+        return given | {name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.floats}
+
+
 def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) -> list[str]:
-    """Makes `model` one stage, in place; returns the names of the modules it took out besides
-    blocks.
+    """Make `model` one stage, in place; return the names of the modules that were taken out in
+    addition to blocks.
 
     Its forward takes the inputs of the task on the first stage and (hidden_states, ..., integer
     inputs) on the others, and returns the latter, or logits on the last stage: ids int64 (B, T),
     hidden states (B, T, D) of `dtype`. Where a block returns more than hidden states, the rest
-    travels between them: tensors, and which of its places are None. Floats among the inputs stay on
-    the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends. Those of
-    `hand_over` come last.
+    travels between stages: tensors, and which of its places are None. Floats among the inputs stay
+    on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends. The tensors
+    of `hand_over` come last.
     """
     first, last = stage == 0, stage == split.num_stages - 1
-    start, stop = split.bounds[stage], split.bounds[stage + 1]
+    own = Stage(model, first, last, dtype, facts)
     modules = dict(model.named_modules())
-    travel = [name for name in facts.inputs if name not in facts.floats]
-    received: list[Any] = []  # what the last block of the stage before returned
-    returned: list[Any] = []  # what the last block of this stage returns
 
-    def leave(hidden: torch.Tensor) -> Any:
-        raise _Left(hidden, returned[0])
-
-    def as_received(*args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stands for an embedding: zeros of the true shape, from which masks are made; the first
-        `Away` replaces what comes of them.
-        """
-        hidden = received[0][0] if isinstance(received[0], tuple) else received[0]
-        # one element of memory
-        return hidden.new_zeros(()).expand(_embedded(hidden, facts.of_tokens))
-
+    start, stop = split.bounds[stage], split.bounds[stage + 1]
     for number, name in enumerate(split.blocks):
         if number < start:
-            model.set_submodule(name, Away(modules[name], lambda hidden: received[0]))
+            model.set_submodule(name, Away(modules[name], own.receive))
         elif number >= stop:
-            model.set_submodule(name, Away(modules[name], leave))
+            model.set_submodule(name, Away(modules[name], own.send))
         elif number == stop - 1:
-            modules[name].register_forward_hook(
-                lambda module, inputs, output: returned.__setitem__(slice(None), [output])
-            )
+            modules[name].register_forward_hook(own.keep)
+
+    # A tied head is the embedding, so the last stage keeps its weight.
     kept = ends_of(model)[0] if last and split.tied else None
     absent = [] if first else [name for name in split.first if modules[name] is not kept]
     for name in absent:
-        hollow(modules[name], dtype, as_received, kept)
+        hollow(modules[name], dtype, own.embed, kept)
     for name in () if last else split.last:
         model.set_submodule(name, nn.Identity())
 
-    whole_forward = model.forward
-    form: list[list[int]] = []  # of what is received, the same for every micro-batch
-
-    def forward(inputs: tuple[torch.Tensor, ...]) -> Any:
-        inputs, handed = (
-            inputs[: len(inputs) - len(model.handed)],
-            dict(zip(model.handed, inputs[len(inputs) - len(model.handed) :], strict=True)),
-        )
-        if first:
-            given = dict(zip(facts.inputs, inputs, strict=True)) | handed
-            given |= {name: given[name].to(dtype) for name in facts.floats}
-        else:
-            states = list(inputs[: len(inputs) - len(travel)])
-            given = dict(zip(travel, inputs[len(states) :], strict=True)) | handed
-            if len(states) > 1 and not form:
-                form.append(states[-1].tolist())
-            received[:] = [_unpack(states, form[0]) if form else states[0]]
-            given |= {name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.floats}
-        try:
-            output = whole_forward(**given, **facts.constants)
-        except _Left as left:
-            return *_pack(*left.args), *(given[name] for name in travel)
-        return output.logits
-
-    model.forward, model.last_stage, model.handed = forward, last, ()
+    model.forward, model.last_stage, model.handed = own.forward, last, ()
     return absent if last else [*absent, *split.last]
 
 

@@ -155,70 +155,107 @@ LOOKS = {  # (kind, phase) -> what the legend says, colour
 }
 
 
-def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
-    """One row a rank: its spans with the numbers of their micro-batches, over milliseconds."""
-    from matplotlib.figure import Figure  # takes a second, which only a drawn step should
-    from matplotlib.patches import Patch
+@dataclass(frozen=True)
+class Scale:
+    """The horizontal axis of the picture: milliseconds since the step began, on `inches`."""
 
+    begin: float
+    end: float
+    inches: float
+    # kind -> seconds at which the last rank enters it: a rank that is done early enters and waits
+    together: dict[str, float]
+    step_ms: float  # length of the optimizer step, which may not fit
+
+    def points(self, width: float) -> float:
+        """Return the text points of a bar of `width` milliseconds: 72 an inch, less the margins."""
+        return width / (self.end - self.begin) * self.inches * 65
+
+
+def scale_of(ranks: list[list[Span]]) -> Scale:
+    """Return the axis on which the spans of all ranks fit, except for a long optimizer step."""
     begin, end = (
         choose(time for spans in ranks for span in spans for time in (span.start, span.end)) * 1000
         for choose in (min, max)
     )
-    inches = min(24.0, max(11.0, 0.3 * len(ranks[0])))
-    figure = Figure(figsize=(inches, 1.9 + 0.55 * len(ranks)), layout="constrained")
-    axes = figure.add_subplot()
-    # A rank that is done early enters these two and waits there; drawn is what comes once all ranks
-    # are there.
     together = {
         kind: max(span.start for spans in ranks for span in spans if span.kind == kind)
         for kind in ("reduce", "step")
     }
-    stepping, work_ms = end - together["step"] * 1000, together["step"] * 1000 - begin
-    # a long optimizer step must not squeeze the rest; the legend has its length
+    step_ms, work_ms = end - together["step"] * 1000, together["step"] * 1000 - begin
+    # A long optimizer step must not squeeze the rest; the legend has its length.
     end = min(end, begin + 1.15 * work_ms)
-    shown = {("idle", 0)}
+    inches = min(24.0, max(11.0, 0.3 * len(ranks[0])))
+    return Scale(begin, end, inches, together, step_ms)
+
+
+def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
+    """Draw one row a rank: its spans with the numbers of their micro-batches, over milliseconds."""
+    from matplotlib.figure import Figure  # takes a second, which only a drawn step should
+
+    scale = scale_of(ranks)
+    figure = Figure(figsize=(scale.inches, 1.9 + 0.55 * len(ranks)), layout="constrained")
+    axes = figure.add_subplot()
     for row, spans in enumerate(ranks):
-        work = [span for span in spans if span.kind in ("forward", "backward")]
-        first, last = min(span.start for span in work) * 1000, max(span.end for span in work) * 1000
-        axes.broken_barh([(first, last - first)], (row - 0.4, 0.8), color=LOOKS["idle", 0][1])
+        draw_idle(axes, row, spans)
         for span in spans:
-            look = (span.kind, span.phase)
-            shown.add(look)
-            start = max(span.start, together.get(span.kind, 0.0)) * 1000
-            width = max(0.0, span.end * 1000 - start)
-            axes.broken_barh(
-                [(start, width)],
-                (row - 0.4, 0.8),
-                facecolor=LOOKS[look][1],
-                edgecolor="white",
-                linewidth=0.5,
-            )
-            # of the text's 72 an inch, less the margins
-            points = width / (end - begin) * inches * 65
-            if span.kind in ("forward", "backward") and points > 4 + 4.5 * len(
-                str(span.micro_batch)
-            ):
-                dark = look in (("forward", 0), ("backward", 0))
-                axes.text(
-                    start + width / 2,
-                    row,
-                    str(span.micro_batch),
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if dark else "black",
-                )
-    # where it is too short to be seen
-    axes.axvline(together["step"] * 1000, color=LOOKS["step", 0][1], linestyle="--", linewidth=1)
+            draw_span(axes, scale, row, span)
+
+    # The line shows where the optimizer step begins, which may be too short to be seen.
+    start = scale.together["step"] * 1000
+    axes.axvline(start, color=LOOKS["step", 0][1], linestyle="--", linewidth=1)
     axes.set_yticks(range(len(ranks)), [f"pipeline rank {row}" for row in range(len(ranks))])
     axes.set(
         xlabel="milliseconds since the step began",
-        xlim=(min(0.0, begin), end * 1.005),
+        xlim=(min(0.0, scale.begin), scale.end * 1.005),
         ylim=(len(ranks) - 0.5, -0.5),
     )
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    length = {("step", 0): f", {stepping:.1f} ms"}
+
+    shown = {("idle", 0)} | {(span.kind, span.phase) for spans in ranks for span in spans}
+    add_legend(figure, shown, scale.step_ms)
+    figure.savefig(path, dpi=130)
+
+
+def draw_idle(axes: Any, row: int, spans: list[Span]) -> None:
+    """Draw the bar behind a row, from the first forward to the last backward: the bubble shows."""
+    work = [span for span in spans if span.kind in ("forward", "backward")]
+    first, last = min(span.start for span in work) * 1000, max(span.end for span in work) * 1000
+    axes.broken_barh([(first, last - first)], (row - 0.4, 0.8), color=LOOKS["idle", 0][1])
+
+
+def draw_span(axes: Any, scale: Scale, row: int, span: Span) -> None:
+    """Draw a span without its waiting, with the number of its micro-batch if there is room."""
+    look = (span.kind, span.phase)
+    start = max(span.start, scale.together.get(span.kind, 0.0)) * 1000
+    width = max(0.0, span.end * 1000 - start)
+    axes.broken_barh(
+        [(start, width)],
+        (row - 0.4, 0.8),
+        facecolor=LOOKS[look][1],
+        edgecolor="white",
+        linewidth=0.5,
+    )
+
+    number = str(span.micro_batch)
+    if span.kind in ("forward", "backward") and scale.points(width) > 4 + 4.5 * len(number):
+        dark = look in (("forward", 0), ("backward", 0))
+        axes.text(
+            start + width / 2,
+            row,
+            number,
+            ha="center",
+            va="center",
+            fontsize=8,
+            color="white" if dark else "black",
+        )
+
+
+def add_legend(figure: Any, shown: set[tuple[str, int]], step_ms: float) -> None:
+    """Add the legend of the looks that are shown, with the length of the optimizer step."""
+    from matplotlib.patches import Patch
+
+    length = {("step", 0): f", {step_ms:.1f} ms"}
     patches = [
         Patch(facecolor=colour, label=label + length.get(look, ""))
         for look, (label, colour) in LOOKS.items()
@@ -227,4 +264,3 @@ def draw(ranks: list[list[Span]], title: str, path: Path) -> None:
     figure.legend(
         handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9
     )
-    figure.savefig(path, dpi=130)

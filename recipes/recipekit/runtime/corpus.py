@@ -3,7 +3,7 @@ it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -95,25 +95,26 @@ def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]
     return {name: value for name, value in found.items() if value}
 
 
-def open_data(
-    plan: Plan,
-    task: Task,
-    processor: Any,
-    dp_rank: int,
-    state: StreamState | None,
-    say: Say,
-    documents: bool = False,
-) -> Stream:
-    """Opens the training data at `state`; at its beginning if the data is another than the
-    checkpoint's, which `--resume PATH` accepts.
+@dataclass(frozen=True)
+class DataSource:
+    """The data of a run, with the task and the processor that make micro-batches of it."""
 
-    `documents`: the attention of the run reads these.
+    plan: Plan
+    task: Task
+    processor: Any
+    documents: bool = False  # whether the attention of the run reads the bounds of documents
+
+
+def open_data(source: DataSource, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
+    """Open the training data at `state`, or at its beginning if the data differ from the
+    checkpoint's, which `--resume PATH` accepts.
     """
+    plan, task, processor = source.plan, source.task, source.processor
     request = request_of_plan(plan)
     opened = (
         partial(open_samples, request, processor, task.samples)
         if task.samples
-        else partial(open_stream, request, processor, documents=documents)
+        else partial(open_stream, request, processor, documents=source.documents)
     )
     opened = partial(opened, rank=DataRank(plan.mesh.dp, dp_rank), say=say)
     try:
@@ -131,25 +132,20 @@ def open_data(
 
 
 def open_held_out(
-    plan: Plan,
-    task: Task,
-    processor: Any,
-    coords: dict[str, int],
-    state: StreamState,
-    say: Say,
-    documents: bool = False,
+    source: DataSource, coords: dict[str, int], state: StreamState, say: Say
 ) -> list[MicroBatch]:
-    """Returns this rank's micro-batches of an evaluation, none without evaluations; `state` is that
-    of the open stream.
+    """Return this rank's micro-batches of an evaluation, an empty list without evaluations; `state`
+    is the state of the open stream.
     """
-    recipe, mesh = plan.recipe, plan.mesh
+    task, processor = source.task, source.processor
+    recipe, mesh = source.plan.recipe, source.plan.mesh
     if not recipe.eval_every:
         return []
-    request = request_of_plan(plan)
+    request = request_of_plan(source.plan)
     found = (
         partial(eval_samples, request, processor, task.samples)
         if task.samples
-        else partial(eval_rows, request, processor, documents=documents)
+        else partial(eval_rows, request, processor, documents=source.documents)
     )
     held_out = [
         own_part(batch, mesh.sp, coords["sp"])

@@ -138,30 +138,116 @@ def load_model(
     device: torch.device,
     loss: Callable[..., torch.Tensor],
     say: Say,
-    at_start: Callable[["Loaded"], None] | None = None,
 ) -> Loaded:
-    """Builds the model of a plan and puts it into its engine, with the states of the step folder
-    `source` if there is one (a collective).
+    """Build the model of a plan and put it into its engine, at the weights that the run starts from
+    (a collective).
 
-    `loss(task, sums, output, target)` is what the last stage of a pipeline computes. `at_start` is
-    called when the engine has the weights that the run starts from, before the states of `source`
-    are loaded.
+    `source` is the step folder to resume from, which `restore` loads. `loss(task, sums, output,
+    target)` is the loss that the last stage of a pipeline computes.
     """
-    recipe, mesh, limit = plan.recipe, plan.mesh, time_limit(plan.recipe.retry_s)
     begun = time.perf_counter()
-    model_config, separate = fetched_config(plan, task)
+    limit = time_limit(plan.recipe.retry_s)
+
+    published_config, separate = fetched_config(plan, task)
     dist.barrier(waiting_group())  # a host may have to download them
-    groups = Groups(mesh, device.type, limit)
-    processor = task.processor(request_of(recipe), model_config)
-    model_config = task.configured(model_config, processor)
+    groups = Groups(plan.mesh, device.type, limit)
+    inputs = open_inputs(plan, task, published_config, source, say)
+    plan, model_config = inputs.plan, inputs.model_config
+
+    built = build(plan, model_config, groups, device)
+    for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
+        say(note)
+    task = with_loss_path(task, built, say)
+    sums = sums_of(plan, device)
+
+    compile_model(plan, model_config["model_type"], built, device, say)
+    engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
+    set_time_limit(limit)
+    summary = check_and_count(engine, built, groups)
+    say(f"model {plan.recipe.model}: {summary}; built in {time.perf_counter() - begun:.1f} s")
+
+    layout = layout_of(plan, engine, built)
+    if plan.recipe.engine == "deepspeed":
+        deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)
+    return Loaded(
+        plan=plan,
+        task=task,
+        groups=groups,
+        model_config=model_config,
+        processor=inputs.processor,
+        small_files=small_files_of(plan, built, model_config, inputs.processor, say),
+        built=built,
+        engine=engine,
+        layout=layout,
+        state=state_before_training(plan, model_config),
+        sums=sums,
+        epochs=inputs.epochs,
+    )
+
+
+def state_before_training(plan: Plan, model_config: dict[str, Any]) -> State:
+    """Return the state of a run that has taken no step."""
+    dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
+    return {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
+
+
+def check_and_count(engine: Engine, built: Built, groups: Groups) -> str:
+    """Compare the weights with the files they were read from; return the numbers of parameters and
+    compared tensors, in words (a collective).
+    """
+    compared = check_weights(engine, built, groups)
+    counts = parameter_counts(engine, built.blueprint)
+    return f"{counts}; {compared} tensors compared with the files" if compared else counts
+
+
+def restore(loaded: Loaded, source: Path | None, say: Say) -> Loaded:
+    """Load the states of the step folder `source`, if there is one, into the engine of a run (a
+    collective).
+    """
+    if source is None:
+        return loaded
+    converted = loaded.plan.out / CHECKPOINTS / ".converted"
+    state = load.load(loaded.engine, source, loaded.blueprint, loaded.layout, converted, say)
+    say(f"resumed from {source}")
+    state["export_dtype"] = loaded.state["export_dtype"]
+    return replace(loaded, state=state)
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """The values that a model is built for: its config and processor, and the plan of its data."""
+
+    plan: Plan  # with the steps of its epochs
+    model_config: dict[str, Any]
+    processor: Any
+    epochs: Epochs
+
+
+def open_inputs(
+    plan: Plan, task: Task, published_config: dict[str, Any], source: Path | None, say: Say
+) -> ModelInputs:
+    """Make the processor, fit the model's config to it, and look at the data before anything large
+    is made (a collective).
+    """
+    recipe = plan.recipe
+    processor = task.processor(request_of(recipe), published_config)
+    model_config = task.configured(published_config, processor)
     if source is None:
         # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a
         # model is built
         check_data(recipe, task, processor, say)
     plan, epochs = measured(plan, task, processor, source, say)
-    recipe = plan.recipe
-    if unknown := task.check(model_config, recipe.attention, recipe.model):
+    if unknown := task.check(model_config, plan.recipe.attention, plan.recipe.model):
         say(unknown)
+    return ModelInputs(plan, model_config, processor, epochs)
+
+
+def build(plan: Plan, model_config: dict[str, Any], groups: Groups, device: torch.device) -> Built:
+    """Build the model with its weights on this rank's device (a collective).
+
+    Raises `Refusal` on every rank if one of them has read a value that is not finite.
+    """
+    recipe = plan.recipe
     divide = (
         torch_engine.divider(groups, recipe.precision, device.type)
         if recipe.engine == "fsdp2"
@@ -169,54 +255,27 @@ def load_model(
     )
     built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
     refuse_values(built)
-    for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
-        say(note)
+    return built
+
+
+def with_loss_path(task: Task, built: Built, say: Say) -> Task:
+    """Return the task with the loss that fits the outputs of the built model: losses in chunks, or
+    full logits, which the log then reports.
+    """
     if built.loss_path.in_chunks:
         assert task.of_losses is not None, "a task that reads `loss` has both ways"
-        task = task.of_losses(task)
-    elif built.loss_path.why_full:
+        return task.of_losses(task)
+    if built.loss_path.why_full:
         say(f"loss: full logits, not in chunks: {built.loss_path.why_full}")
-    sums = Sums(
-        torch.zeros(2, domains, dtype=torch.float64, device=device)
-        if (domains := len(domains_of(recipe.dataset))) > 1
-        else None
-    )
-    compile_model(plan, model_config["model_type"], built, device, say)
-    engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
-    set_time_limit(limit)
-    compared = check_weights(engine, built, groups)
-    counts = parameter_counts(engine, built.blueprint)
-    checked = f"; {compared} tensors compared with the files" if compared else ""
-    say(f"model {recipe.model}: {counts}{checked}; built in {time.perf_counter() - begun:.1f} s")
-    layout = layout_of(plan, engine, built)
-    if recipe.engine == "deepspeed":
-        deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)
-    dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
-    state: State = {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
-    small = small_files_of(plan, built, model_config, processor, say)
-    loaded = Loaded(
-        plan,
-        task,
-        groups,
-        model_config,
-        processor,
-        small,
-        built,
-        engine,
-        layout,
-        state,
-        sums,
-        epochs,
-    )
-    if at_start is not None:
-        at_start(loaded)
-    if source is not None:
-        state = load.load(
-            engine, source, built.blueprint, layout, plan.out / CHECKPOINTS / ".converted", say
-        )
-        say(f"resumed from {source}")
-    state["export_dtype"] = dtype
-    return replace(loaded, state=state)
+    return task
+
+
+def sums_of(plan: Plan, device: torch.device) -> Sums:
+    """Return the sums of a step, with a column for each corpus of a mixture."""
+    domains = len(domains_of(plan.recipe.dataset))
+    if domains <= 1:
+        return Sums()
+    return Sums(torch.zeros(2, domains, dtype=torch.float64, device=device))
 
 
 def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:

@@ -5,10 +5,14 @@ which wait for this rank. So the rank prints its traceback, leaves a mark in the
 store, and ends. A thread of every other rank looks for the mark and then ends its rank, even while
 the main thread is blocked in a collective (which frees the GIL).
 
-    the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone"; ends with 1
-    any other rank      waits until the failed rank is gone, so that a launcher names that rank; says why; ends with 75 or 1
-    a killed rank       leaves no mark: the ranks of its host miss its process, and the first one to leave the mark says so
-    rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun keeps the store in its agent)
+    the failed rank     traceback; mark; waits until every rank has seen it, at most SEEN; "gone";
+                        ends with 1
+    any other rank      waits until the failed rank is gone, so that a launcher names that rank;
+                        says why; ends with 75 or 1
+    a killed rank       leaves no mark: the ranks of its host miss its process, and the first one to
+                        leave the mark says so
+    rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun
+                        keeps the store in its agent)
 
 A mark holds the exit code of the failed rank. If it is 75 (START_AGAIN: a lost rank or host, a
 failing disk), every other rank ends with 75, otherwise with 1.

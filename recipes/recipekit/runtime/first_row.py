@@ -42,9 +42,8 @@ def show_row(plan: Plan) -> None:
     with contextlib.closing(
         open_stream(request, tokenizer, rank=DataRank(plan.mesh.dp, 0), say=print)
     ) as stream:
-        print(
-            f"{heading(recipe.facts)}\n{first_document(tokenizer, next(stream)[0][0], recipe.facts.masked)}"
-        )
+        text = first_document(tokenizer, next(stream)[0][0], recipe.facts.masked)
+        print(f"{heading(recipe.facts)}\n{text}")
 
 
 def say_first_row(stream: Stream, tokenizer: Any, facts: Facts, say: Say) -> None:

@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..spec.mesh import Mesh
 from ..spec.refusal import Refusal, Say
 from ..tasks.find import task_called, with_numbers
-from .corpus import check_tokens, open_data, open_held_out, opener
+from .corpus import DataSource, check_tokens, open_data, open_held_out, opener
 
 READ = 2 << 20  # bytes of local data up to which a dry run makes the first step and the evaluation
 
@@ -52,11 +52,12 @@ def check_inputs(plan: Plan, say: Say) -> None:
     opener(request, task, processor)(say)
     if size > READ:
         return
-    stream = open_data(plan, task, processor, 0, None, say)
+    source = DataSource(plan, task, processor)
+    stream = open_data(source, 0, None, say)
     try:
         if error := stream.error_ahead():
             raise error
-        open_held_out(plan, task, processor, {"dp": 0, "sp": 0}, stream.state, say)
+        open_held_out(source, {"dp": 0, "sp": 0}, stream.state, say)
     finally:
         stream.close()
 

@@ -28,9 +28,9 @@ from ..spec.run_folder import CHECKPOINTS, put_aside, way_on
 from ..spec.step_names import step_folders
 from ..spec.task import MicroBatch, Task
 from ..track.summary import PLANNED
-from ..track.tracking import NoTracker, Tracker, open_tracker
+from ..track.tracking import NoTracker, Tracker, WandbRun, open_tracker
 from .agree import check_same_data, check_same_out, shared_problems
-from .corpus import commits_of, open_data, open_held_out
+from .corpus import DataSource, commits_of, open_data, open_held_out
 from .ending import begin
 from .engine import Loaded
 from .epochs import Epochs
@@ -127,97 +127,116 @@ def find_checkpoint(plan: Plan, say: Say) -> Path | None:
 
 
 def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
-    """Opens the data and the run folder of a loaded model (a collective).
+    """Open the data and the run folder of a loaded model (a collective).
 
     Raises `Refusal`, on all ranks, if one of them cannot.
     """
-    plan, state = loaded.plan, loaded.state
-    recipe, rank0 = plan.recipe, plan.command.rank == 0
-    coords, documents = loaded.groups.coords, VARLEN in loaded.built.attention
-    stream = open_data(
-        plan,
-        loaded.task,
-        loaded.processor,
-        coords["dp"],
-        cast("StreamState | None", state["data"]),
-        say,
-        documents,
+    plan, coords = loaded.plan, loaded.groups.coords
+    source = DataSource(
+        plan, loaded.task, loaded.processor, documents=VARLEN in loaded.built.attention
     )
+    data_state = cast("StreamState | None", loaded.state["data"])
+    stream = open_data(source, coords["dp"], data_state, say)
     # Python aborts where it ends beside a thread that reads; `peers` is the first to see an
     # exception, as in the loop
     with contextlib.ExitStack() as refused:
         refused.callback(stream.close)
         refused.enter_context(peers or contextlib.nullcontext())
-        check_same_data(stream)
-        if problems := shared_problems(stream.error_ahead()):
-            raise Refusal(problems)
-        say_first_row(stream, loaded.processor, loaded.task.facts, say)
-        held_out = open_held_out(
-            plan, loaded.task, loaded.processor, coords, stream.state, say, documents
-        )
-        commits = commits_of(
-            recipe.model,
-            recipe.model_revision,
-            recipe.tokenizer,
-            stream.state["identity"]["corpus"],
-        )
-        facts: dict[str, Any] = {
-            **run_facts(plan, loaded.model_config, loaded.built, commits),
-            "date": plan.day,
-        }
+        check_stream(stream, loaded, say)
+        held_out = open_held_out(source, coords, stream.state, say)
+        facts = facts_of(loaded, stream)
         saver = open_saver(loaded, say)
-        stopper = Stopper(grace_of(seconds_of(recipe.grace), os.environ))
-        tracker: Tracker | NoTracker = NoTracker()
-        unwritable = None
-        try:
-            if rank0:
-                save.put_aside_later(saver.folder, state["step"], say)
-                facts[PLANNED] = planned_memory(plan)
-                write_facts(plan, facts, stream.files)
-            tracker = open_tracker(
-                name=f"{plan.command.name}_{plan.mesh}",
-                run_dir=plan.out,
-                config=facts,
-                is_main=rank0,
-                start_step=state["step"],
-                last_step=plan.last_step,
-                wandb=recipe.wandb,
-                project=recipe.project,
-                artifact=recipe.wandb_artifact,
-                stopping=lambda: stopper.requested is not None,
-            )
-            if rank0:
-                begin(plan.out, state["step"], recipe.steps)
-        except OSError as error:  # for the other ranks, which would wait for this one
-            unwritable = refuse(
-                f"out = {plan.out}",
-                f"cannot be written: {error.strerror}",
-                "free space or choose another --out",
-            )
+        stopper = Stopper(grace_of(seconds_of(plan.recipe.grace), os.environ))
+
+        tracker, unwritable = open_run_folder(loaded, facts, stream, saver, stopper, say)
         refused.callback(tracker.close)
         if problems := shared_problems(unwritable):
-            raise Refusal(problems, START_AGAIN if state["step"] else 1)
+            raise Refusal(problems, START_AGAIN if loaded.state["step"] else 1)
         saver.say, saver.flush_metrics = tracker.say, tracker.flush
         if peers:
-            peers.way_on = partial(way_on, recipe.resume, plan.out)
+            peers.way_on = partial(way_on, plan.recipe.resume, plan.out)
             peers.last_words = partial(tracker.finish, 1)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
     return Ready(
-        plan,
-        loaded.task,
-        loaded.engine,
-        stream,
-        held_out,
-        state,
-        saver,
-        tracker,
-        stopper,
-        loaded.epochs,
-        loaded.sums,
-        flops,
-        peak,
+        plan=plan,
+        task=loaded.task,
+        engine=loaded.engine,
+        stream=stream,
+        held_out=held_out,
+        state=loaded.state,
+        saver=saver,
+        tracker=tracker,
+        stopper=stopper,
+        epochs=loaded.epochs,
+        sums=loaded.sums,
+        flops=flops,
+        peak=peak,
     )
+
+
+def check_stream(stream: Stream, loaded: Loaded, say: Say) -> None:
+    """Raise `Refusal` on every rank if the ranks read other data, or if the first step cannot be
+    read; report the first row (a collective).
+    """
+    check_same_data(stream)
+    if problems := shared_problems(stream.error_ahead()):
+        raise Refusal(problems)
+    say_first_row(stream, loaded.processor, loaded.task.facts, say)
+
+
+def facts_of(loaded: Loaded, stream: Stream) -> dict[str, Any]:
+    """Return the facts of the run for run.json."""
+    plan, recipe = loaded.plan, loaded.plan.recipe
+    corpus = stream.state["identity"]["corpus"]
+    commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, corpus)
+    return {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
+
+
+def open_run_folder(
+    loaded: Loaded,
+    facts: dict[str, Any],
+    stream: Stream,
+    saver: save.Saver,
+    stopper: Stopper,
+    say: Say,
+) -> tuple[Tracker | NoTracker, Refusal | None]:
+    """Write run.json and open the record of the run on rank 0; return (this rank's tracker, why the
+    folder cannot be written).
+
+    The refusal is for `shared_problems`: the other ranks would wait for this one.
+    """
+    plan, recipe, step = loaded.plan, loaded.plan.recipe, loaded.state["step"]
+    rank0 = plan.command.rank == 0
+    tracker: Tracker | NoTracker = NoTracker()
+    try:
+        if rank0:
+            save.put_aside_later(saver.folder, step, say)
+            facts[PLANNED] = planned_memory(plan)
+            write_facts(plan, facts, stream.files)
+        wandb = WandbRun(
+            name=f"{plan.command.name}_{plan.mesh}",
+            config=facts,
+            project=recipe.project,
+            artifact=recipe.wandb_artifact,
+            stopping=lambda: stopper.requested is not None,
+        )
+        tracker = open_tracker(
+            run_dir=plan.out,
+            is_main=rank0,
+            start_step=step,
+            last_step=plan.last_step,
+            wandb=wandb if recipe.wandb else None,
+        )
+        if rank0:
+            begin(plan.out, step, recipe.steps)
+    except OSError as error:
+        return tracker, refuse(
+            f"out = {plan.out}",
+            f"cannot be written: {error.strerror}",
+            "free space or choose another --out",
+        )
+    return tracker, None
 
 
 def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:

@@ -27,17 +27,19 @@ from safetensors.numpy import save_file
 from ..checkpoints.state import State
 from ..data.chat_spans import ChatTemplate
 from ..data.pairs import Pairs, References, keys_of
+from ..data.prefetch import Stream
 from ..data.sameness import StreamState
 from ..data.tokenizer_identity import identity_of
 from ..hosts.locks import lock
 from ..model.adapter import config_of
+from ..plan import Plan
 from ..spec.paths import local_path, write_with_umask
 from ..spec.refusal import Refusal, Say
 from ..spec.task import MicroBatch
 from ..spec.whole_file import replacing
 from ..storage.manifest import STATE
 from .agree import check_same_data, shared_problems
-from .corpus import open_data, open_held_out
+from .corpus import DataSource, open_data, open_held_out
 from .engine import Loaded
 
 LOG = logging.getLogger(__name__)
@@ -115,47 +117,29 @@ class Kept:
 
 
 def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say: Say) -> None:
-    """Fills the references of the processor for all rows of the schedule after the step folder
-    `source`, and for those held out (a collective).
+    """Fill the references of the processor for all rows of the schedule after the step folder
+    `source`, and for the held-out rows (a collective).
 
-    The engine has to have the weights of the start; `evaluate` reads micro-batches with it, as an
+    The engine must have the weights of the start; `evaluate` reads micro-batches with it, as an
     evaluation does. Raises `Refusal`, on all ranks, for a row that cannot be used.
     """
-    plan, task, pairs = loaded.plan, loaded.task, cast(Pairs, loaded.processor)
+    plan, pairs = loaded.plan, cast(Pairs, loaded.processor)
     state: State = json.loads((source / STATE).read_text()) if source else loaded.state
     kept = Kept(file_of(loaded) if plan.command.rank == 0 else None, pairs.references)
     kept.read()
     share(kept)
-    reader, steps = Reader(loaded, kept, evaluate, say), plan.recipe.steps - state["step"]
-    stream = open_data(
-        plan,
-        task,
-        pairs,
-        loaded.groups.coords["dp"],
-        cast("StreamState | None", state["data"]),
-        say,
-    )
+
+    reader = Reader(loaded, kept, evaluate, say)
+    data, coords = DataSource(plan, loaded.task, pairs), loaded.groups.coords
+    stream = open_data(data, coords["dp"], cast("StreamState | None", state["data"]), say)
     with contextlib.closing(stream):
         check_same_data(stream)
-        is_dated = pairs.tokenizer.chat_template and ChatTemplate(pairs.tokenizer).is_dated
-        stated = (
-            stream.state["identity"],
-            identity_of(pairs.tokenizer, plan.recipe.task),  # the state of an older run has none
-            *filter(None, [plan.recipe.batch_ramp, plan.day if is_dated else ""]),
-        )
-        identity = hashlib.blake2b(
-            json.dumps(stated, sort_keys=True).encode(), digest_size=16
-        ).hexdigest()
-        if held_out := open_held_out(plan, task, pairs, loaded.groups.coords, stream.state, say):
+        identity = stream_identity(plan, pairs, stream)
+        if held_out := open_held_out(data, coords, stream.state, say):
             reader.take(held_out)
-        first = stream.state["step"]  # 0 for other data than the checkpoint's
-        if new := not kept.covers(identity, first, first + steps):
-            for step in range(1, steps + 1):
-                reader.take(None if (error := stream.error_ahead()) else next(stream)[0], error)
-                if step % TOGETHER == 0:
-                    reader.together(f"{step} of {steps} steps")
-            kept.cover(identity, first, first + steps)
+        new = read_steps(reader, stream, identity, plan.recipe.steps - state["step"])
     reader.together("all rows")
+
     if reader.asked or new:
         kept.write()
     share(kept)
@@ -166,6 +150,35 @@ def fill(loaded: Loaded, source: Path | None, evaluate: Callable[..., Any], say:
             f"reference log-probabilities: {len(pairs.references.table[0]):,} pairs in"
             f" {reader.seconds:.1f} s{where}"
         )
+
+
+def stream_identity(plan: Plan, pairs: Pairs, stream: Stream) -> str:
+    """Return a digest of everything that decides which rows the steps of a stream have."""
+    is_dated = pairs.tokenizer.chat_template and ChatTemplate(pairs.tokenizer).is_dated
+    stated = (
+        stream.state["identity"],
+        identity_of(pairs.tokenizer, plan.recipe.task),  # the state of an older run has none
+        *filter(None, [plan.recipe.batch_ramp, plan.day if is_dated else ""]),
+    )
+    text = json.dumps(stated, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_steps(reader: "Reader", stream: Stream, identity: str, num_steps: int) -> bool:
+    """Read the references of the next steps of a stream; return False, without reading, if the file
+    has all of them (a collective).
+    """
+    first = stream.state["step"]  # 0 for other data than the checkpoint's
+    if reader.kept.covers(identity, first, first + num_steps):
+        return False
+
+    for step in range(1, num_steps + 1):
+        error = stream.error_ahead()
+        reader.take(None if error else next(stream)[0], error)
+        if step % TOGETHER == 0:
+            reader.together(f"{step} of {num_steps} steps")
+    reader.kept.cover(identity, first, first + num_steps)
+    return True
 
 
 @dataclass

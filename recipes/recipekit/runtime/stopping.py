@@ -3,10 +3,13 @@
 A Python signal handler does not run while the main thread is blocked inside a collective, so a
 thread listens.
 
-    SIGTERM, SIGINT, SIGHUP   a request, honoured at the next step boundary; repeats change nothing (launchers send several)
+    SIGTERM, SIGINT, SIGHUP   a request, honoured at the next step boundary; repeats change nothing
+                              (launchers send several)
     SIGUSR1, SIGUSR2, SIGXCPU the same: schedulers announce with them that the time is over
-    third Ctrl-C              presses at least a second apart: the rank ends at once, without a checkpoint
-    launcher gone             before a `Stopper` is active the rank ends at once; after that it is a request, as a signal is
+    third Ctrl-C              presses at least a second apart: the rank ends at once, without a
+                              checkpoint
+    launcher gone             before a `Stopper` is active the rank ends at once; after that it is a
+                              request, as a signal is
 """
 
 import contextlib

@@ -95,10 +95,17 @@ def parts_of(progress: Progress, now: float) -> list[Part]:
     parts.append(Part(f"lr {metrics['lr']:.2e}", f"lr {metrics['lr']:.1e}".replace("e-0", "e-"), 5))
     parts.append(Part(f"{rate:,.0f} {unit}/s", f"{abbreviated(rate)} {unit[:3]}/s", 3))
     parts.append(Part(f"{memory:.1f} GiB", f"{memory:.3g}G", 4))
-    if (left := progress.seconds_left(now)) is not None:
-        parts.append(Part(f"ETA {duration(left)}", f"ETA {short_duration(left)}", 2))
-        parts.append(Part(f"at {clock(now, left)}", clock(now, left), 8))
-    return parts
+    return parts + _end_of(progress, now)
+
+
+def _end_of(progress: Progress, now: float) -> list[Part]:
+    """Return the fields of the expected end; none while only first steps are done."""
+    if (left := progress.seconds_left(now)) is None:
+        return []
+    return [
+        Part(f"ETA {duration(left)}", f"ETA {short_duration(left)}", 2),
+        Part(f"at {clock(now, left)}", clock(now, left), 8),
+    ]
 
 
 def fitted(parts: list[Part], columns: int) -> str:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +34,24 @@ WANDB_REPEAT = 10.0  # seconds: a restarted wandb-core gets the metrics of this 
 WANDB_STARTS = 3
 
 
-def open_tracker(
-    *,
-    name: str,
-    run_dir: Path,
-    config: dict[str, Any],
-    is_main: bool,
-    start_step: int,
-    last_step: int,
-    wandb: bool,
-    project: str = Recipe.project,
-    artifact: bool = False,
-    stopping: Callable[[], bool] = lambda: False,
-) -> "Tracker | NoTracker":
-    """Opens the tracker of this rank: one that writes if `is_main`, else one that does nothing.
+@dataclass(frozen=True)
+class WandbRun:
+    """The W&B run that records a run: its name, project, and the `config` attached to it."""
 
-    `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. With `wandb`
-    there is a W&B run in `project`; its id is kept in `run_dir/wandb_id`, and `config` is attached
-    to it. `artifact`: the end of the run may upload its export. `stopping()` is true once the run
-    was asked to stop.
+    name: str
+    config: dict[str, Any]
+    project: str = Recipe.project
+    artifact: bool = False  # whether the end of the run may upload its export
+    stopping: Callable[[], bool] = lambda: False  # whether the run was asked to stop
+
+
+def open_tracker(
+    *, run_dir: Path, is_main: bool, start_step: int, last_step: int, wandb: WandbRun | None
+) -> "Tracker | NoTracker":
+    """Open the tracker of this rank, which records the run if `is_main` and else does nothing.
+
+    `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. The id of the
+    W&B run is kept in `run_dir/wandb_id`; without `wandb` there is no W&B run.
     """
     if not is_main:
         return NoTracker()
@@ -61,9 +61,7 @@ def open_tracker(
     if lost:
         tracker.say(lost)
     if wandb:
-        tracker.copy_to_wandb(
-            {"project": project, "name": name, "config": config}, artifact, stopping
-        )
+        tracker.copy_to_wandb(wandb)
     return tracker
 
 
@@ -102,12 +100,10 @@ class Tracker:
         self._step = 0
         self._wandb: WandbCopy | None = None
 
-    def copy_to_wandb(
-        self, run: dict[str, Any], artifact: bool, stopping: Callable[[], bool]
-    ) -> None:
-        """Records the metrics in a W&B run, too, if the package is installed."""
+    def copy_to_wandb(self, run: WandbRun) -> None:
+        """Record the metrics also in a W&B run, if the package is installed."""
         if importlib.util.find_spec("wandb") is not None:
-            self._wandb = WandbCopy(run, self._run_dir, artifact, self.say, stopping)
+            self._wandb = WandbCopy(run, self._run_dir, self.say)
         else:
             self.say(
                 "the package wandb is not installed, so there is no W&B run. The file metrics.jsonl"
@@ -183,20 +179,13 @@ class WandbCopy:
     and gets those metrics again that may not have reached the disk.
     """
 
-    def __init__(
-        self,
-        run: dict[str, Any],
-        run_dir: Path,
-        artifact: bool,
-        say: Say,
-        stopping: Callable[[], bool],
-    ):
+    def __init__(self, run: WandbRun, run_dir: Path, say: Say):
         _quiet_wandb(run_dir)
         import wandb  # imported here, not in the thread: one thread imports at a time
 
         self._wandb = wandb
         self._say = say
-        self._stopping = stopping
+        self._stopping = run.stopping
         # None: the run has ended
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # (time, metrics) of the last WANDB_REPEAT seconds
@@ -205,17 +194,17 @@ class WandbCopy:
         self._exit_code = self._step = 0
         self._picture: Path | None = None
         self._export: Path | None = None
-        self._finish_timeout = WANDB_ARTIFACT if artifact else WANDB_FINISH
+        self._finish_timeout = WANDB_ARTIFACT if run.artifact else WANDB_FINISH
         self._run = {
             "id": _wandb_id(run_dir / "wandb_id", say),
             "dir": str(run_dir.resolve()),
             "project": (
-                run["project"]
-                if run["project"] != Recipe.project
-                else os.environ.get("WANDB_PROJECT", run["project"])
+                run.project
+                if run.project != Recipe.project
+                else os.environ.get("WANDB_PROJECT", run.project)
             ),
-            "name": os.environ.get("WANDB_NAME", run["name"]),
-            "config": run["config"],
+            "name": os.environ.get("WANDB_NAME", run.name),
+            "config": run.config,
             "resume": "allow",
         }
         self._thread = threading.Thread(target=self._copy, name="wandb copy", daemon=True)
