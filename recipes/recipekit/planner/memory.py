@@ -84,18 +84,13 @@ def optimizer_class(ds_config: dict[str, Any]) -> str:
 def rank_terms(
     blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], load: Load, pp_rank: int = 0
 ) -> list[Term]:
-    """Lists every term of a rank of a pipeline stage: of tensor rank 0, which has the largest part
+    """List every term of a rank of a pipeline stage: of tensor rank 0, which has the largest part
     of each cut tensor, with the padding that all ranks have.
     """
     tensors = held(blueprint, layout, pp_rank)
     groups, frozen = groups_of(blueprint, tensors, layout)
     zero = ds_config.get("zero_optimization", {})
-    of_class = {
-        "torch": _plain,
-        "FP16_UnfusedOptimizer": _unfused,
-        "BF16_Optimizer": _bf16,
-        "DeepSpeedZeroOptimizer": _zero_1_2,
-    }
+
     if load.engine == "ddp":
         terms = _ddp(groups, frozen, ds_config, load)
     elif load.engine == "fsdp2":
@@ -108,39 +103,46 @@ def rank_terms(
         ]
         terms = _zero_3(groups, frozen, persistent, ds_config, load)
     else:
-        terms = of_class[optimizer_class(ds_config)](groups, frozen, ds_config, load)
+        terms = OF_CLASS[optimizer_class(ds_config)](groups, frozen, ds_config, load)
+
     if by_matrix(ds_config):
         terms.append(whole_matrices(blueprint, tensors))
     if facts_of(ds_config).acts_on == GRADIENT:
         terms += signs([group.numel for group in groups], layout.partitions)
     if states_of(ds_config) == FACTORS:
         terms = with_factors(terms, tensors, layout, zero, load.engine)
+
     if load.background:
-        weights = (
-            ("parameters",)
-            if zero.get("stage", 0) < 3 or optimizer_class(ds_config) == "torch"
-            else ()
-        )
-        copied = ("master weights", "optimizer states", "errors of signs", *weights)
-        size = sum(
-            term.size for term in terms if term.what.startswith(copied) and term.place != NVME
-        )
-        terms.append(Term(HOST, "copy of the states for a save in the background", size))
+        terms.append(_background_copy(terms, ds_config))
+    terms += _logits(layout, load, pp_rank)
+    return [term for term in terms if term.taken]
+
+
+def _background_copy(terms: list[Term], ds_config: dict[str, Any]) -> Term:
+    """Count the copy of the states in host memory from which a save in the background writes."""
+    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+    weights = (
+        ("parameters",) if stage < 3 or optimizer_class(ds_config) == "torch" else tuple[str, ...]()
+    )
+    copied = ("master weights", "optimizer states", "errors of signs", *weights)
+    size = sum(term.size for term in terms if term.what.startswith(copied) and term.place != NVME)
+    return Term(HOST, "copy of the states for a save in the background", size)
+
+
+def _logits(layout: Layout, load: Load, pp_rank: int) -> list[Term]:
+    """Count the logits and their gradient on the stage that computes the loss."""
     logits = (
         load.micro_batch * load.seq_len * load.vocabulary
         if pp_rank == layout.mesh.pp - 1 or layout.schedule == "dualpipev"
         else 0
     )
-    if logits and load.chunked:
-        block = (
-            load.micro_batch
-            * load.seq_len
-            * columns_at_once(load.micro_batch * load.seq_len, load.vocabulary)
-        )
-        terms.append(Term(ACCELERATOR, "a block of logits", BLOCK_BYTES * block, (LOSS,)))
-    elif logits:
-        terms.append(Term(ACCELERATOR, "logits and their gradient", LOGIT_BYTES * logits, (LOSS,)))
-    return [term for term in terms if term.taken]
+    if not logits:
+        return []
+    if load.chunked:
+        rows = load.micro_batch * load.seq_len
+        block = rows * columns_at_once(rows, load.vocabulary)
+        return [Term(ACCELERATOR, "a block of logits", BLOCK_BYTES * block, (LOSS,))]
+    return [Term(ACCELERATOR, "logits and their gradient", LOGIT_BYTES * logits, (LOSS,))]
 
 
 def _numels(tensors: list[Tensor], tp: int) -> list[int]:
@@ -219,11 +221,6 @@ def _fsdp2(
         for tensor in kept
     }
     trained = [tensor for tensor in kept if tensor.group is not None]
-    layers: dict[str, int] = {}
-    for tensor in kept:
-        found = LAYER.match(tensor.name)
-        layers[found[0] if found else ""] = layers.get(found[0] if found else "", 0) + tensor.numel
-    root, layer, width = layers.pop("", 0), max(layers.values(), default=0), 2 if load.half else 4
     by_group = [
         sum(part[tensor.name] for tensor in trained if tensor.group == group)
         for group in sorted({tensor.group or 0 for tensor in trained})
@@ -232,6 +229,20 @@ def _fsdp2(
         Term(ACCELERATOR, "parameters, fp32", 4 * sum(part.values())),
         Term(ACCELERATOR, "gradients, fp32", 4 * sum(by_group), _held(load)),
         Term(ACCELERATOR, "optimizer states, fp32", _state_bytes(ds_config, groups, by_group)),
+        *_fsdp2_gathered(kept, 2 if load.half else 4),
+        _temporaries(ds_config, by_group),
+    ]
+
+
+def _fsdp2_gathered(kept: list[Tensor], width: int) -> list[Term]:
+    """Count what FSDP2 gathers, `width` bytes an element, with the gradients that belong to it."""
+    layers: dict[str, int] = {}
+    for tensor in kept:
+        found = LAYER.match(tensor.name)
+        layers[found[0] if found else ""] = layers.get(found[0] if found else "", 0) + tensor.numel
+    root, layer = layers.pop("", 0), max(layers.values(), default=0)
+
+    return [
         Term(
             ACCELERATOR,
             "weights outside of the layers, gathered",
@@ -249,7 +260,6 @@ def _fsdp2(
         Term(
             ACCELERATOR, "a further layer, gathered ahead", width * layer, (BACKWARD,), bound=True
         ),
-        _temporaries(ds_config, by_group),
     ]
 
 
@@ -310,127 +320,160 @@ def _bf16(
     ]
 
 
+@dataclass(frozen=True)
+class FlatPart:
+    """A rank's part of the flat tensors of ZeRO-1 and -2, and the settings that place its terms."""
+
+    zero: dict[str, Any]  # the JSON's zero_optimization
+    width: int  # bytes of a training parameter
+    fp32_sums: bool  # gradients of two bytes are summed in fp32
+    numels: list[int]  # elements of each trained parameter
+    parts: list[int]  # elements of the rank's part of each group
+    touched: list[list[int]]  # rank -> elements of each parameter that its part has a piece of
+
+    @property
+    def stage_1(self) -> bool:
+        return self.zero["stage"] == 1
+
+    @property
+    def offload(self) -> dict[str, Any]:
+        return self.zero.get("offload_optimizer", {})
+
+    @property
+    def offloaded(self) -> bool:
+        return self.offload.get("device", "none") != "none"
+
+    @property
+    def pin(self) -> bool:
+        return self.offloaded and self.offload.get("pin_memory", False)
+
+    @property
+    def bucket(self) -> int:
+        return int(self.zero.get("reduce_bucket_size", 500_000_000))
+
+
+def _flat_part(groups: list[Group], ds_config: dict[str, Any]) -> FlatPart:
+    """Return the part of a rank in the flat tensors of these groups."""
+    width = _width(ds_config)
+    return FlatPart(
+        zero=ds_config["zero_optimization"],
+        width=width,
+        fp32_sums=width == 2 and _sums_in_fp32(ds_config),
+        numels=[numel for group in groups for numel in group.numels],
+        parts=[group.padded // group.ranks for group in groups],
+        touched=[
+            [numel for group in groups for numel in group.touched(rank)]
+            for rank in range(max((group.ranks for group in groups), default=1))
+        ],
+    )
+
+
 def _zero_1_2(
     groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load
 ) -> list[Term]:
     """ZeRO-2, and ZeRO-1 without fp32 sums of bf16 gradients (zero/stage_1_and_2.py), with the
     optimizer on the host or not.
     """
-    zero = ds_config["zero_optimization"]
-    width = _width(ds_config)
-    offload = zero.get("offload_optimizer", {})
-    offloaded = offload.get("device", "none") != "none"
-    home, pin = (HOST if offloaded else ACCELERATOR), offloaded and offload.get("pin_memory", False)
-    numels = [numel for group in groups for numel in group.numels]
-    parts = [group.padded // group.ranks for group in groups]
-    flat, largest, dtype = (
-        sum(group.padded for group in groups),
-        max(numels, default=0),
-        _name(width),
-    )
-    bucket = int(zero.get("reduce_bucket_size", 500_000_000))
+    own = _flat_part(groups, ds_config)
+    home = HOST if own.offloaded else ACCELERATOR
+    flat = sum(group.padded for group in groups)
+    return [
+        # bit16_groups_flat
+        Term(ACCELERATOR, f"parameters, {_name(own.width)}", own.width * (flat + sum(frozen))),
+        # single_partition_of_fp32_groups
+        _pinned(home, "master weights, fp32", [4 * part for part in own.parts], own.pin, load),
+        Term(home, "optimizer states, fp32", _state_bytes(ds_config, groups, own.parts)),
+        *_zero_1_2_buckets(own, _sent(ds_config)),
+        *_zero_1_2_sums(own, load),
+        *(
+            _zero_1_2_offloaded(own, load)
+            if own.offloaded
+            else [_temporaries(ds_config, own.parts)]
+        ),
+    ]
+
+
+def _zero_1_2_buckets(own: FlatPart, sent: int) -> list[Term]:
+    """Count the buckets in which ZeRO-1 and -2 sum gradients, `sent` bytes an element, and the
+    gradients that are too large for them.
+    """
     buckets = (
-        bucket * (2 if zero.get("overlap_comm") else 1)
-        if zero.get("contiguous_gradients", True) or offloaded
+        own.bucket * (2 if own.zero.get("overlap_comm") else 1)
+        if own.zero.get("contiguous_gradients", True) or own.offloaded
         else 0
     )
-    sent = _sent(ds_config)
-    stage_1, compact = (
-        zero["stage"] == 1,
-        width == 2
-        and ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32"),
-    )
-    of_ranks = [
-        [numel for group in groups for numel in group.touched(rank)]
-        for rank in range(max((group.ranks for group in groups), default=1))
-    ]
-    exceeding = max(numel if numel > bucket else 0 for numel in (0, *numels))
-    # they are kept until backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition)
-    if compact and not stage_1:
+
+    exceeding = max(numel if numel > own.bucket else 0 for numel in (0, *own.numels))
+    # With fp32 sums they are kept until backward has ended (copy_grads_in_partition).
+    if own.fp32_sums and not own.stage_1:
         exceeding = max(
-            exceeding, *(sum(numel for numel in touched if numel > bucket) for touched in of_ranks)
+            exceeding,
+            *(sum(numel for numel in touched if numel > own.bucket) for touched in own.touched),
         )
-    step = () if load.accumulation > 1 else (REDUCE, STEP)
-    terms = [
-        Term(ACCELERATOR, f"parameters, {dtype}", width * (flat + sum(frozen))),
-        _pinned(home, "master weights, fp32", [4 * part for part in parts], pin, load),
-        Term(home, "optimizer states, fp32", _state_bytes(ds_config, groups, parts)),
+
+    return [
         Term(ACCELERATOR, f"reduce buckets, {_name(sent)}", sent * buckets, (BACKWARD, REDUCE)),
+        # average_tensor
         Term(
             ACCELERATOR,
             "copies while a bucket is summed",
-            (sent + 4) * min(bucket, sum(numels)),
+            (sent + 4) * min(own.bucket, sum(own.numels)),
             (BACKWARD, REDUCE),
             bound=True,
         ),
-        Term(ACCELERATOR, "gradients that exceed a bucket", width * exceeding, (BACKWARD,)),
+        # extra_large_param_to_reduce
+        Term(ACCELERATOR, "gradients that exceed a bucket", own.width * exceeding, (BACKWARD,)),
     ]
-    if stage_1:
-        terms.append(
-            Term(
-                ACCELERATOR,
-                f"gradients, {dtype}",
-                width * sum(numels),
-                (LOSS, BACKWARD, REDUCE) if load.accumulation > 1 else (REDUCE,),
-            )
-        )
-    if compact:
-        terms.append(Term(ACCELERATOR, "sums of gradients, fp32", 4 * sum(parts), step))
-    else:
-        kept = [width * numel for numel in max(of_ranks, key=sum)]
-        if offloaded:
-            terms.append(
-                _pinned(
-                    HOST,
-                    f"sums of gradients, {dtype}",
-                    kept if load.accumulation > 1 else [],
-                    pin,
-                    load,
-                )
-            )
-        else:
-            terms.append(Term(ACCELERATOR, f"sums of gradients, {dtype}", sum(kept), step))
-            terms.append(
-                Term(
-                    ACCELERATOR,
-                    "flat gradients of a group, fp32",
-                    4 * max(parts, default=0),
-                    (STEP,),
-                )
-            )
-        again = load.accumulation > 1 and not stage_1 and not offloaded
-        terms.append(
-            Term(
-                ACCELERATOR,
-                "gradients of a micro-batch that are added to them",
-                sum(kept) if again else 0,
-                (BACKWARD,),
-            )
-        )
-    if offloaded:
-        terms += [
-            _pinned(
-                HOST,
-                "gradients of the master weights, fp32",
-                [4 * part for part in parts],
-                pin,
-                load,
-            ),
-            _pinned(
-                HOST,
-                f"parameters on their way back, {dtype}",
-                [width * part for part in parts],
-                pin,
-                load,
-            ),
-            _pinned(HOST, "gradient on its way", [width * largest], pin, load),
-            Term(ACCELERATOR, "gradient on its way", width * largest),
-        ]
-    else:
-        terms.append(_temporaries(ds_config, parts))
-    return terms
 
 
+def _zero_1_2_sums(own: FlatPart, load: Load) -> list[Term]:
+    """Count autograd's gradients of ZeRO-1, and the sums of gradients in a rank's part."""
+    dtype, several = _name(own.width), load.accumulation > 1
+    gradients = Term(
+        ACCELERATOR,
+        f"gradients, {dtype}",
+        own.width * sum(own.numels),
+        (LOSS, BACKWARD, REDUCE) if several else (REDUCE,),
+    )
+    terms = [gradients] if own.stage_1 else []
+    # averaged_gradients, as get_flat_partition returns them
+    if own.fp32_sums:
+        sums = Term(ACCELERATOR, "sums of gradients, fp32", 4 * sum(own.parts), _held(load))
+        return [*terms, sums]
+
+    kept, what = [own.width * numel for numel in max(own.touched, key=sum)], "sums of gradients"
+    if own.offloaded:
+        # accumulated_grads_in_cpu
+        terms.append(_pinned(HOST, f"{what}, {dtype}", kept if several else [], own.pin, load))
+    else:
+        flat = 4 * max(own.parts, default=0)
+        terms.append(Term(ACCELERATOR, f"{what}, {dtype}", sum(kept), _held(load)))
+        terms.append(Term(ACCELERATOR, "flat gradients of a group, fp32", flat, (STEP,)))
+    again = several and not own.stage_1 and not own.offloaded
+    added = "gradients of a micro-batch that are added to them"
+    return [*terms, Term(ACCELERATOR, added, sum(kept) if again else 0, (BACKWARD,))]
+
+
+def _zero_1_2_offloaded(own: FlatPart, load: Load) -> list[Term]:
+    """Count the host's copies of a part, and the buffers for one gradient on its way there."""
+    dtype, largest = _name(own.width), own.width * max(own.numels, default=0)
+    masters, back = [4 * part for part in own.parts], [own.width * part for part in own.parts]
+    return [
+        _pinned(HOST, "gradients of the master weights, fp32", masters, own.pin, load),
+        _pinned(HOST, f"parameters on their way back, {dtype}", back, own.pin, load),
+        # temp_grad_buffer_for_cpu_offload, temp_grad_buffer_for_gpu_offload
+        _pinned(HOST, "gradient on its way", [largest], own.pin, load),
+        Term(ACCELERATOR, "gradient on its way", largest),
+    ]
+
+
+# The optimizer classes of DeepSpeed whose terms need nothing beyond the groups.
+OF_CLASS = {
+    "torch": _plain,
+    "FP16_UnfusedOptimizer": _unfused,
+    "BF16_Optimizer": _bf16,
+    "DeepSpeedZeroOptimizer": _zero_1_2,
+}
 HOMES = {"none": ACCELERATOR, "cpu": HOST, "nvme": NVME}  # of a block that offloads, by its device
 
 
@@ -444,35 +487,42 @@ def _zero_3(
     """ZeRO-3 (zero/stage3.py, runtime/swap_tensor), with parameters and optimizer on the
     accelerator, the host or NVMe.
     """
-    zero = ds_config["zero_optimization"]
-    width, sent = _width(ds_config), _sent(ds_config)
-    offload = zero.get("offload_optimizer", {})
-    home, param_home = (
-        HOMES[offload.get("device", "none")],
-        HOMES[zero.get("offload_param", {}).get("device", "none")],
-    )
-    pin = home != ACCELERATOR and offload.get("pin_memory", False)
-    ranks = max((group.ranks for group in groups), default=1)
-    parts = [part for group in groups for part in group.parts()]
-    sub_groups = [
-        run
-        for group in groups
-        for run in group.sub_groups(int(zero.get("sub_group_size", 1_000_000_000)))
+    trained = [numel for group in groups for numel in group.numels]
+    ranks = _ranks_of(groups)
+    frozen_parts = sum(-(-numel // ranks) for numel in frozen)
+    most = int(ds_config["zero_optimization"].get("sub_group_size", 1_000_000_000))
+    sub_groups = [run for group in groups for run in group.sub_groups(most)]
+    largest = max(map(sum, sub_groups), default=0)
+    states = _state_bytes(ds_config, groups, [sum(group.parts()) for group in groups])
+    return [
+        *_second_partition(trained, frozen, ranks, ds_config, load),
+        *_zero_3_passes(groups, frozen, persistent, ds_config),
+        _zero_3_sums(groups, ds_config, load),
+        *_zero_3_parameters(groups, frozen_parts, largest, ds_config, load),
+        *_zero_3_optimizer(sub_groups, states, ds_config, load),
     ]
+
+
+def _ranks_of(groups: list[Group]) -> int:
+    return max((group.ranks for group in groups), default=1)
+
+
+def _zero_3_passes(
+    groups: list[Group], frozen: list[int], persistent: list[int], ds_config: dict[str, Any]
+) -> list[Term]:
+    """Count what the forward and backward passes hold on the accelerator: gathered weights, and
+    gradients on their way.
+    """
+    zero = ds_config["zero_optimization"]
+    width, sent, sums = _width(ds_config), _sent(ds_config), _sums_width(ds_config)
+    ranks, bucket = _ranks_of(groups), int(zero.get("reduce_bucket_size", 500_000_000))
     numels = [numel for group in groups for numel in group.numels] + frozen
     largest = max(numels, default=0)
-    sums = (
-        4
-        if ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
-        else width
-    )
-    bucket = int(zero.get("reduce_bucket_size", 500_000_000))
     live = min(sum(numels), int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
-    frozen_parts = sum(-(-numel // ranks) for numel in frozen)
+    # Parameters that live elsewhere come to the accelerator even on one rank.
+    moved = ranks > 1 or HOMES[zero.get("offload_param", {}).get("device", "none")] != ACCELERATOR
     return [
-        *_second_partition(
-            [numel for group in groups for numel in group.numels], frozen, ranks, ds_config, load
-        ),
+        # persistent_parameters
         Term(
             ACCELERATOR,
             "small parameters, gathered",
@@ -487,7 +537,7 @@ def _zero_3(
         Term(
             ACCELERATOR,
             "the largest weight, gathered",
-            width * largest if ranks > 1 or param_home != ACCELERATOR else 0,
+            width * largest if moved else 0,
             (BACKWARD,),
         ),
         Term(
@@ -497,6 +547,7 @@ def _zero_3(
             (LOSS, BACKWARD),
             bound=True,
         ),
+        # __avg_scatter_contiguous_grads
         Term(
             ACCELERATOR,
             "copies while a bucket is summed",
@@ -504,23 +555,21 @@ def _zero_3(
             (BACKWARD,),
             bound=True,
         ),
-        _pinned(
-            ACCELERATOR if home == ACCELERATOR else HOST,
-            f"sums of gradients, {_name(sums)}",
-            [sums * sum(parts)],
-            pin,
-            load,
-        ),
-        *_zero_3_parameters(
-            groups, frozen_parts, max(map(sum, sub_groups), default=0), ds_config, load
-        ),
-        *_zero_3_optimizer(
-            sub_groups,
-            _state_bytes(ds_config, groups, [sum(group.parts()) for group in groups]),
-            ds_config,
-            load,
-        ),
     ]
+
+
+def _zero_3_sums(groups: list[Group], ds_config: dict[str, Any], load: Load) -> Term:
+    """Count the sums of gradients in ZeRO-3's partitions (grad_partitions_flat_buffer)."""
+    offload = ds_config["zero_optimization"].get("offload_optimizer", {})
+    on_device = HOMES[offload.get("device", "none")] == ACCELERATOR
+    width = _sums_width(ds_config)
+    return _pinned(
+        ACCELERATOR if on_device else HOST,
+        f"sums of gradients, {_name(width)}",
+        [width * sum(part for group in groups for part in group.parts())],
+        not on_device and offload.get("pin_memory", False),
+        load,
+    )
 
 
 def _second_partition(
@@ -548,58 +597,58 @@ def _second_partition(
 def _zero_3_parameters(
     groups: list[Group], frozen_parts: int, largest: int, ds_config: dict[str, Any], load: Load
 ) -> list[Term]:
-    """Where ZeRO-3 keeps its partitions of the parameters.
+    """Count ZeRO-3's partitions of the parameters where `offload_param` keeps them.
 
     `largest`: elements of the largest sub-group.
     """
     offload, width = ds_config["zero_optimization"].get("offload_param", {}), _width(ds_config)
-    home, dtype, own = (
-        HOMES[offload.get("device", "none")],
-        _name(width),
-        4 if load.adapted else width,
-    )
+    home, dtype = HOMES[offload.get("device", "none")], _name(width)
+    own = 4 if load.adapted else width
     parts = [part for group in groups for part in group.parts()]
-    size = own * sum(parts) + width * frozen_parts
+    size, pin = own * sum(parts) + width * frozen_parts, offload.get("pin_memory", False)
     if home == ACCELERATOR:
         return [Term(ACCELERATOR, f"parameters, {dtype}", size)]
-    left, in_memory = (
-        int(offload.get("max_in_cpu", 1_000_000_000)) if home == NVME else sum(parts),
-        [],
-    )
-    for group in groups:
-        in_memory.append(min(sum(group.parts()), left))
-        left -= in_memory[-1]
-    pin = offload.get("pin_memory", False)
-    terms = [
-        _pinned(
-            HOST,
-            f"parameters, {dtype}",
-            [*(own * numel for numel in in_memory), width * frozen_parts],
-            pin,
-            load,
-        )
-    ]
+
+    blocks = [*(own * numel for numel in _in_host_memory(groups, offload)), width * frozen_parts]
+    in_memory = _pinned(HOST, f"parameters, {dtype}", blocks, pin, load)
     if home == NVME:
-        buffers = (
-            width
-            * int(offload.get("buffer_count", 5))
-            * int(offload.get("buffer_size", 100_000_000))
-        )
-        terms.append(Term(NVME, f"parameters, {dtype}", size))
-        terms.append(Term(HOST, "swap buffers of parameters", buffers, pinned=buffers))
-        terms.append(
-            Term(
-                HOST,
-                f"parameters on their way back, {dtype}",
-                width * largest,
-                pinned=width * largest,
-            )
-        )
-    elif pin:
-        blocks = [pinned_bytes(width * part, load.exact_pins) for part in parts]
-        kept = sum(block for block in blocks if not load.exact_pins or block <= ROUNDED_UP_TO)
-        terms.append(Term(HOST, "freed pinned blocks that torch keeps", 0, pinned=kept, bound=True))
-    return terms
+        swapped = Term(NVME, f"parameters, {dtype}", size)
+        return [in_memory, swapped, *_parameter_swaps(offload, width, largest)]
+    return [in_memory, *([_freed_pins([width * part for part in parts], load)] if pin else [])]
+
+
+def _in_host_memory(groups: list[Group], offload: dict[str, Any]) -> list[int]:
+    """Count the elements of each group's partitions that stay in host memory: all, or with NVMe the
+    first `max_in_cpu`.
+    """
+    sizes = [sum(group.parts()) for group in groups]
+    on_nvme = HOMES[offload.get("device", "none")] == NVME
+    left, kept = int(offload.get("max_in_cpu", 1_000_000_000)) if on_nvme else sum(sizes), []
+    for size in sizes:
+        kept.append(min(size, left))
+        left -= kept[-1]
+    return kept
+
+
+def _parameter_swaps(offload: dict[str, Any], width: int, largest: int) -> list[Term]:
+    """Count the pinned buffers between NVMe and the accelerator (partitioned_param_swapper.py), and
+    the updated parameters of a sub-group of `largest` elements.
+    """
+    buffers = (
+        width * int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 100_000_000))
+    )
+    back, size = f"parameters on their way back, {_name(width)}", width * largest
+    return [
+        Term(HOST, "swap buffers of parameters", buffers, pinned=buffers),
+        Term(HOST, back, size, pinned=size),
+    ]
+
+
+def _freed_pins(sizes: list[int], load: Load) -> Term:
+    """Count the pinned blocks of the single partitions that torch keeps once they are freed."""
+    blocks = [pinned_bytes(size, load.exact_pins) for size in sizes]
+    kept = sum(block for block in blocks if not load.exact_pins or block <= ROUNDED_UP_TO)
+    return Term(HOST, "freed pinned blocks that torch keeps", 0, pinned=kept, bound=True)
 
 
 def _zero_3_optimizer(
@@ -719,6 +768,15 @@ def _sent(ds_config: dict[str, Any]) -> int:
     """
     widths = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
     return widths.get(ds_config.get("communication_data_type") or "", _width(ds_config))
+
+
+def _sums_in_fp32(ds_config: dict[str, Any]) -> bool:
+    return ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
+
+
+def _sums_width(ds_config: dict[str, Any]) -> int:
+    """Return the bytes of an element in which ZeRO-3 sums gradients."""
+    return 4 if _sums_in_fp32(ds_config) else _width(ds_config)
 
 
 def _name(width: int) -> str:
