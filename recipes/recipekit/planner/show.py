@@ -66,10 +66,8 @@ def show(plan: Plan) -> None:
     if recipe.engine != "deepspeed":
         print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON")
     else:
-        print(
-            "JSON    "
-            f" {plan.ds_path or 'from the recipe'}{'' if shows_json else '; --show json prints it as resolved'}"
-        )
+        hint = "" if shows_json else "; --show json prints it as resolved"
+        print(f"JSON     {plan.ds_path or 'from the recipe'}{hint}")
     if shows_json:
         if recipe.engine != "deepspeed":
             print("JSON     the same settings in DeepSpeed's words, without the precision:")
