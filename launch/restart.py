@@ -96,7 +96,7 @@ def _run(
 
         step = run_folder.last_step(progress.out)
         failures.append(step)
-        if len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1:
+        if is_stuck(failures):
             say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
             outcome = replace(outcome, code=1)
             break
@@ -106,11 +106,7 @@ def _run(
             break
 
         pause = pause_after(failures)
-        newest = (
-            run_folder.newest_checkpoint(progress.out)
-            or "the beginning: no checkpoint is complete yet"
-        )
-        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {newest}")
+        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {origin(progress.out)}")
         if stop := asked_to_stop(asked, pause):
             outcome = stop
             stopped(outcome, progress.out, say)
@@ -118,10 +114,13 @@ def _run(
 
     if starts > 1:
         say(progress.goodput(time.monotonic() - began, starts))
-    checkpoint = (
-        run_folder.newest_checkpoint(progress.out) if run_folder.is_recipe(job.words) else None
-    )
+    checkpoint = newest_of_recipe(job.words, progress.out)
     return hand_back(outcome.code, outcome.reason, checkpoint, progress.logs, say)
+
+
+def newest_of_recipe(words: tuple[str, ...], out: Path) -> str | None:
+    """Return the newest complete checkpoint of a run; None for a script that is not a recipe."""
+    return run_folder.newest_checkpoint(out) if run_folder.is_recipe(words) else None
 
 
 def _one_start(
@@ -142,6 +141,17 @@ def _one_start(
 
     outcome = begin(HELLO) if number == 1 else after_wait(begin, wait_hosts, progress.say, asked)
     return judged(outcome, progress.out, progress.since)
+
+
+def is_stuck(failures: list[int]) -> bool:
+    """Return True if the last SAME_STEP starts have failed at one step."""
+    return len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1
+
+
+def origin(out: Path) -> str:
+    """Return where the next start of a run continues, for a line on the screen."""
+    newest = run_folder.newest_checkpoint(out)
+    return newest or "the beginning: no checkpoint is complete yet"
 
 
 def pause_after(failures: list[int]) -> float:
