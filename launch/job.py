@@ -471,10 +471,12 @@ class Start:
         )
         if code in STOP_CODES:
             telling = 5
-            # ended by a launcher because another rank had failed, unless no other failure is known
         elif code in (-15, -2, -1):
+            # Its launcher ended it because another rank had failed, unless no other failure is
+            # known.
             telling = 4
-        elif lost:  # a peer of the rank that failed; often it is reported first
+        elif lost:
+            # A peer of the rank that failed. Often it is reported first.
             telling = 3
         else:
             telling = 1 if code is not None and code < 0 else 2

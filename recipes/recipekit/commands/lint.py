@@ -1,10 +1,10 @@
 """Check a DeepSpeed JSON, alone or for one recipe on a number of ranks. Nothing is started.
 
     recipekit lint zero3.json --recipe mine.py --world 16
-    recipekit lint my_config.json --json-only --world 8    # another script passes it to DeepSpeed
-    recipekit lint my_config.json --filled-by trainer      # Trainer (or accelerate) fills "auto"
-    recipekit lint my_config.json --fix                    # write my_config.fixed.json
-    recipekit lint --table                                 # write tables of ds_configs/README.md
+    recipekit lint my_config.json --json-only --world 8    # another script passes it on
+    recipekit lint my_config.json --filled-by trainer      # after Trainer has filled "auto"
+    recipekit lint my_config.json --fix            # write my_config.fixed.json, list the changes
+    recipekit lint --table                         # write the tables of ds_configs/README.md
 
 Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs,
 ignores the key, replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems;
@@ -85,7 +85,7 @@ def read(
         )
         try:
             config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
-            # the last is of hjson 3.1.0, in text that ends within '''
+        # hjson 3.1.0 raises IndexError for text that ends within '''.
         except (OSError, ValueError, RecursionError, IndexError):
             raise Refusal(found) from None
         if not isinstance(config, dict):
@@ -117,15 +117,12 @@ def lint(
     layout: dict[str, int] | None = None,
 ) -> tuple[list[Problem], list[str]]:
     """Check a JSON; return every problem, and one line for each decision or piece of advice."""
-    problems: list[Problem] = []
-    recipe = shape = None
+    recipe, shape, problems = None, None, list[Problem]()
     if path:
-        recipe, problems = _read_recipe(path)
-    if recipe:
-        if wrong := check_kinds(vars(recipe)):
-            return wrong, []
-        shape, problems = _check_alone(recipe)
-
+        try:
+            recipe, shape, problems = _read_recipe(path)
+        except Refusal as refusal:
+            return refusal.problems, []
     config, file, found = _config_of(name, path, recipe, json_only)
     problems += found
     if config is None:
@@ -144,8 +141,7 @@ def lint(
 
     found = check_on(world)
     if recipe and world:
-        step = math.prod(max(1, degree) for degree in _degrees(recipe, config).values())
-        found = divisions.name_worlds(found, world, step, check_on)
+        found = divisions.name_worlds(found, world, _divisor(vars(recipe), config), check_on)
 
     # The recipe and the JSON may both set the degree that a problem is about.
     problems, notes = _without_advice(list(dict.fromkeys(problems + found)), json_only, filled_by)
@@ -157,17 +153,10 @@ def lint(
             " checked"
         )
     if recipe and world and not problems:
-        lines += _resolved(recipe, config, shape, world)
+        mesh = make_mesh(world, **_degrees(vars(recipe), config))
+        resolved, notes = resolve.resolve(config, recipe, mesh, shape)
+        lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
     return problems, lines
-
-
-def _resolved(
-    recipe: Recipe, config: dict[str, Any], shape: dict[str, Any] | None, world: int
-) -> list[str]:
-    """Return the notes of the resolved JSON, and the batches of a step on `world` ranks."""
-    mesh = make_mesh(world, **_degrees(recipe, config))
-    resolved, notes = resolve.resolve(config, recipe, mesh, shape)
-    return [*notes, *batches(mesh, resolved, recipe.ramp)]
 
 
 def _without_advice(
@@ -187,18 +176,19 @@ def _without_advice(
     return problems, notes
 
 
-def _read_recipe(path: Path) -> tuple[Recipe | None, list[Problem]]:
-    try:
-        return recipe_of(path), []
-    except Refusal as refusal:
-        return None, refusal.problems
+def _read_recipe(path: Path) -> tuple[Recipe | None, dict[str, Any] | None, list[Problem]]:
+    """Return a recipe, its model's config.json if it is on this machine, and the recipe's own
+    problems.
 
-
-def _check_alone(recipe: Recipe) -> tuple[dict[str, Any] | None, list[Problem]]:
-    """Check a recipe without its JSON; return its model's config.json, if it is on this machine,
-    and the problems.
+    Raise `Refusal` for values of a wrong type, with which nothing else can be checked.
     """
     problems, shape = list[Problem](), None
+    try:
+        recipe = recipe_of(path)
+    except Refusal as refusal:
+        return None, None, refusal.problems
+    if wrong := check_kinds(vars(recipe)):
+        raise Refusal(wrong)
     try:
         problems += check_recipe(recipe)
         shape = model_config(
@@ -208,7 +198,7 @@ def _check_alone(recipe: Recipe) -> tuple[dict[str, Any] | None, list[Problem]]:
             problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
     except Refusal as refusal:
         problems += refusal.problems
-    return shape, problems
+    return recipe, shape, problems
 
 
 def _config_of(
@@ -236,9 +226,14 @@ def _config_of(
         return None, None, problems + refusal.problems
 
 
-def _degrees(recipe: Recipe, config: dict[str, Any]) -> dict[str, int]:
-    """Return the parallel degrees of the recipe, replaced by those that the JSON sets."""
-    return {axis: getattr(recipe, axis) for axis in DEGREES} | numbers.degrees(config)
+def _degrees(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
+    """Return the parallel degrees of a recipe's fields, replaced by those that the JSON sets."""
+    return {axis: fields[axis] for axis in DEGREES} | numbers.degrees(config)
+
+
+def _divisor(fields: dict[str, Any], config: dict[str, Any]) -> int:
+    """Return the number that divides every world size that fits the parallel degrees."""
+    return math.prod(max(1, degree) for degree in _degrees(fields, config).values())
 
 
 def fix(
