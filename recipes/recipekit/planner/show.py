@@ -31,7 +31,8 @@ from ..spec.phases import rates
 from ..spec.task_specs import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
 from .activations import activation_terms, shape_of
-from .memory import Load, rank_terms
+from .load import Load
+from .memory import rank_terms
 from .pinned import pins_exactly
 from .terms import ACCELERATOR, BACKWARD, LOSS, MOMENTS, REDUCE, STEP, Term, too_much, total
 
