@@ -3,10 +3,13 @@ Kubernetes.
 
     python -m launch recipes/NAME.py [FLAGS OF THE RECIPE]
     python -m launch --hostfile HOSTS recipes/NAME.py
-    python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py       on a login node: sbatch launch/slurm.sbatch
-    python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py | kubectl apply -f -
+    python -m launch --where slurm --nodes 2 --gpus 8 recipes/NAME.py
+    python -m launch --where k8s --nodes 2 --gpus 8 --image IMAGE --dry-run recipes/NAME.py \\
+        | kubectl apply -f -
     python -m launch --hostfile HOSTS --doctor [FLAGS OF recipekit doctor]
-    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]        one process on each host
+    python -m launch --hostfile HOSTS --once SCRIPT [FLAGS OF SCRIPT]
+
+On a login node of Slurm, use sbatch launch/slurm.sbatch. --once starts one process on each host.
 
 Put the flags of launch before the recipe. Everything after the recipe reaches the recipe exactly as
 typed. A script that --once starts gets the variables RANK (first rank of its host),
@@ -269,9 +272,9 @@ def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], 
 def meant(parser: argparse.ArgumentParser, flag: str) -> str:
     options = {option.lstrip("-"): option for option in parser._option_string_actions}
     near = difflib.get_close_matches(flag.partition("=")[0].lstrip("-"), options, 1, cutoff=0.75)
+    hint = f"Did you mean {options[near[0]]}?" if near else ""
     return (
-        f"{flag}: is not a flag of launch."
-        f" {f'Did you mean {options[near[0]]}?' if near else 'Write the flags of the recipe after its file'}"
+        f"{flag}: is not a flag of launch. {hint or 'Write the flags of the recipe after its file'}"
     )
 
 
@@ -318,18 +321,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
         else (script(arguments.words[0]), *arguments.words[1:])
     )
     where = arguments.where or hosts.detect(variables, arguments.hostfile)
-    if not Path(words[0]).is_file():
-        before = argv[: len(argv) - len(arguments.words)]
-        if (
-            arguments.sbatch
-            and before[-1].endswith(flag := arguments.sbatch[-1])
-            and "=" not in flag
-        ):
-            raise Refused(
-                f"{words[0]}: the file does not exist. If it is the value of {flag}, write both as"
-                " one word for sbatch, for example --sbatch=--partition=gpu"
-            )
-        raise Refused(f"{words[0]}: the file does not exist. {nearest(Path(words[0]))}")
+    check_script(words[0], arguments, argv)
     if arguments.doctor and (
         late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")
     ):
@@ -344,6 +336,7 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
             f"--hostfile {arguments.hostfile}: cannot be combined with --where {where}, which finds"
             " its hosts itself. Leave out one of the two flags"
         )
+
     if where == "slurm" and "SLURM_JOB_ID" not in variables:
         return slurm.submit(arguments, argv, variables)
     if where == "k8s" and "JOB_COMPLETION_INDEX" not in variables:
@@ -355,6 +348,19 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.once or arguments.doctor:
         return once(job)
     return restart.run(job, arguments.max_restarts, say, arguments.wait_hosts or restart.WAIT_HOSTS)
+
+
+def check_script(file: str, arguments: argparse.Namespace, argv: list[str]) -> None:
+    """Raise `Refused` if the script does not exist, with the flag or the file that was meant."""
+    if Path(file).is_file():
+        return
+    before = argv[: len(argv) - len(arguments.words)]
+    if arguments.sbatch and before[-1].endswith(flag := arguments.sbatch[-1]) and "=" not in flag:
+        raise Refused(
+            f"{file}: the file does not exist. If it is the value of {flag}, write both as"
+            " one word for sbatch, for example --sbatch=--partition=gpu"
+        )
+    raise Refused(f"{file}: the file does not exist. {nearest(Path(file))}")
 
 
 READ_BY = {
@@ -429,31 +435,12 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
 def plan(
     arguments: argparse.Namespace, words: tuple[str, ...], where: str, variables: dict[str, str]
 ) -> Job:
-    """Plans the job for this place. Raises `Refused`."""
+    """Plan the job for this place. Raises `Refused`."""
     node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
-    if where == "hostfile":
-        if not arguments.hostfile:
-            raise Refused(
-                "--where hostfile: requires a hostfile. Name it with --hostfile FILE (example:"
-                " launch/hostfile.example)"
-            )
-        machines = hosts.read_hostfile(arguments.hostfile, arguments.nodes, arguments.gpus)
-    elif where == "slurm":
-        machines = hosts.slurm_hosts(variables, arguments.gpus)
-        if arguments.nodes and arguments.nodes != len(machines):
-            raise Refused(
-                f"--nodes {arguments.nodes}: the job has {len(machines)}. Give the number to sbatch"
-                " instead"
-            )
-    elif where == "k8s":
+    if where == "k8s":
         machines, node, master_addr, master_port = kubernetes.pods(arguments, variables)
     else:
-        if arguments.nodes not in (None, 1):
-            raise Refused(
-                f"--nodes {arguments.nodes}: requires several hosts. Name them with --hostfile"
-                " FILE, or use --where slurm or k8s"
-            )
-        machines = [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
+        machines = machines_of(arguments, where, variables)
     python = arguments.python or sys.executable
     given = environment.needed(variables, arguments.env)
     if where == "slurm":
@@ -480,6 +467,31 @@ def plan(
     )
 
 
+def machines_of(arguments: argparse.Namespace, where: str, variables: dict[str, str]) -> list[Host]:
+    """Return the hosts of a job outside Kubernetes. Raises `Refused`."""
+    if where == "hostfile":
+        if not arguments.hostfile:
+            raise Refused(
+                "--where hostfile: requires a hostfile. Name it with --hostfile FILE (example:"
+                " launch/hostfile.example)"
+            )
+        return hosts.read_hostfile(arguments.hostfile, arguments.nodes, arguments.gpus)
+    if where == "slurm":
+        machines = hosts.slurm_hosts(variables, arguments.gpus)
+        if arguments.nodes and arguments.nodes != len(machines):
+            raise Refused(
+                f"--nodes {arguments.nodes}: the job has {len(machines)}. Give the number to sbatch"
+                " instead"
+            )
+        return machines
+    if arguments.nodes not in (None, 1):
+        raise Refused(
+            f"--nodes {arguments.nodes}: requires several hosts. Name them with --hostfile"
+            " FILE, or use --where slurm or k8s"
+        )
+    return [Host("localhost", arguments.gpus or hosts.devices(variables) or 1, "127.0.0.1")]
+
+
 def granted(variables: dict[str, str]) -> dict[str, str]:
     """Return the variable that tells ranks how long Slurm waits after its warning; report a time
     limit that is too short for the warning.
@@ -501,16 +513,15 @@ def typed() -> tuple[str, ...]:
 
 
 def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:
-    """Prints what will run: each host's command, and the names of the variables that travel to the
+    """Print what will run: each host's command, and the names of the variables that travel to the
     host.
     """
-    first, ranks = job.hosts[0], sum(host.slots for host in job.hosts)
+    ranks, cores = sum(host.slots for host in job.hosts), usable_cores()
     who = (
         "once on each host"
         if job.spawn == "once"
         else f"{ranks} rank{'s' if ranks > 1 else ''}, forked by {job.spawn}"
     )
-    cores = usable_cores()
     if (
         job.where == "local"
         and ranks == 1 < cores
@@ -524,29 +535,36 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
         )
     say(f"{job.where}: {len(job.hosts)} host{'s' if len(job.hosts) > 1 else ''}, {who}")
     for node, host in enumerate(job.hosts):
-        if job.node not in (None, node):
-            continue
-        address = job.master_addr or first.address or "ADDRESS_OF_THE_FIRST_HOST"
-        meeting = spawn.Meeting(
-            tuple(machine.slots for machine in job.hosts), node, address, job.master_port
-        )
-        words = spawn.command(
-            job.spawn,
-            job.python,
-            meeting,
-            [str(index) for index in range(host.slots)],
-            list(job.words),
-        )
-        through = (
-            f"{shlex.join(job.connection(host))} <- " if job.where in ("hostfile", "slurm") else ""
-        )
-        say(f"  {host.name}: {through}{shlex.join(map(environment.shown, words))}")
+        if job.node in (None, node):
+            say(f"  {host.name}: {command_on(job, node)}")
     if job.where != "local":
         secret = environment.secrets(variables, arguments.env)
         names = [name + (" (secret)" if name in secret else "") for name in job.environment]
         say(f"  variables that travel with it, through stdin: {', '.join(names) or 'none'}")
         for line in environment.left_behind(variables, job.environment, "--env NAME passes it on"):
             say(f"  {line}")
+
+
+def command_on(job: Job, node: int) -> str:
+    """Return the command that starts the ranks of a host, and how launch reaches the host."""
+    host = job.hosts[node]
+    meeting = spawn.Meeting(
+        tuple(machine.slots for machine in job.hosts),
+        node,
+        job.master_addr or job.hosts[0].address or "ADDRESS_OF_THE_FIRST_HOST",
+        job.master_port,
+    )
+    words = spawn.command(
+        job.spawn,
+        job.python,
+        meeting,
+        [str(index) for index in range(host.slots)],
+        list(job.words),
+    )
+    through = (
+        f"{shlex.join(job.connection(host))} <- " if job.where in ("hostfile", "slurm") else ""
+    )
+    return f"{through}{shlex.join(map(environment.shown, words))}"
 
 
 def once(job: Job) -> int:

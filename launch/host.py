@@ -1,12 +1,19 @@
 """Runs on each host of a job: starts the ranks, watches them, and ends every process that they
 started.
 
-    python -m launch.host          started by `python -m launch`, over ssh, srun, or on the same machine
+    python -m launch.host      started by `python -m launch`: over ssh, srun, or on the same machine
 
 Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdout:
 
-    in    the specification; {"start": {"master_addr", "master_port"}}; {"stop": "SIGTERM"}; {"kill": true}; the end of stdin is a stop
-    out   {"hello": ...}; {"out": text of rank 0}; {"line": its progress line}; {"told": signal}; {"run_folder": path}; {"ended": ...} for each rank; {"launcher": exit code}; {"done": processes killed}
+    in    the specification
+          {"start": {"master_addr", "master_port"}}
+          {"stop": "SIGTERM"}; the end of stdin is a stop
+          {"kill": true}
+    out   {"hello": ...}
+          {"out": text of rank 0}; {"line": its progress line}
+          {"told": signal}; {"run_folder": path}
+          {"ended": ...} for each rank; {"launcher": exit code}
+          {"done": processes killed}
 
 Linux only: exit states are read from the process table, because the ranks are children of their
 launcher, not of this process.
@@ -135,10 +142,10 @@ class Agent:
     def environment(
         self, meeting: spawn.Meeting, folder: str, visible: list[str]
     ) -> dict[str, str]:
-        """Builds the environment of this host's launcher, and so of every rank; `visible` are the
+        """Build the environment of this host's launcher, and so of every rank; `visible` are the
         devices of the ranks.
         """
-        slots, allowed = meeting.slots[meeting.node], os.sched_getaffinity(0)
+        slots = meeting.slots[meeting.node]
         variables = os.environ | self.spec["environment"]
         variables |= {
             MARK: self.spec["mark"],
@@ -154,7 +161,15 @@ class Agent:
         variables["PATH"] = os.pathsep.join(
             [str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)]
         )
-        limit = cores.whole_cores(cores.cpu_limit())
+        self.add_cores(variables, slots, visible)
+        self.add_interface(variables, meeting)
+        if self.spec["spawn"] == "once":
+            variables |= place_of_once(meeting)
+        return variables
+
+    def add_cores(self, variables: dict[str, str], slots: int, visible: list[str]) -> None:
+        """Add the cores of each rank with --bind_cores, and the threads that fit them."""
+        allowed, limit = os.sched_getaffinity(0), cores.whole_cores(cores.cpu_limit())
         threads = min(len(allowed), limit) // slots
         if self.spec["bind_cores"]:
             # the order in which the GPUs are looked up; CUDA's own begins with the fastest
@@ -164,56 +179,38 @@ class Agent:
             threads = min(limit // slots, *map(len, dealt))
         # else deepspeed's launcher leaves all cores to each rank, and torchrun one
         variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+
+    def add_interface(self, variables: dict[str, str], meeting: spawn.Meeting) -> None:
+        """Add the network interface that leads to the other hosts, unless the user chose one.
+
+        Otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which
+        no other host reaches, and NCCL may take a bridge of virtual machines or containers.
+        """
         ways = (
             interface_to(host)
             for host in (meeting.master_addr, *self.spec["others"])
             if len(meeting.slots) > 1
         )
         if name := next(filter(None, ways), ""):
-            # otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1,
-            # which no other host reaches, and NCCL may take a bridge of virtual machines or
-            # containers; for NCCL, = says that the name is whole
             variables.setdefault("GLOO_SOCKET_IFNAME", name)
+            # The = says that the name is whole.
             variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-        if self.spec["spawn"] == "once":
-            place = {
-                "RANK": meeting.first_rank,
-                "LOCAL_RANK": 0,
-                "LOCAL_WORLD_SIZE": slots,
-                "WORLD_SIZE": sum(meeting.slots),
-            }
-            place |= {
-                "MASTER_ADDR": meeting.master_addr,
-                "MASTER_PORT": meeting.master_port,
-                "LAUNCH_ONCE": 1,
-            }
-            variables |= {name: str(value) for name, value in place.items()}
-        return variables
 
     # the run
 
     def start(self, master_addr: str, master_port: int) -> None:
-        folder = tempfile.mkdtemp(prefix="launch_")
-        os.mkfifo(f"{folder}/pipe")
-        # open for writing too, so that reading never meets its end
-        pipe = os.open(f"{folder}/pipe", os.O_RDWR | os.O_NONBLOCK)
-        self.folder, self.pipe = folder, pipe
-        self.selector.register(pipe, selectors.EVENT_READ, "pipe")
+        self.open_pipe()
         meeting = spawn.Meeting(
             tuple(self.spec["slots"]), self.spec["node"], master_addr, master_port
         )
         slots = meeting.slots[meeting.node]
-        visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""))[:slots]
-        if "CUDA_VISIBLE_DEVICES" in os.environ and not visible:
-            unseen = os.environ["CUDA_VISIBLE_DEVICES"].strip()
-            # the user wants the CPU, or Slurm gave the job no GPU
-            visible = [unseen if unseen == NO_GPUS_FROM_SLURM else "-1"] * slots
-        visible = visible if len(visible) == slots else [str(index) for index in range(slots)]
+        visible = devices_of_ranks(slots)
         words = spawn.command(
             self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"]
         )
         # a process that loses its parent becomes a child of this process
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
         self.launcher_log = Path(self.spec["logs"]) / f"launcher_{meeting.node}.log"
         for stale in [
             self.launcher_log,
@@ -235,13 +232,21 @@ class Agent:
         with self.launcher_log.open("wb") as log:
             self.launcher = subprocess.Popen(
                 words,
-                env=self.environment(meeting, folder, visible),
+                env=self.environment(meeting, self.folder, visible),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=in_child,
             )
+
+    def open_pipe(self) -> None:
+        """Make the pipe through which the ranks report, and watch it."""
+        self.folder = tempfile.mkdtemp(prefix="launch_")
+        os.mkfifo(f"{self.folder}/pipe")
+        # open for writing too, so that reading never meets its end
+        self.pipe = os.open(f"{self.folder}/pipe", os.O_RDWR | os.O_NONBLOCK)
+        self.selector.register(self.pipe, selectors.EVENT_READ, "pipe")
 
     def log(self, rank: int) -> Path:
         return Path(self.spec["logs"]) / f"rank_{rank}.log"
@@ -351,53 +356,24 @@ class Agent:
             self.tell(out=text)
 
     def run(self) -> int:
-        """Runs until every process of this host has ended."""
-        self.selector.register(0, selectors.EVENT_READ, "commands")
-        woken, waker = socket.socketpair()
-        woken.setblocking(False)
-        waker.setblocking(False)
-        for number in STOPS:
-            signal.signal(number, lambda *_: None)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self.selector.register(woken, selectors.EVENT_READ, "signals")
+        """Run until every process of this host has ended."""
+        self.listen()
         over_since: float | None = None
         killed = 0
         while True:
             for key, _ in self.selector.select(0.1):
-                if key.data == "commands":
-                    for message in self.hear():
-                        self.obey(message)
-                elif key.data == "signals":
-                    for number in woken.recv(64):
-                        name = signal.Signals(number).name
-                        self.tell(told=name)
-                        self.stop(name)
-                elif key.data == "pipe":
-                    self.meet_ranks()
-                else:
-                    self.rank_ended(key.data)
+                self.react(key.data)
             if self.launcher is None:
                 if self.stopping or self.killing:
                     return 0
                 continue
-            self.show()
-            before = self.launcher_ended
-            self.reap()
-            self.report_unknown()
-            if before is None and self.launcher_ended is not None:
-                self.meet_ranks()
-                self.tell(
-                    launcher={
-                        "code": self.launcher_ended,
-                        "tail": last_lines(self.launcher_log),
-                        "ranks": len(self.running),
-                        "log": str(self.launcher_log),
-                    }
-                )
+
+            self.follow_launcher()
             if self.launcher_ended is None or self.running:
                 if self.killing:
                     self.kill()  # processes forked meanwhile
                 continue
+
             over_since = over_since or time.monotonic()
             left = descendants(os.getpid())
             if left and (self.killing or time.monotonic() - over_since > LEFT):
@@ -409,6 +385,73 @@ class Agent:
                 os.rmdir(self.folder)
                 self.tell(done=killed)
                 return 0
+
+    def listen(self) -> None:
+        """Watch for commands, and for signals that ask for a stop."""
+        self.selector.register(0, selectors.EVENT_READ, "commands")
+        self.woken, self.waker = socket.socketpair()
+        self.woken.setblocking(False)
+        self.waker.setblocking(False)
+        for number in STOPS:
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+        self.selector.register(self.woken, selectors.EVENT_READ, "signals")
+
+    def react(self, event: Any) -> None:
+        """React to what the selector reports: commands, signals, the pipe, or a rank's pid."""
+        if event == "commands":
+            for message in self.hear():
+                self.obey(message)
+        elif event == "signals":
+            for number in self.woken.recv(64):
+                name = signal.Signals(number).name
+                self.tell(told=name)
+                self.stop(name)
+        elif event == "pipe":
+            self.meet_ranks()
+        else:
+            self.rank_ended(event)
+
+    def follow_launcher(self) -> None:
+        """Pass on new output of rank 0, and report the launcher once it has ended."""
+        self.show()
+        before = self.launcher_ended
+        self.reap()
+        self.report_unknown()
+        if before is None and self.launcher_ended is not None:
+            self.meet_ranks()
+            self.tell(
+                launcher={
+                    "code": self.launcher_ended,
+                    "tail": last_lines(self.launcher_log),
+                    "ranks": len(self.running),
+                    "log": str(self.launcher_log),
+                }
+            )
+
+
+def devices_of_ranks(slots: int) -> list[str]:
+    """Return the CUDA device of each rank of this host; -1 on the CPU."""
+    visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""))[:slots]
+    if "CUDA_VISIBLE_DEVICES" in os.environ and not visible:
+        unseen = os.environ["CUDA_VISIBLE_DEVICES"].strip()
+        # the user wants the CPU, or Slurm gave the job no GPU
+        visible = [unseen if unseen == NO_GPUS_FROM_SLURM else "-1"] * slots
+    return visible if len(visible) == slots else [str(index) for index in range(slots)]
+
+
+def place_of_once(meeting: spawn.Meeting) -> dict[str, str]:
+    """Return the variables of a script that runs once on this host."""
+    place = {
+        "RANK": meeting.first_rank,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": meeting.slots[meeting.node],
+        "WORLD_SIZE": sum(meeting.slots),
+        "MASTER_ADDR": meeting.master_addr,
+        "MASTER_PORT": meeting.master_port,
+        "LAUNCH_ONCE": 1,
+    }
+    return {name: str(value) for name, value in place.items()}
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:

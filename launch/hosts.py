@@ -94,32 +94,15 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
         words = line.partition("#")[0].split()
         if not words:
             continue
-        place = f"{path}, line {number}: {line.strip()!r}"
         slots = SLOTS.fullmatch(words[1]) if len(words) == 2 else None
         name = same_name(words[0])
-        if ":" in words[0] and not name:
-            problems.append(
-                f"{place}: {words[0]!r} is not an IPv6 address. Write it without brackets, zone and"
-                " port, for example: fd00::1 slots=8"
-            )
-        elif not name:
-            problems.append(
-                f"{place}: {words[0]!r} is not a host name or an address. Write letters, digits,"
-                " dots and hyphens, for example: worker-1 slots=8"
-            )
-        elif slots is None:
-            problems.append(
-                f"{place}: must have the form NAME slots=NUMBER. Write for example: {words[0]}"
-                " slots=8"
-            )
-        elif name in lines:
-            problems.append(
-                f"{place}: the host is already on line {lines[name]}. List it once, with all its"
-                " slots"
-            )
+        if slots is None or not name or name in lines:
+            wrong = _wrong_line(words, name, lines.get(name))
+            problems.append(f"{path}, line {number}: {line.strip()!r}: {wrong}")
         else:
             lines[name] = number
             hosts.append(Host(words[0], gpus or int(slots[1])))
+
     if not hosts and not problems:
         problems.append(
             f"--hostfile {path}: contains no host. Write lines in the format of"
@@ -132,6 +115,26 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
     if problems:
         raise Refused(*problems)
     return hosts[:most]
+
+
+def _wrong_line(words: list[str], name: str, before: int | None) -> str:
+    """Return the rule that a line of a hostfile breaks, with its fix.
+
+    `name` is "" if the first word names no host. `before`: the line that has the host already.
+    """
+    if ":" in words[0] and not name:
+        return (
+            f"{words[0]!r} is not an IPv6 address. Write it without brackets, zone and port, for"
+            " example: fd00::1 slots=8"
+        )
+    if not name:
+        return (
+            f"{words[0]!r} is not a host name or an address. Write letters, digits, dots and"
+            " hyphens, for example: worker-1 slots=8"
+        )
+    if before is not None and len(words) == 2 and SLOTS.fullmatch(words[1]):
+        return f"the host is already on line {before}. List it once, with all its slots"
+    return f"must have the form NAME slots=NUMBER. Write for example: {words[0]} slots=8"
 
 
 def decoded(data: bytes) -> str:

@@ -281,7 +281,7 @@ class Start:
         self.events.put((-1, signal.Signals(number).name))
 
     def greet(self) -> dict[int, dict[str, Any]]:
-        """Collects what each host says about itself.
+        """Collect the hello of each host.
 
         Raises `Refused` with every host that did not answer or cannot start its part.
         """
@@ -295,17 +295,7 @@ class Start:
                     timeout=max(0.01, min(5.0, deadline - time.monotonic()))
                 )
             except queue.Empty:
-                names = ", ".join(self.job.hosts[node].name for node in sorted(silent))
-                last = next(
-                    (
-                        errors[-1]
-                        for node in sorted(silent)
-                        if (errors := self.connections[node].errors)
-                    ),
-                    "",
-                )
-                # srun, for example, reports that other steps of the job hold the cores
-                names += f" ({last})" if last else ""
+                names = self.named(silent)
                 if time.monotonic() < deadline:
                     self.say(f"waiting for {names}")
                     continue
@@ -319,14 +309,7 @@ class Start:
             elif message is None:
                 silent.discard(node)
                 self.connections[node].open = False
-                told = (
-                    "; ".join(line for line in self.connections[node].errors[-3:] if line)
-                    or f"the connection ended with {self.connections[node].process.poll()}"
-                )
-                problems.append(
-                    f"{self.job.hosts[node].name}: cannot be reached, or has no Python at"
-                    f" {self.job.python}: {told}"
-                )
+                problems.append(self.unreachable(node))
             elif "hello" in message:
                 silent.discard(node)
                 hellos[node] = message["hello"]
@@ -338,6 +321,28 @@ class Start:
         if problems:
             raise Refused(*problems)
         return hellos
+
+    def named(self, silent: set[int]) -> str:
+        """Return the names of hosts that have not answered, with the last error line of one: srun,
+        for example, reports that other steps of the job hold the cores.
+        """
+        names = ", ".join(self.job.hosts[node].name for node in sorted(silent))
+        last = next(
+            (errors[-1] for node in sorted(silent) if (errors := self.connections[node].errors)),
+            "",
+        )
+        return names + (f" ({last})" if last else "")
+
+    def unreachable(self, node: int) -> str:
+        """Return the problem of a host whose connection ended before its hello."""
+        told = (
+            "; ".join(line for line in self.connections[node].errors[-3:] if line)
+            or f"the connection ended with {self.connections[node].process.poll()}"
+        )
+        return (
+            f"{self.job.hosts[node].name}: cannot be reached, or has no Python at"
+            f" {self.job.python}: {told}"
+        )
 
     def without_gpus(self, gpus: dict[int, int]) -> list[str]:
         """Name the hosts on which no GPU is visible while others have some, as after a reboot until
@@ -466,10 +471,12 @@ class Start:
         )
         if code in STOP_CODES:
             telling = 5
-            # ended by a launcher because another rank had failed, unless no other failure is known
         elif code in (-15, -2, -1):
+            # Its launcher ended it because another rank had failed, unless no other failure is
+            # known.
             telling = 4
-        elif lost:  # a peer of the rank that failed; often it is reported first
+        elif lost:
+            # A peer of the rank that failed. Often it is reported first.
             telling = 3
         else:
             telling = 1 if code is not None and code < 0 else 2

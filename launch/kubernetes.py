@@ -98,13 +98,44 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
 def manifest(
     arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]
 ) -> str:
-    """Writes the Service and the Indexed Job as YAML. Raises `Refused`."""
-    name, folder, nodes = (
-        job_name(arguments, words),
-        arguments.folder or FOLDER,
-        arguments.nodes or 1,
-    )
-    runs, problems = posixpath.join(folder, "runs"), []
+    """Write the Service and the Indexed Job as YAML. Raises `Refused`."""
+    name, folder = job_name(arguments, words), arguments.folder or FOLDER
+    nodes, runs = arguments.nodes or 1, posixpath.join(folder, "runs")
+    if problems := check_manifest(arguments, words, name, folder):
+        raise Refused(*problems)
+
+    words = (in_image(words[0], folder), *words[1:])
+    passed = passed_on(arguments, variables) | {
+        "MASTER_ADDR": f"{name}-0.{name}",
+        "MASTER_PORT": str(arguments.master_port or PORT),
+    }
+    passed["LAUNCH_GRACE"] = str(GRACE)
+    fields = {
+        "name": name,
+        "nodes": nodes,
+        "grace": GRACE,
+        "backoff": nodes * (arguments.max_restarts + 1),
+        "image": arguments.image,
+        "folder": folder,
+        "command": [unexpanded(word) for word in command_in_pod(arguments, words)],
+        "env": (
+            [{"name": key, "value": unexpanded(value)} for key, value in passed.items()] + [JOB_ID]
+        ),
+        "secret": f"{name}-secrets",
+        "resources": {"limits": {"nvidia.com/gpu": arguments.gpus}},
+        "runs": runs,
+        "claim": arguments.claim or "runs",
+    }
+    return re.sub(r"\{(\w+)\}", lambda field: scalar(fields[field[1]]), TEMPLATE.read_text())
+
+
+def check_manifest(
+    arguments: argparse.Namespace, words: tuple[str, ...], name: str, folder: str
+) -> list[str]:
+    """Refuse a name that is none for Kubernetes, a missing image or number of GPUs, and a run
+    folder that would be lost.
+    """
+    problems: list[str] = []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
         problems.append(
             f"--name {name}: is not a Kubernetes name. Use up to 52 lower-case letters, digits and"
@@ -118,15 +149,17 @@ def manifest(
     elif not arguments.gpus:
         problems.append("--where k8s: requires the number of GPUs in a pod. Give --gpus N")
     if not (arguments.once or arguments.doctor):
-        problems += check_out(words, folder, runs)
-    if problems:
-        raise Refused(*problems)
-    words = (in_image(words[0], folder), *words[1:])
+        problems += check_out(words, folder, posixpath.join(folder, "runs"))
+    return problems
+
+
+def command_in_pod(arguments: argparse.Namespace, words: tuple[str, ...]) -> list[str]:
+    """Return the command of each pod: launch once more, there for its own part."""
     own = [
         "--where",
         "k8s",
         "--nodes",
-        str(nodes),
+        str(arguments.nodes or 1),
         "--gpus",
         str(arguments.gpus),
         "--spawn",
@@ -142,28 +175,7 @@ def manifest(
         if arguments.once
         else list(words)
     )
-    passed = passed_on(arguments, variables) | {
-        "MASTER_ADDR": f"{name}-0.{name}",
-        "MASTER_PORT": str(arguments.master_port or PORT),
-    }
-    passed["LAUNCH_GRACE"] = str(GRACE)
-    fields = {
-        "name": name,
-        "nodes": nodes,
-        "grace": GRACE,
-        "backoff": nodes * (arguments.max_restarts + 1),
-        "image": arguments.image,
-        "folder": folder,
-        "command": [unexpanded(word) for word in ["python", "-m", "launch", *own, *rest]],
-        "env": (
-            [{"name": key, "value": unexpanded(value)} for key, value in passed.items()] + [JOB_ID]
-        ),
-        "secret": f"{name}-secrets",
-        "resources": {"limits": {"nvidia.com/gpu": arguments.gpus}},
-        "runs": runs,
-        "claim": arguments.claim or "runs",
-    }
-    return re.sub(r"\{(\w+)\}", lambda field: scalar(fields[field[1]]), TEMPLATE.read_text())
+    return ["python", "-m", "launch", *own, *rest]
 
 
 def job_name(arguments: argparse.Namespace, words: tuple[str, ...]) -> str:

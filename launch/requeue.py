@@ -65,11 +65,8 @@ def hand_back(
         )
         return _into_queue(slurm_job, code, _starts_without_step(chain, code, checkpoint), say)
     if code == START_AGAIN and "JOB_COMPLETION_INDEX" in os.environ:
-        chain = Chain(
-            logs
-            / f".chain_{os.environ.get('LAUNCH_JOB_ID', 'pod')}_{os.environ['JOB_COMPLETION_INDEX']}",
-            False,
-        )
+        pod = f"{os.environ.get('LAUNCH_JOB_ID', 'pod')}_{os.environ['JOB_COMPLETION_INDEX']}"
+        chain = Chain(logs / f".chain_{pod}", False)
         if _starts_without_step(chain, code, checkpoint) >= WITHOUT_STEP:
             chain.note.unlink(missing_ok=True)  # another Job may use this folder
             say(f"exit code 1 instead of {START_AGAIN}: {_no_step()}")

@@ -80,28 +80,23 @@ def _run(
     starts, goes_on = 0, False
     while True:
         starts += 1
-        if (
-            words := run_folder.next_words(job.words, progress.out, progress.since)
-        ) != job.words and not goes_on:
+        words = run_folder.next_words(job.words, progress.out, progress.since)
+        if words != job.words and not goes_on:
             say("this start continues the run: --resume auto")
             job, goes_on = replace(job, words=words), True
-        logs = new_logs(progress.logs)
-        say(f"start {starts}: output of each rank in {shown(logs)}")
-        begin = lambda patience: Start(job, logs, say, asked, progress.learn, patience).run()  # noqa: B023, E731
-        outcome = begin(HELLO) if starts == 1 else after_wait(begin, wait_hosts, say, asked)
-        outcome = judged(outcome, progress.out, progress.since)
-        if outcome.kind == "done":
-            break
-        if outcome.text:
+
+        outcome = _one_start(job, starts, progress, asked, wait_hosts)
+        if outcome.text and outcome.kind != "done":
             say(outcome.text)
-        if outcome.kind in ("refused", "away"):
+        if outcome.kind in ("done", "refused", "away"):
             break
         if outcome.reason:
             stopped(outcome, progress.out, say)
             break
+
         step = run_folder.last_step(progress.out)
         failures.append(step)
-        if len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1:
+        if is_stuck(failures):
             say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
             outcome = replace(outcome, code=1)
             break
@@ -109,27 +104,64 @@ def _run(
             if max_restarts:
                 say(f"not started again: --max_restarts {max_restarts} are used up")
             break
-        # failures at this step
-        same = next(
-            (number for number, other in enumerate(reversed(failures)) if other != step),
-            len(failures),
-        )
-        pause = min(LONGEST_PAUSE, 2.0 ** (same - 1))
-        newest = (
-            run_folder.newest_checkpoint(progress.out)
-            or "the beginning: no checkpoint is complete yet"
-        )
-        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {newest}")
+
+        pause = pause_after(failures)
+        say(f"restart {starts} of {max_restarts} in {pause:g} s, from {origin(progress.out)}")
         if stop := asked_to_stop(asked, pause):
             outcome = stop
             stopped(outcome, progress.out, say)
             break
+
     if starts > 1:
         say(progress.goodput(time.monotonic() - began, starts))
-    checkpoint = (
-        run_folder.newest_checkpoint(progress.out) if run_folder.is_recipe(job.words) else None
-    )
+    checkpoint = newest_of_recipe(job.words, progress.out)
     return hand_back(outcome.code, outcome.reason, checkpoint, progress.logs, say)
+
+
+def newest_of_recipe(words: tuple[str, ...], out: Path) -> str | None:
+    """Return the newest complete checkpoint of a run; None for a script that is not a recipe."""
+    return run_folder.newest_checkpoint(out) if run_folder.is_recipe(words) else None
+
+
+def _one_start(
+    job: Job,
+    number: int,
+    progress: Progress,
+    asked: "queue.SimpleQueue[str]",
+    wait_hosts: float,
+) -> Outcome:
+    """Start the job for the `number`-th time; return how the start ended. A restart waits for
+    hosts.
+    """
+    logs = new_logs(progress.logs)
+    progress.say(f"start {number}: output of each rank in {shown(logs)}")
+
+    def begin(patience: float) -> Outcome:
+        return Start(job, logs, progress.say, asked, progress.learn, patience).run()
+
+    outcome = begin(HELLO) if number == 1 else after_wait(begin, wait_hosts, progress.say, asked)
+    return judged(outcome, progress.out, progress.since)
+
+
+def is_stuck(failures: list[int]) -> bool:
+    """Return True if the last SAME_STEP starts have failed at one step."""
+    return len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1
+
+
+def origin(out: Path) -> str:
+    """Return where the next start of a run continues, for a line on the screen."""
+    newest = run_folder.newest_checkpoint(out)
+    return newest or "the beginning: no checkpoint is complete yet"
+
+
+def pause_after(failures: list[int]) -> float:
+    """Return the seconds before the next start, which double with each failure at the same step."""
+    step = failures[-1]
+    same = next(
+        (number for number, other in enumerate(reversed(failures)) if other != step),
+        len(failures),
+    )
+    return min(LONGEST_PAUSE, 2.0 ** (same - 1))
 
 
 def after_wait(

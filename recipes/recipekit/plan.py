@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,104 +90,83 @@ class Plan:
         return self.recipe.stop_at or self.recipe.steps
 
 
-def make_plan(command: Command) -> Plan:
-    """Resolves a command for its world size; raises one `Refusal` with every problem.
+@dataclass(frozen=True)
+class LaidOut:
+    """A recipe as it runs on some number of ranks.
 
-    Reads files, changes nothing.
+    Where the degrees do not fit, the mesh is that of one rank.
     """
-    problems: list[Problem] = []
+
+    recipe: Recipe
+    mesh: Mesh
+    notes: list[str]  # what was decided for the user
+    problems: list[Problem]
+
+
+@dataclass
+class Draft:
+    """A plan in the making, which each pass of `make_plan` reads and extends."""
+
+    command: Command
+    recipe: Recipe  # as the last pass left it
+    resume: str  # the run to continue: a dry run looks for none unless it is asked to
+    notes: list[str]  # what was decided for the user, one line each
+    problems: list[Problem] = field(default_factory=list[Problem])
+    config: dict[str, Any] = field(default_factory=dict[str, Any])  # the JSON, not yet resolved
+    path: Path | None = None  # the file of the JSON
+    written: frozenset[str] = frozenset()  # fields of the recipe that the JSON sets
+    model_config: dict[str, Any] | None = None
+    limits: dict[str, Any] | None = None  # the model's shapes that limit the degrees
+    lay_out: Callable[[int], LaidOut] = field(init=False)  # number of ranks -> the recipe on them
+    laid: LaidOut = field(init=False)  # the recipe on the ranks of the command
+    resume_from: Path | None = None
+
+
+def make_plan(command: Command) -> Plan:
+    """Resolve a command for its world size, or raise one `Refusal` with every problem.
+
+    Read files, change nothing. Values that nothing can be planned with are refused first, alone.
+    Then these passes run in this order, and a problem in one does not stop the next:
+
+        _start_draft           fit the steps, pin the revisions of the run to continue
+        _check_flags           check the recipe's fields and the environment
+        _read_json             read the DeepSpeed JSON and compare it with the engine
+        _merge_json            let the JSON's numbers override the recipe's
+        _read_model_config     find the model's config.json and shrink it for a trial
+        _lay_out_ranks         lay the recipe out on the ranks
+        _check_lengths         compare seq_len with the model's positions
+        _check_data            check the first rows of local data
+        _check_model_files     check the headers and names in the model's folder
+        _check_names           check the names of model and tokenizer, and the token cache
+        _check_hub             check what must come from the hub
+        _check_run_folder      check the run folder
+        _find_resume           find the run to continue
+        _check_layout          check the JSON and the degrees against the ranks
+
+    The problems of all passes are raised together; without any, `_finish` resolves the JSON.
+    """
     if unusable := _check_usable(command):
         raise Refusal(unusable)
-    recipe, notes = command.fitted()
-    notes += say_unused(command.recipe.dataset, command.unused) + say_trial(command.out)
-    asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
-    # a question is not answered by an older run
-    before = "never" if command.dry_run and recipe.resume == "auto" else recipe.resume
-    recipe = dataclasses.replace(recipe, **pins(before, command.out, asked))
-    problems += check_recipe(recipe) + check_launcher(os.environ) + check_accelerate(os.environ)
-    # that it is none has been told
-    recipe = (
-        recipe if recipe.task in tuple(TASKS) else dataclasses.replace(recipe, task=Recipe.task)
-    )
-    problems += check_environment(os.environ) if recipe.deterministic else []
-    problems += _check_read(recipe, command.typed) + baseline.check_engine(recipe, command.typed)
-    config, path = dict[str, Any](), None
-    if recipe.engine == "deepspeed" or "engine" in command.typed:
-        with collecting(problems):
-            config, path = json_file.load(recipe.ds_config, command.folder)
-            notes += json_file.differences(config, path)
-    of_json = baseline.own_optimizer(config)
-    notes += baseline.say_engine(
-        recipe.engine, recipe.precision, recipe.ds_config, command.typed, of_json
-    )
-    problems += baseline.check_optimizer(recipe.engine, recipe.precision, of_json)
-    if recipe.engine != "deepspeed":
-        config, path = baseline.own_config(of_json), None
-    recipe, written = _merge_json(recipe, config, command.typed, notes)
-    bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
-    trial = command.tiny, command.dry_run and not is_offline(os.environ)
-    model_config = _config_of_model(
-        (recipe.model, recipe.model_revision), recipe.task, trial, bytes_only, notes, problems
-    )
-    if model_config is not None and (
-        not command.tiny or recipe.facts.labels or "num_labels" in command.typed
-    ):
-        model_config = lookup.with_labels(
-            model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset)
-        )
-    limits = shapes.limiting(model_config, recipe.facts.rows)
-    lay_out = partial(
-        _lay_out, recipe, model_config=limits, fixed=command.typed | written, tiny=command.tiny
-    )
-    laid = lay_out(command.world)
-    recipe, mesh = laid.recipe, laid.mesh
-    notes += laid.notes
-    if model_config and "seq_len" in recipe.facts.reads:
-        problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked)
-        notes += beyond_positions(model_config, recipe.seq_len)
-    problems += _check_inputs(recipe, model_config, command.tiny, notes)
-    needs_weights = recipe.init == "pretrained" and not command.dry_run
-    problems += check_offline(
-        recipe.model, recipe.model_revision, needs_weights or not (model_config or command.tiny)
-    )
-    problems += check_revisions(
-        recipe.model,
-        recipe.model_revision,
-        recipe.dataset,
-        recipe.dataset_revision,
-        recipe.split,
-        recipe.subset,
-    )
-    with collecting(problems):
-        problems += _check_run_folder(
-            command, recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer
-        )
-    resume_from, older = None, list[Problem]()
-    with collecting(older if before != recipe.resume else problems):
-        resume_from = find_resume(
-            dataclasses.replace(recipe, **command.revisions),
-            command.out,
-            model_config,
-            command.tiny,
-            command.typed,
-            command.unused,
-        )
-    if older:
-        notes.append(f"a start will be refused while {command.out} holds this run: {older[0]}")
-    if config or not problems:
-        problems += outputs.check_outputs(config) + swap.check_swap(config, command.out)
-        problems += _check_strategy(config, command, limits, lay_out)
-    else:
-        problems += laid.problems
-    if problems:
-        # the JSON may give a degree that the recipe has, too
-        raise Refusal(list(dict.fromkeys(problems)))
-    resolved, more = resolve.resolve(config, recipe, mesh, limits)
-    notes += more
-    outputs.expand_outputs(resolved, command.out)
-    return Plan(
-        command, recipe, mesh, resolved, path, model_config, command.out, resume_from, tuple(notes)
-    )
+
+    draft = _start_draft(command)
+    _check_flags(draft)
+    _read_json(draft)
+    _merge_json(draft)
+    _read_model_config(draft)
+    _lay_out_ranks(draft)
+    _check_lengths(draft)
+    _check_data(draft)
+    _check_model_files(draft)
+    _check_names(draft)
+    _check_hub(draft)
+    _check_run_folder(draft)
+    _find_resume(draft)
+    _check_layout(draft)
+
+    if draft.problems:
+        # The JSON may give a degree that the recipe has as well.
+        raise Refusal(list(dict.fromkeys(draft.problems)))
+    return _finish(draft)
 
 
 def _check_usable(command: Command) -> list[Problem]:
@@ -213,6 +192,33 @@ def collecting(problems: list[Problem]) -> Iterator[None]:
         problems.extend(refusal.problems)
 
 
+def _start_draft(command: Command) -> Draft:
+    """Fit the recipe to its steps, and pin it to the revisions of the run that it continues."""
+    recipe, notes = command.fitted()
+    notes += say_unused(command.recipe.dataset, command.unused) + say_trial(command.out)
+    asked = {"model": recipe.model, "dataset": recipe.dataset, **command.revisions}
+    # A question is not answered by an older run.
+    before = "never" if command.dry_run and recipe.resume == "auto" else recipe.resume
+    recipe = dataclasses.replace(recipe, **pins(before, command.out, asked))
+    return Draft(command, recipe, before, notes)
+
+
+def _check_flags(draft: Draft) -> None:
+    """Check the recipe's fields, the environment, and the flags that the task or the engine does
+    not read.
+    """
+    recipe, typed = draft.recipe, draft.command.typed
+    draft.problems += check_recipe(recipe)
+    draft.problems += check_launcher(os.environ) + check_accelerate(os.environ)
+
+    # `check_recipe` has refused an unknown task. The passes behind it continue with the default.
+    if recipe.task not in tuple(TASKS):
+        recipe = draft.recipe = dataclasses.replace(recipe, task=Recipe.task)
+
+    draft.problems += check_environment(os.environ) if recipe.deterministic else []
+    draft.problems += _check_read(recipe, typed) + baseline.check_engine(recipe, typed)
+
+
 def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     """Refuses flags that the task does not read, and a loss in chunks that the recipe's file
     demands of its own task; else a file may say more.
@@ -231,105 +237,125 @@ def _check_read(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
     ]
 
 
-def _merge_json(
-    recipe: Recipe, config: dict[str, Any], typed: frozenset[str], notes: list[str]
-) -> tuple[Recipe, frozenset[str]]:
-    """Returns the recipe with the numbers that the JSON gives for its fields, and the names of
-    these; what was typed stays.
+def _read_json(draft: Draft) -> None:
+    """Read the DeepSpeed JSON, and check its optimizer against the engine. An engine of torch gets
+    a config with the optimizer's settings only.
     """
+    command, recipe = draft.command, draft.recipe
+    if recipe.engine == "deepspeed" or "engine" in command.typed:
+        with collecting(draft.problems):
+            draft.config, draft.path = json_file.load(recipe.ds_config, command.folder)
+            draft.notes += json_file.differences(draft.config, draft.path)
+
+    optimizer = baseline.own_optimizer(draft.config)
+    draft.notes += baseline.say_engine(
+        recipe.engine, recipe.precision, recipe.ds_config, command.typed, optimizer
+    )
+    draft.problems += baseline.check_optimizer(recipe.engine, recipe.precision, optimizer)
+    if recipe.engine != "deepspeed":
+        draft.config, draft.path = baseline.own_config(optimizer), None
+
+
+def _merge_json(draft: Draft) -> None:
+    """Let the numbers of the JSON override the recipe's, except where the user typed a flag."""
+    config, recipe = draft.config, draft.recipe
     written = {
         name: value
         for name, value in {**literals(config), **degrees(config)}.items()
-        if name not in typed
+        if name not in draft.command.typed
     }
     for name, value in written.items():
         if getattr(recipe, name) != value:
-            notes.append(
+            draft.notes.append(
                 f"{name}: {value} of the JSON overrides {getattr(recipe, name)} of the recipe"
             )
-    return dataclasses.replace(recipe, **written), frozenset(written)
+    draft.recipe = dataclasses.replace(recipe, **written)
+    draft.written = frozenset(written)
 
 
 SHIP = "put the file in recipes/recipekit/architectures/ORG--NAME.json"
 
 
-def _config_of_model(
-    named: tuple[str, str],
-    task: str,
-    trial: tuple[bool, bool],
-    bytes_only: bool,
-    notes: list[str],
-    problems: list[Problem],
-) -> dict[str, Any] | None:
+def _read_model_config(draft: Draft) -> None:
+    """Find the model's config.json with the labels of the data, and the shapes in it that limit the
+    degrees.
+    """
+    command, recipe = draft.command, draft.recipe
+    model_config = _config_of_model(draft)
+    if model_config is not None and (
+        not command.tiny or recipe.facts.labels or "num_labels" in command.typed
+    ):
+        model_config = lookup.with_labels(
+            model_config, recipe.labels, folder_classes(recipe.dataset, recipe.split, recipe.subset)
+        )
+    draft.model_config = model_config
+    draft.limits = shapes.limiting(model_config, recipe.facts.rows)
+
+
+def _config_of_model(draft: Draft) -> dict[str, Any] | None:
     """Return the model's config.json, shrunk for a trial or to a vocabulary of bytes; None if it is
     not on this machine.
-
-    `trial`: (the run is tiny, a dry run may ask the hub for a config.json that is not on this
-    machine).
     """
-    model, revision = named
-    tiny, asks = trial
-    model_config, facts = None, TASKS[task]
+    recipe, tiny = draft.recipe, draft.command.tiny
+    # A dry run may ask the hub for a config.json that is not on this machine.
+    asks = draft.command.dry_run and not is_offline(os.environ)
+    bytes_only = recipe.tokenizer == "bytes" and recipe.init == "random"
+    model_config = None
     try:
-        model_config = lookup.model_config(model, task, revision)
+        model_config = lookup.model_config(recipe.model, recipe.task, recipe.model_revision)
         if model_config is None and asks and not tiny:
-            model_config = lookup.config_on_hub(model, task, revision)
+            model_config = lookup.config_on_hub(recipe.model, recipe.task, recipe.model_revision)
     except Refusal as refusal:
-        problems += refusal.problems
+        draft.problems += refusal.problems
         return None
+
     if (model_config or {}).get("auto_map"):
-        notes.append(
+        draft.notes.append(
             "auto_map: the model's own code is never run, and transformers' class is used instead"
         )
-    reads_text = "tokenizer" in facts.reads
+    reads_text = "tokenizer" in recipe.facts.reads
     if model_config is None and tiny:
-        rule = (
-            f"requires the config.json of {revision or 'the model'}, which is"
-            f" {'not' if revision else 'neither shipped nor'} in the local cache"
-        )
-        fix = (
-            f"give {'a folder' if revision else 'its folder'} with --model, or"
-            f" {'leave --model_revision out' if revision else SHIP}"
-        )
-        problems.append(Problem(f"--tiny with model = {model}", rule, fix))
+        draft.problems.append(_no_config_to_shrink(recipe.model, recipe.model_revision))
     elif model_config is not None and tiny:
-        return shrink(model_config, BYTE_VOCAB if reads_text else 0, facts.tiny)
+        return shrink(model_config, BYTE_VOCAB if reads_text else 0, recipe.facts.tiny)
     elif model_config is not None and bytes_only and reads_text:
         return model_config | {"vocab_size": BYTE_VOCAB}
     return model_config
 
 
-def _check_strategy(
-    config: dict[str, Any],
-    command: Command,
-    model_config: dict[str, Any] | None,
-    lay_out: Callable[[int], "LaidOut"],
-) -> list[Problem]:
-    """Returns what of the JSON and the degrees does not fit the ranks, and names numbers of ranks
-    that do.
-    """
-    given = check.LintInput(
-        config,
-        model_config=model_config,
-        typed=command.typed,
-        local=0 if command.dry_run else command.local_ranks,
+def _no_config_to_shrink(model: str, revision: str) -> Problem:
+    rule = (
+        f"requires the config.json of {revision or 'the model'}, which is"
+        f" {'not' if revision else 'neither shipped nor'} in the local cache"
     )
-    here = lay_out(command.world)
+    fix = (
+        f"give {'a folder' if revision else 'its folder'} with --model, or"
+        f" {'leave --model_revision out' if revision else SHIP}"
+    )
+    return Problem(f"--tiny with model = {model}", rule, fix)
 
-    def check_laid(world: int, laid: "LaidOut") -> list[Problem]:
-        return check.check(
-            dataclasses.replace(given, world=world, mesh=laid.mesh, recipe=laid.recipe)
-        )
 
-    def check_on(world: int | None) -> list[Problem]:
-        if world is None:
-            return check.check(dataclasses.replace(given, recipe=here.recipe))
-        laid = lay_out(world)
-        return laid.problems or check_laid(world, laid)
+def _lay_out_ranks(draft: Draft) -> None:
+    """Lay the recipe out on the ranks of the command."""
+    command, recipe, written = draft.command, draft.recipe, draft.written
+    draft.lay_out = partial(
+        _lay_out,
+        recipe,
+        model_config=draft.limits,
+        fixed=command.typed | written,
+        tiny=command.tiny,
+    )
+    draft.laid = draft.lay_out(command.world)
+    draft.recipe = draft.laid.recipe
+    draft.notes += draft.laid.notes
 
-    problems = here.problems + check_laid(command.world, here)
-    step = math.prod(max(1, getattr(here.recipe, axis)) for axis in AXES)
-    return divisions.name_worlds(problems, command.world, step, check_on)
+
+def _check_lengths(draft: Draft) -> None:
+    """Refuse rows longer than the model's positions, and note what lies beyond its training."""
+    recipe, model_config = draft.recipe, draft.model_config
+    if model_config and "seq_len" in recipe.facts.reads:
+        draft.problems += _check_positions(recipe.seq_len, model_config, recipe.facts.masked)
+        draft.notes += beyond_positions(model_config, recipe.seq_len)
 
 
 def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -> list[Problem]:
@@ -353,24 +379,19 @@ def _check_positions(seq_len: int, model_config: dict[str, Any], masked: bool) -
     ]
 
 
-def _check_inputs(
-    recipe: Recipe, model_config: dict[str, Any] | None, tiny: bool, notes: list[str]
-) -> list[Problem]:
-    """Looks at local data, the model's files and the tokenizer: at the first row, at headers and
-    names.
-
-    The hub is not asked.
-
-    Adds to `notes` which files are read and which are left out.
+def _check_data(draft: Draft) -> None:
+    """Check the first row of each local data set, and note which files are read and which are left
+    out. The hub is not asked.
     """
-    problems: list[Problem] = []
+    recipe, problems = draft.recipe, draft.problems
     domains, streamed = list[Domain](), list[str]()
     with collecting(problems):
-        # `check_recipe` has told of another type
+        # `check_recipe` has refused another type.
         domains = (
             domains_of(recipe.dataset, recipe.subset) if isinstance(recipe.dataset, str) else []
         )
     problems += check_mixture(recipe.facts, domains)
+
     for domain in domains:
         with collecting(problems):
             if domain.dataset == "builtin":
@@ -381,38 +402,82 @@ def _check_inputs(
             which = "image" in request.names, request.split, request.subset
             if (files := local_files(domain.dataset, *which)) is not None:
                 check_first_row(files, domain.dataset, request)
-                notes += say_files(domain.dataset, *which)
+                draft.notes += say_files(domain.dataset, *which)
             else:
                 streamed.append(domain.dataset)
     problems += check_epochs(recipe.epochs, len(domains), streamed)
-    with collecting(problems):
-        if model_config is not None and recipe.init == "pretrained" and Path(recipe.model).is_dir():
-            entries = open_folder(Path(recipe.model))
-            if not tiny:
-                check_headers(model_config, entries, recipe.model)
-    with collecting(problems):
-        if model_config is not None and Path(recipe.model).is_dir():
-            check_generation_file(Path(recipe.model))
-    problems += lookup.check_own_names(
-        recipe.model, recipe.init, recipe.tokenizer if "tokenizer" in recipe.facts.reads else None
+
+
+def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:
+    """Refuses several corpora where a task takes one."""
+    if len(domains) < 2 or "mixture" not in facts.lacks:
+        return []
+    return [
+        Problem(
+            f"--dataset of {len(domains)} corpora",
+            facts.lacks["mixture"],
+            "set --dataset to a single data set",
+        )
+    ]
+
+
+def _check_model_files(draft: Draft) -> None:
+    """Check the headers of the weights in the model's folder, and its generation_config.json."""
+    recipe, folder = draft.recipe, Path(draft.recipe.model)
+    with collecting(draft.problems):
+        if draft.model_config is not None and recipe.init == "pretrained" and folder.is_dir():
+            entries = open_folder(folder)
+            if not draft.command.tiny:
+                check_headers(draft.model_config, entries, recipe.model)
+    with collecting(draft.problems):
+        if draft.model_config is not None and folder.is_dir():
+            check_generation_file(folder)
+
+
+def _check_names(draft: Draft) -> None:
+    """Check the names of model and tokenizer, the token cache, and the tokenizer's files."""
+    recipe, reads = draft.recipe, draft.recipe.facts.reads
+    draft.problems += lookup.check_own_names(
+        recipe.model, recipe.init, recipe.tokenizer if "tokenizer" in reads else None
     )
-    with collecting(problems):
-        if "token_cache" in recipe.facts.reads and recipe.token_cache not in ("auto", "off"):
+    with collecting(draft.problems):
+        if "token_cache" in reads and recipe.token_cache not in ("auto", "off"):
             check_cache(f"--token_cache {recipe.token_cache}", recipe.token_cache)
-    with collecting(problems):
-        # else the model is told of already, or is not here
-        if "tokenizer" in recipe.facts.reads and (recipe.tokenizer or model_config is not None):
+    with collecting(draft.problems):
+        # Without a config.json the model has been refused already, or is not on this machine.
+        if "tokenizer" in reads and (recipe.tokenizer or draft.model_config is not None):
             lookup.local_tokenizer(recipe.model, recipe.tokenizer)
-    return problems
 
 
-def _check_run_folder(command: Command, dataset: Any, **folders: str) -> list[Problem]:
-    """Refuse a run folder that would mix with what is read or that, in a dry run, a start could not
-    make.
+def _check_hub(draft: Draft) -> None:
+    """Refuse a run without network whose files are not cached, and revisions of local files."""
+    command, recipe = draft.command, draft.recipe
+    needs_weights = recipe.init == "pretrained" and not command.dry_run
+    draft.problems += check_offline(
+        recipe.model,
+        recipe.model_revision,
+        needs_weights or not (draft.model_config or command.tiny),
+    )
+    draft.problems += check_revisions(
+        recipe.model,
+        recipe.model_revision,
+        recipe.dataset,
+        recipe.dataset_revision,
+        recipe.split,
+        recipe.subset,
+    )
+
+
+def _check_run_folder(draft: Draft) -> None:
+    """Refuse a run folder that would mix with local inputs or that, in a dry run, a start could not
+    create.
     """
-    is_blank = "out" in command.typed and not command.recipe.out.strip()
-    problems = check_out(command.out, is_blank, _read_paths(dataset, **folders))
-    return problems or (check_writable(command.out) if command.dry_run else [])
+    command, recipe = draft.command, draft.recipe
+    with collecting(draft.problems):
+        is_blank = "out" in command.typed and not command.recipe.out.strip()
+        paths = _read_paths(recipe.dataset, model=recipe.model, tokenizer=recipe.tokenizer)
+        problems = check_out(command.out, is_blank, paths)
+        draft.problems += problems or (check_writable(command.out) if command.dry_run else [])
 
 
 def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
@@ -445,30 +510,80 @@ def _read_paths(dataset: Any, **folders: str) -> list[tuple[str, Path]]:
     return [(what, path.resolve()) for what, path in found if path.exists()]
 
 
-def check_mixture(facts: Facts, domains: list[Domain]) -> list[Problem]:
-    """Refuses several corpora where a task takes one."""
-    if len(domains) < 2 or "mixture" not in facts.lacks:
-        return []
-    return [
-        Problem(
-            f"--dataset of {len(domains)} corpora",
-            facts.lacks["mixture"],
-            "set --dataset to a single data set",
+def _find_resume(draft: Draft) -> None:
+    """Find the run to continue. What refuses a run that a dry run only looks at is a note."""
+    command, recipe = draft.command, draft.recipe
+    older = list[Problem]()
+    with collecting(older if draft.resume != recipe.resume else draft.problems):
+        draft.resume_from = find_resume(
+            dataclasses.replace(recipe, **command.revisions),
+            command.out,
+            draft.model_config,
+            command.tiny,
+            command.typed,
+            command.unused,
         )
-    ]
+    if older:
+        draft.notes.append(
+            f"a start will be refused while {command.out} holds this run: {older[0]}"
+        )
 
 
-@dataclass(frozen=True)
-class LaidOut:
-    """A recipe as it runs on some number of ranks.
+def _check_layout(draft: Draft) -> None:
+    """Check the JSON and the degrees against the ranks; without a JSON, the degrees alone."""
+    if not draft.config and draft.problems:
+        draft.problems += draft.laid.problems
+        return
+    draft.problems += outputs.check_outputs(draft.config)
+    draft.problems += swap.check_swap(draft.config, draft.command.out)
+    draft.problems += _check_strategy(draft)
 
-    Where the degrees do not fit, the mesh is that of one rank.
+
+def _check_strategy(draft: Draft) -> list[Problem]:
+    """Return what of the JSON and the degrees does not fit the ranks, with numbers of ranks that
+    fit.
     """
+    command, lay_out = draft.command, draft.lay_out
+    given = check.LintInput(
+        draft.config,
+        model_config=draft.limits,
+        typed=command.typed,
+        local=0 if command.dry_run else command.local_ranks,
+    )
+    here = lay_out(command.world)
 
-    recipe: Recipe
-    mesh: Mesh
-    notes: list[str]  # what was decided for the user
-    problems: list[Problem]
+    def check_laid(world: int, laid: "LaidOut") -> list[Problem]:
+        return check.check(
+            dataclasses.replace(given, world=world, mesh=laid.mesh, recipe=laid.recipe)
+        )
+
+    def check_on(world: int | None) -> list[Problem]:
+        if world is None:
+            return check.check(dataclasses.replace(given, recipe=here.recipe))
+        laid = lay_out(world)
+        return laid.problems or check_laid(world, laid)
+
+    problems = here.problems + check_laid(command.world, here)
+    step = math.prod(max(1, getattr(here.recipe, axis)) for axis in AXES)
+    return divisions.name_worlds(problems, command.world, step, check_on)
+
+
+def _finish(draft: Draft) -> Plan:
+    """Resolve the JSON to numbers, and return the plan."""
+    command, mesh = draft.command, draft.laid.mesh
+    resolved, more = resolve.resolve(draft.config, draft.recipe, mesh, draft.limits)
+    outputs.expand_outputs(resolved, command.out)
+    return Plan(
+        command,
+        draft.recipe,
+        mesh,
+        resolved,
+        draft.path,
+        draft.model_config,
+        command.out,
+        draft.resume_from,
+        tuple(draft.notes + more),
+    )
 
 
 def _lay_out(

@@ -9,7 +9,8 @@ import pytest
 from recipekit.model.empty import empty_model
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
 from recipekit.plan import make_plan
-from recipekit.planner.memory import LOGIT_BYTES, Load, rank_terms
+from recipekit.planner.load import Load
+from recipekit.planner.memory import LOGIT_BYTES, rank_terms
 from recipekit.planner.show import arithmetic, outputs, steps_of
 from recipekit.spec.command import parse
 from recipekit.spec.mesh import Mesh

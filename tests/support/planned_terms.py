@@ -14,7 +14,8 @@ from typing import Any
 
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
 from recipekit.parallel.param_groups import FIRST, Group
-from recipekit.planner.memory import Load, rank_terms
+from recipekit.planner.load import Load
+from recipekit.planner.memory import rank_terms
 from recipekit.planner.terms import Term
 from recipekit.spec.mesh import Mesh
 

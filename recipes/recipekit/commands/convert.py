@@ -85,6 +85,24 @@ def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
         return 1
 
 
+def add_degrees(one: argparse.ArgumentParser, default: int | None) -> None:
+    """Add the flags of the degrees that the output is written for, and --dry-run."""
+    for name, about in DEGREES.items():
+        one.add_argument(
+            f"--{name}",
+            type=int,
+            default=default,
+            metavar="N",
+            help=f"{about} (default: {default or 'as in the checkpoint'})",
+        )
+    one.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="Print the layout and the size of the output, and write nothing.",
+    )
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
@@ -126,22 +144,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
         one.set_defaults(run=run, out=None)
         return one
 
-    def degrees(one: argparse.ArgumentParser, default: int | None) -> None:
-        for name, about in DEGREES.items():
-            one.add_argument(
-                f"--{name}",
-                type=int,
-                default=default,
-                metavar="N",
-                help=f"{about} (default: {default or 'as in the checkpoint'})",
-            )
-        one.add_argument(
-            "--dry-run",
-            "--dry_run",
-            action="store_true",
-            help="Print the layout and the size of the output, and write nothing.",
-        )
-
     one = command(
         "to-hf", to_hf_command, "write Hugging Face files from a checkpoint", "source", "out"
     )
@@ -173,7 +175,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "source",
         "out",
     )
-    degrees(one, 1)
+    add_degrees(one, 1)
     one.add_argument(
         "--dtype",
         choices=sorted(DTYPES),
@@ -187,7 +189,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "source",
         "out",
     )
-    degrees(one, None)
+    add_degrees(one, None)
     command(
         "verify",
         verify_command,

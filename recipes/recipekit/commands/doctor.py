@@ -1,8 +1,8 @@
 """Check the hosts of a run before it costs anything: print one table for each host, then every
 problem with its fix.
 
-    recipekit doctor                                               # this machine, one rank for each GPU (2 without GPUs)
-    recipekit doctor --recipe mine.py --out runs/x --tp 2          # the needs of this run; flags of the recipe may follow
+    recipekit doctor                                # this machine, one rank for each GPU, or 2
+    recipekit doctor --recipe mine.py --out runs/x --tp 2    # a run; flags of the recipe may follow
     python -m launch --hostfile HOSTS --doctor --recipe mine.py    # all hosts of a run
 
 The doctor checks:
@@ -232,7 +232,7 @@ def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
                         "the state of its host",
                     ),
                 )
-            return conduct(arguments, slot, subject, meeting, report, listener)
+            return conduct(arguments, slot, subject, meeting, report)
         # rank 0 may still wait for other ranks
         mark = meeting.hear(LOOK + 1.5 * arguments.patience)
         meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
@@ -300,14 +300,9 @@ def to_reach(
 
 
 def conduct(
-    arguments: argparse.Namespace,
-    slot: Slot,
-    subject: Subject,
-    meeting: Chair,
-    report: Report,
-    listener: socket.socket,
+    arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: Report
 ) -> int:
-    """Leads all ranks through the joint checks, prints the report, and sends the ranks the exit
+    """Lead all ranks through the joint checks, print the report, and send the ranks the exit
     code.
     """
     report.clocks(meeting.clocks())
@@ -323,61 +318,77 @@ def conduct(
             "whom it reaches",
         )
     )
-    if not arguments.quick:
+
+    if arguments.quick:
+        report.add(Row("all-reduce", "not measured (--quick)"), [0])
+    else:
         print(f"doctor: starting torch on {len(report.seen)} ranks", flush=True)
         with contextlib.closing(TorchPart(arguments.words)) as torch_part:
-            ready = meeting.gather(torch_part.ask(None, PREPARE), PREPARE, "its torch and ops")
-            report.prepared(ready, subject.out)
+            conduct_torch(torch_part, slot, subject, meeting, report)
 
-            def together(order: dict[str, Any], about: str) -> dict[int, dict[str, Any]]:
-                meeting.tell(order)
-                return meeting.gather(
-                    torch_part.ask(order, order["seconds"]), order["seconds"] + 30, about
-                )
-
-            def well(found: dict[int, dict[str, Any]]) -> bool:
-                return not meeting.lost and not any("error" in told for told in found.values())
-
-            if (
-                report.connected
-                and well(ready)
-                and not any(told["unfit"] for told in ready.values())
-            ):
-                print(
-                    "doctor: connecting the ranks, then two seconds of all-reduce and messages",
-                    flush=True,
-                )
-                joined = together(
-                    {
-                        "port": _torch_port(slot),
-                        "seconds": (
-                            JOIN if any(told["gpus"] for told in ready.values()) else MEASURE
-                        ),
-                    },
-                    "its process group",
-                )
-                found = (
-                    together({"seconds": MEASURE}, "its measurements") if well(joined) else joined
-                )
-                # the better of two measurements counts: a busy machine is slow once, a slow machine
-                # twice
-                if well(found) and report.slow(found, SUSPECT):
-                    second = together({"seconds": MEASURE}, "its measurements")
-                    found = {
-                        rank: min(told, found[rank], key=lambda told: told.get("work", -1.0))
-                        for rank, told in second.items()
-                    }
-                report.measured(found, joined)
-            else:
-                report.add(Row("all-reduce", "not measured: see the problems"), [0])
-            meeting.tell(None)
-    else:
-        report.add(Row("all-reduce", "not measured (--quick)"), [0])
     report.absent(meeting.lost)
     print(report, flush=True)
     code = 1 if report.problems else 0
     meeting.tell(code)
     return code
+
+
+def conduct_torch(
+    torch_part: TorchPart, slot: Slot, subject: Subject, meeting: Chair, report: Report
+) -> None:
+    """Lead the torch parts of all ranks: each prepares alone, then all measure together."""
+    ready = meeting.gather(torch_part.ask(None, PREPARE), PREPARE, "its torch and ops")
+    report.prepared(ready, subject.out)
+    if (
+        report.connected
+        and _well(ready, meeting)
+        and not any(told["unfit"] for told in ready.values())
+    ):
+        print(
+            "doctor: connecting the ranks, then two seconds of all-reduce and messages",
+            flush=True,
+        )
+        seconds = JOIN if any(told["gpus"] for told in ready.values()) else MEASURE
+        order = {"port": _torch_port(slot), "seconds": seconds}
+        joined = _together(order, torch_part, meeting, "its process group")
+        report.measured(_measured(joined, torch_part, meeting, report), joined)
+    else:
+        report.add(Row("all-reduce", "not measured: see the problems"), [0])
+    meeting.tell(None)
+
+
+def _together(
+    order: dict[str, Any], torch_part: TorchPart, meeting: Chair, about: str
+) -> dict[int, dict[str, Any]]:
+    """Send an order to the torch parts of all ranks; return each rank's answer."""
+    meeting.tell(order)
+    return meeting.gather(torch_part.ask(order, order["seconds"]), order["seconds"] + 30, about)
+
+
+def _well(found: dict[int, dict[str, Any]], meeting: Chair) -> bool:
+    """Return True if no rank is lost and none has reported an error."""
+    return not meeting.lost and not any("error" in told for told in found.values())
+
+
+def _measured(
+    joined: dict[int, dict[str, Any]], torch_part: TorchPart, meeting: Chair, report: Report
+) -> dict[int, dict[str, Any]]:
+    """Return the measurements of the ranks that have joined, or the errors with which they did
+    not join.
+    """
+    if not _well(joined, meeting):
+        return joined
+    order = {"seconds": MEASURE}
+    found = _together(order, torch_part, meeting, "its measurements")
+
+    # The better of two measurements counts: a busy machine is slow once, a slow machine twice.
+    if _well(found, meeting) and report.slow(found, SUSPECT):
+        second = _together(order, torch_part, meeting, "its measurements")
+        found = {
+            rank: min(told, found[rank], key=lambda told: told.get("work", -1.0))
+            for rank, told in second.items()
+        }
+    return found
 
 
 def _torch_port(slot: Slot) -> int:

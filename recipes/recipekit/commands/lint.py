@@ -1,10 +1,10 @@
 """Check a DeepSpeed JSON, alone or for one recipe on a number of ranks. Nothing is started.
 
     recipekit lint zero3.json --recipe mine.py --world 16
-    recipekit lint my_config.json --json-only --world 8       # a JSON that another script passes to DeepSpeed
-    recipekit lint my_config.json --filled-by trainer         # the same, after Trainer (or accelerate) has filled "auto"
-    recipekit lint my_config.json --fix                       # write my_config.fixed.json and list the changes
-    recipekit lint --table                                    # write the tables of ds_configs/README.md
+    recipekit lint my_config.json --json-only --world 8    # another script passes it on
+    recipekit lint my_config.json --filled-by trainer      # after Trainer has filled "auto"
+    recipekit lint my_config.json --fix            # write my_config.fixed.json, list the changes
+    recipekit lint --table                         # write the tables of ds_configs/README.md
 
 Each problem is printed with its fix and with the result in DeepSpeed alone: DeepSpeed fails, hangs,
 ignores the key, replaces the value, or trains with wrong numbers. Exit code 0: clean; 1: problems;
@@ -85,7 +85,7 @@ def read(
         )
         try:
             config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
-            # the last is of hjson 3.1.0, in text that ends within '''
+        # hjson 3.1.0 raises IndexError for text that ends within '''.
         except (OSError, ValueError, RecursionError, IndexError):
             raise Refusal(found) from None
         if not isinstance(config, dict):
@@ -116,42 +116,15 @@ def lint(
     filled_by: str = "",
     layout: dict[str, int] | None = None,
 ) -> tuple[list[Problem], list[str]]:
-    """Checks a JSON; returns every problem, and one line for each decision or piece of advice."""
-    problems: list[Problem] = []
-    recipe = shape = config = file = None
+    """Check a JSON; return every problem, and one line for each decision or piece of advice."""
+    recipe, shape, problems = None, None, list[Problem]()
     if path:
         try:
-            recipe = recipe_of(path)
-            if wrong := check_kinds(vars(recipe)):
-                return wrong, []
-            problems += check_recipe(recipe)
-            shape = model_config(
-                recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task
-            )
-            if isinstance(recipe.dataset, str):
-                problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
+            recipe, shape, problems = _read_recipe(path)
         except Refusal as refusal:
-            problems += refusal.problems
-    try:
-        if name or recipe:
-            if recipe:
-                of_json = (
-                    (replace(recipe, ds_config=name), frozenset({"ds_config"}))
-                    if name
-                    else (recipe, frozenset())
-                )
-                problems += baseline.check_engine(*of_json)
-            if recipe and recipe.engine != "deepspeed":
-                config, file = baseline.own_config(), Path(recipe.engine)
-            else:
-                config, file, found = read(
-                    name or getattr(recipe, "ds_config", ""),
-                    path.resolve().parent if path else Path.cwd(),
-                    json_only,
-                )
-                problems += found
-    except Refusal as refusal:
-        problems += refusal.problems
+            return refusal.problems, []
+    config, file, found = _config_of(name, path, recipe, json_only)
+    problems += found
     if config is None:
         return problems, []
 
@@ -163,36 +136,99 @@ def lint(
 
     found = check_on(world)
     if recipe and world:
-        degrees = {
-            axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")
-        } | numbers.degrees(config)
-        found = divisions.name_worlds(
-            found, world, math.prod(max(1, degree) for degree in degrees.values()), check_on
-        )
-    problems += found
-    problems = list(dict.fromkeys(problems))  # a degree of the recipe and of the JSON
-    advice = [problem for problem in problems if json_only and problem.outcome == APPLIES]
-    problems = [problem for problem in problems if problem not in advice]
+        found = divisions.name_worlds(found, world, _divisor(vars(recipe), config), check_on)
+
+    # The recipe and the JSON may both set the degree that a problem is about.
+    problems, notes = _without_advice(list(dict.fromkeys(problems + found)), json_only, filled_by)
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
-    lines += [f"note: {told(problem)}" for problem in advice]
-    if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
-        lines.append(
-            'note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add'
-            " --filled-by trainer or --filled-by accelerate"
-        )
+    lines += notes
     if recipe and shape is None:
         lines.append(
             f"{recipe.model} is not on this machine, so its attention heads and sizes were not"
             " checked"
         )
     if recipe and world and not problems:
-        degrees = {
-            axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")
-        } | numbers.degrees(config)
-        mesh = make_mesh(world, **degrees)
+        mesh = make_mesh(world, **_degrees(vars(recipe), config))
         resolved, notes = resolve.resolve(config, recipe, mesh, shape)
         lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
     return problems, lines
+
+
+def _without_advice(
+    found: list[Problem], json_only: bool, filled_by: str
+) -> tuple[list[Problem], list[str]]:
+    """Split what was found into problems and notes. A setting that DeepSpeed applies is only advice
+    about the JSON of another script.
+    """
+    advice = [problem for problem in found if json_only and problem.outcome == APPLIES]
+    problems = [problem for problem in found if problem not in advice]
+    notes = [f"note: {told(problem)}" for problem in advice]
+    if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
+        notes.append(
+            'note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add'
+            " --filled-by trainer or --filled-by accelerate"
+        )
+    return problems, notes
+
+
+def _read_recipe(path: Path) -> tuple[Recipe | None, dict[str, Any] | None, list[Problem]]:
+    """Return a recipe, its model's config.json if it is on this machine, and the recipe's own
+    problems.
+
+    Raise `Refusal` for values of a wrong type, with which nothing else can be checked.
+    """
+    problems, shape = list[Problem](), None
+    try:
+        recipe = recipe_of(path)
+    except Refusal as refusal:
+        return None, None, refusal.problems
+    if wrong := check_kinds(vars(recipe)):
+        raise Refusal(wrong)
+    try:
+        problems += check_recipe(recipe)
+        shape = model_config(
+            recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task
+        )
+        if isinstance(recipe.dataset, str):
+            problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
+    except Refusal as refusal:
+        problems += refusal.problems
+    return recipe, shape, problems
+
+
+def _config_of(
+    name: str | dict[str, Any] | None, path: Path | None, recipe: Recipe | None, json_only: bool
+) -> tuple[dict[str, Any] | None, Path | None, list[Problem]]:
+    """Return the JSON to check, its path, and the problems of its text and of the recipe's engine.
+
+    A recipe of an engine of torch has no JSON: its settings in DeepSpeed's words are checked.
+    """
+    problems: list[Problem] = []
+    if not name and not recipe:
+        return None, None, problems
+    try:
+        if recipe:
+            problems += baseline.check_engine(
+                replace(recipe, ds_config=name) if name else recipe,
+                frozenset({"ds_config"}) if name else frozenset(),
+            )
+        if recipe and recipe.engine != "deepspeed":
+            return baseline.own_config(), Path(recipe.engine), problems
+        folder = path.resolve().parent if path else Path.cwd()
+        config, file, found = read(name or getattr(recipe, "ds_config", ""), folder, json_only)
+        return config, file, problems + found
+    except Refusal as refusal:
+        return None, None, problems + refusal.problems
+
+
+def _degrees(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
+    """Return the parallel degrees of a recipe's fields, replaced by those that the JSON sets."""
+    return {axis: fields[axis] for axis in DEGREES} | numbers.degrees(config)
+
+
+def _divisor(fields: dict[str, Any], config: dict[str, Any]) -> int:
+    """Return the number that divides every world size that fits the parallel degrees."""
+    return math.prod(max(1, degree) for degree in _degrees(fields, config).values())
 
 
 def fix(
@@ -468,37 +504,12 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if arguments.table:
-        if len(given) > 1:
-            parser.error("--table cannot be combined with other arguments")
-        if IS_WHEEL:
-            parser.error(
-                "--table requires a clone of the repository, because an installed package has no"
-                " ds_configs/README.md"
-            )
-        README.write_text(with_table(README.read_text()))
-        print(
-            f"wrote the tables of rules and optimizers into {README.relative_to(README.parents[1])}"
-        )
+        _write_table(parser, given)
         return 0
-    if arguments.config is None and arguments.recipe is None:
-        parser.error("give a JSON, or --recipe, or both")
-    layout = {
-        axis: degree
-        for axis in ("tp", "pp", "sp", "ep")
-        if (degree := getattr(arguments, axis)) is not None
-    }
+
+    layout = {axis: degree for axis in DEGREES if (degree := getattr(arguments, axis)) is not None}
     json_only = bool(arguments.json_only or arguments.filled_by or layout)
-    if arguments.recipe and json_only:
-        parser.error(
-            "--recipe cannot be combined with --json-only, --filled-by and degrees, which are for"
-            " other scripts"
-        )
-    if any(degree < 1 for degree in layout.values()):
-        parser.error("a degree must be at least 1")
-    if arguments.world is not None and arguments.world < 1:
-        parser.error("--world must be at least 1")
-    if arguments.fix and arguments.config is None:
-        parser.error("--fix requires the path of a JSON")
+    _check_arguments(parser, arguments, layout, json_only)
 
     def linted(config: str | dict[str, Any] | None) -> tuple[list[Problem], list[str]]:
         return lint(
@@ -517,6 +528,41 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
             name, (problems, lines) = written, linted(str(written))
     say(name or arguments.recipe, problems, lines)
     return 1 if problems else 0
+
+
+def _write_table(parser: argparse.ArgumentParser, given: list[str]) -> None:
+    """Write the tables of ds_configs/README.md, or end with the parser's error."""
+    if len(given) > 1:
+        parser.error("--table cannot be combined with other arguments")
+    if IS_WHEEL:
+        parser.error(
+            "--table requires a clone of the repository, because an installed package has no"
+            " ds_configs/README.md"
+        )
+    README.write_text(with_table(README.read_text()))
+    print(f"wrote the tables of rules and optimizers into {README.relative_to(README.parents[1])}")
+
+
+def _check_arguments(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    layout: dict[str, int],
+    json_only: bool,
+) -> None:
+    """End with the parser's error if the arguments do not fit together."""
+    if arguments.config is None and arguments.recipe is None:
+        parser.error("give a JSON, or --recipe, or both")
+    if arguments.recipe and json_only:
+        parser.error(
+            "--recipe cannot be combined with --json-only, --filled-by and degrees, which are for"
+            " other scripts"
+        )
+    if any(degree < 1 for degree in layout.values()):
+        parser.error("a degree must be at least 1")
+    if arguments.world is not None and arguments.world < 1:
+        parser.error("--world must be at least 1")
+    if arguments.fix and arguments.config is None:
+        parser.error("--fix requires the path of a JSON")
 
 
 def say(name: str | Path, problems: list[Problem], lines: list[str]) -> None:

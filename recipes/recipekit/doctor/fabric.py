@@ -212,25 +212,27 @@ def floors(
                     else (PCIE, "PCIe")
                 )
             elif rates[here.node] and rates[there.node]:
-                leaving = sum(
-                    places[rank].node == here.node
-                    and places[(rank + shift) % world].node != here.node
-                    for rank in places
-                )
-                coming = sum(
-                    places[rank].node != there.node
-                    and places[(rank + shift) % world].node == there.node
-                    for rank in places
-                )
-                shares = [
-                    min(max(rates[node]), sum(rates[node]) / flows)
-                    for node, flows in ((here.node, leaving), (there.node, coming))
-                ]
                 found[source, target] = (
-                    min(shares) / 2,
+                    _share(places, shift, rates, (here.node, there.node)) / 2,
                     f"{max(rates[here.node]) * 8:g} Gb/s adapters",
                 )
     return found
+
+
+def _share(
+    places: dict[int, Place], shift: int, rates: dict[int, list[float]], nodes: tuple[int, int]
+) -> float:
+    """Return the GB/s that the adapters of two hosts leave to one message from the first to the
+    second, while every rank sends to the rank `shift` after it.
+    """
+    here, there = nodes
+    hops = [(places[rank].node, places[(rank + shift) % len(places)].node) for rank in places]
+    leaving = sum(source == here != target for source, target in hops)
+    coming = sum(source != there == target for source, target in hops)
+    return min(
+        min(max(rates[node]), sum(rates[node]) / flows)
+        for node, flows in ((here, leaving), (there, coming))
+    )
 
 
 def below(

@@ -10,7 +10,7 @@ from ..parallel.blueprint import Blueprint, Layout, held
 from ..parallel.factors import elements_of
 from ..plan import Plan
 from ..planner.show import drawn_up, empty_of, fullest
-from ..planner.terms import ACCELERATOR, HOST, NVME, too_much, total
+from ..planner.terms import ACCELERATOR, HOST, NVME, Term, too_much, total
 from ..spec.optimizer_specs import FACTORS, GRADIENT, error_sizes, facts_of, states_of
 from ..spec.refusal import Refusal
 from ..spec.run_folder import CHECKPOINTS
@@ -36,18 +36,10 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
     mixed = enabled(plan.ds_config, "bf16") or enabled(plan.ds_config, "fp16")
     width = 2 if mixed else 4
     there = len(step_folders(plan.out / CHECKPOINTS))
-    device_memory = 0
-    if not on_gpu:
-        device_memory = total(terms, ACCELERATOR)
-    elif problems := too_much(
-        terms,
-        ACCELERATOR,
-        torch.cuda.get_device_properties().total_memory,
-        on=torch.cuda.get_device_name(),
-    ):
-        raise Refusal(problems)
+    if on_gpu:
+        _check_gpu(terms)
     return {
-        "host": total(terms, HOST) + device_memory,
+        "host": total(terms, HOST) + (0 if on_gpu else total(terms, ACCELERATOR)),
         "NVMe": total(terms, NVME),
         "checkpoint": (size if stage < 3 else size - trained) * width
         + (4 * trained if mixed or stage else 0)
@@ -55,6 +47,13 @@ def count_needs(plan: Plan, on_gpu: bool) -> dict[str, int]:
         "checkpoints": max(1, recipe.most_checkpoints - there),
         "export": size * width if recipe.export else 0,
     }
+
+
+def _check_gpu(terms: list[Term]) -> None:
+    """Raise `Refusal` if the states exceed the first GPU of this host."""
+    memory, name = torch.cuda.get_device_properties().total_memory, torch.cuda.get_device_name()
+    if problems := too_much(terms, ACCELERATOR, memory, on=name):
+        raise Refusal(problems)
 
 
 def _state_elements(plan: Plan, blueprint: Blueprint, layout: Layout) -> Iterator[int]:

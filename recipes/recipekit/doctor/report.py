@@ -5,6 +5,7 @@ fix.
 import itertools
 import statistics
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -130,25 +131,23 @@ class Report:
         return named
 
     def prepared(self, told: dict[int, dict[str, Any]], out: Path) -> None:
-        """Notes what torch sees, which ops could not be compiled, and whether memory and disks have
+        """Note what torch sees, which ops could not be compiled, and whether memory and disks have
         the room that the run needs.
         """
         for rank, found in told.items():
             node = self.seen[rank]["node"]
             if "error" in found:
-                self.add(
-                    Problem(
-                        self.rank(rank),
-                        f"torch {found['error']}",
-                        "fix the installation: pip install -r requirements.txt",
-                    ),
-                    [],
-                )
+                fix = "fix the installation: pip install -r requirements.txt"
+                self.add(Problem(self.rank(rank), f"torch {found['error']}", fix), [])
                 continue
             for item in findings.from_json(found["findings"]):
                 self.add(item, [node])
-        if not (needs := told[0].get("needs")):
-            return
+        if needs := told[0].get("needs"):
+            self._add_memory(needs)
+            self._add_disk(needs, out)
+
+    def _add_memory(self, needs: dict[str, int]) -> None:
+        """Note the hosts whose memory or NVMe folder is too small for the run's states."""
         for node in self.nodes:
             ranks, free = self.seen[node]["ranks"], self.seen[node]["room"]
             for place, what, fix in (
@@ -169,28 +168,25 @@ class Report:
                         " states"
                     )
                     self.add(Problem(f"{what}: {amount(free[place])} free", rule, fix), [node])
+
+    def _add_disk(self, needs: dict[str, int], out: Path) -> None:
+        """Note the files that the run writes, and whether the disk of the run folder has room."""
         free, size, count = self.seen[0]["room"]["out"], needs["checkpoint"], needs["checkpoints"]
         total = size * count + needs["export"]
         files = f" and Hugging Face files of {amount(needs['export'])}" if needs["export"] else ""
         made = f"{count} checkpoint{'s' if count > 1 else ''} of {amount(size)}{files}"
         self.add(Row("disk", f"{made}, {amount(free)} free"), [0])
         if total > free:
+            where, rule = f"out = {out}: {amount(free)} free", f"the run writes {amount(total)}"
             fix = (
                 "free space, keep fewer with --keep, leave out --export, or set --out to a folder"
                 " on another disk"
             )
-            self.add(
-                Problem(
-                    f"out = {out}: {amount(free)} free",
-                    f"the run writes {amount(total)}: {made}",
-                    fix,
-                ),
-                [],
-            )
+            self.add(Problem(where, f"{rule}: {made}", fix), [])
 
     def measured(self, told: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]) -> None:
-        """Names ranks and links that the others would wait for; `joined`: what each rank reported
-        after it had joined the others.
+        """Note the speeds, and the ranks and links that the others would wait for; `joined`: each
+        rank's report after it had joined the others.
         """
         failed = {rank: found["error"] for rank, found in told.items() if "error" in found}
         for rank, why in failed.items():
@@ -201,51 +197,54 @@ class Report:
             self.add(Problem(self.rank(rank), f"the all-reduce failed: {why}", fix), [])
         if failed or not told:
             return
+
         slow = self.slow(told)
-        for rank, (seconds, others) in slow.items():
-            rule = (
-                f"is slow: it needs {seconds * 1e3:.1f} ms where other ranks need"
-                f" {others * 1e3:.1f} ms, and in a run all ranks wait for it"
-            )
-            self.add(
-                Problem(
-                    self.rank(rank),
-                    rule,
-                    "check its host for other jobs, a throttled clock or failing hardware",
-                ),
-                [],
-            )
-        for rank in (rank for rank, found in told.items() if found["wrong"]):
-            self.add(
-                Problem(
-                    self.rank(rank),
-                    "the all-reduce gave a wrong sum",
-                    "do not train on this host. Test its memory and devices",
-                ),
-                [],
-            )
+        self._add_ranks(told, slow)
         links = {
             (int(source), rank): speed
             for rank, found in told.items()
             for source, speed in found["links"].items()
         }
-        bus = statistics.median(found["bus"] for found in told.values())
         if links:
-            all_reduce = statistics.median(found["all_reduce"] for found in told.values())
-            self.add(Row("all-reduce", f"{all_reduce * 1e3:.1f} ms, {bus:.2f} GB/s"), [0])
-            complete = (
-                ""
-                if all(found["complete"] for found in told.values())
-                else ", as many as two seconds allow"
+            self._add_speeds(told, links)
+        self._add_slow_links(links, slow.keys())
+        if all(found["cuda"] for found in told.values()):
+            self.too_slow(links, joined)
+
+    def _add_ranks(
+        self, told: dict[int, dict[str, Any]], slow: dict[int, tuple[float, float]]
+    ) -> None:
+        """Note the ranks that are slow or sum wrongly."""
+        for rank, (seconds, others) in slow.items():
+            rule = (
+                f"is slow: it needs {seconds * 1e3:.1f} ms where other ranks need"
+                f" {others * 1e3:.1f} ms, and in a run all ranks wait for it"
             )
-            self.add(
-                Row(
-                    "messages",
-                    f"{len(links)} links{complete}: {min(links.values()):.2f} to"
-                    f" {max(links.values()):.2f} GB/s",
-                ),
-                [0],
-            )
+            fix = "check its host for other jobs, a throttled clock or failing hardware"
+            self.add(Problem(self.rank(rank), rule, fix), [])
+        for rank in (rank for rank, found in told.items() if found["wrong"]):
+            fix = "do not train on this host. Test its memory and devices"
+            self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", fix), [])
+
+    def _add_speeds(
+        self, told: dict[int, dict[str, Any]], links: dict[tuple[int, int], float]
+    ) -> None:
+        """Note the speeds of the all-reduce and of the messages."""
+        bus = statistics.median(found["bus"] for found in told.values())
+        all_reduce = statistics.median(found["all_reduce"] for found in told.values())
+        self.add(Row("all-reduce", f"{all_reduce * 1e3:.1f} ms, {bus:.2f} GB/s"), [0])
+        complete = (
+            ""
+            if all(found["complete"] for found in told.values())
+            else ", as many as two seconds allow"
+        )
+        speeds = f"{min(links.values()):.2f} to {max(links.values()):.2f} GB/s"
+        self.add(Row("messages", f"{len(links)} links{complete}: {speeds}"), [0])
+
+    def _add_slow_links(self, links: dict[tuple[int, int], float], slow: Set[int]) -> None:
+        """Note the links that are much slower than others of their kind, inside a host or between
+        hosts. The links of the `slow` ranks are left out.
+        """
         for inside in (True, False):
             kind = {
                 pair: speed
@@ -256,19 +255,11 @@ class Report:
             bad = {
                 pair: f"{speed:.3f} GB/s instead of {usual:.2f}"
                 for pair, speed in kind.items()
-                if speed * SLOW_LINK < usual and not slow.keys() & set(pair)
+                if speed * SLOW_LINK < usual and not slow & set(pair)
             }
             for where, text in self._name(bad):
-                self.add(
-                    Problem(
-                        where,
-                        f"the link is slow: {text}",
-                        "check the cable, the switch port and the interface in use",
-                    ),
-                    [],
-                )
-        if all(found["cuda"] for found in told.values()):
-            self.too_slow(links, joined)
+                fix = "check the cable, the switch port and the interface in use"
+                self.add(Problem(where, f"the link is slow: {text}", fix), [])
 
     def too_slow(
         self, links: dict[tuple[int, int], float], joined: dict[int, dict[str, Any]]
@@ -367,10 +358,8 @@ class Report:
                 "W&B",
                 "master port",
             )
-            lines.append(
-                f"  {row.check:{width}} "
-                f" {row.value}{'' if shared else '  [' + ', '.join(self.host(node) for node in nodes) + ']'}"
-            )
+            where = "" if shared else f"  [{', '.join(self.host(node) for node in nodes)}]"
+            lines.append(f"  {row.check:{width}}  {row.value}{where}")
         if not self.problems:
             return "\n".join([*lines, "ok: no problem found"])
         lines.append(f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}")

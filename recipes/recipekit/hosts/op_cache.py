@@ -59,7 +59,8 @@ def kind(cpus: Path = Path("/proc/cpuinfo")) -> str:
         f"{' '.join(sorted(instructions.split()))} {libc}".encode()
     ).hexdigest()[:8]
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return f"{platform.machine()}_{digest}_{python}_torch{_version('torch')}_deepspeed{_version('deepspeed')}"
+    packages = f"torch{_version('torch')}_deepspeed{_version('deepspeed')}"
+    return f"{platform.machine()}_{digest}_{python}_{packages}"
 
 
 def _version(package: str) -> str:

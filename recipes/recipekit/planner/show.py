@@ -32,7 +32,8 @@ from ..spec.phases import rates
 from ..spec.task_specs import PACKED, TASKS, Facts, Plans
 from ..tasks.find import task_called
 from .activations import activation_terms, shape_of
-from .memory import Load, rank_terms
+from .load import Load
+from .memory import rank_terms
 from .pinned import pins_exactly
 from .terms import ACCELERATOR, BACKWARD, LOSS, MOMENTS, REDUCE, STEP, Term, too_much, total
 
@@ -67,10 +68,8 @@ def show(plan: Plan) -> None:
     if recipe.engine != "deepspeed":
         print(f"engine   {recipe.engine}, {recipe.precision}; it reads no JSON")
     else:
-        print(
-            "JSON    "
-            f" {plan.ds_path or 'from the recipe'}{'' if shows_json else '; --show json prints it as resolved'}"
-        )
+        hint = "" if shows_json else "; --show json prints it as resolved"
+        print(f"JSON     {plan.ds_path or 'from the recipe'}{hint}")
     if shows_json:
         if recipe.engine != "deepspeed":
             print("JSON     the same settings in DeepSpeed's words, without the precision:")

@@ -1,0 +1,243 @@
+"""Terms of DeepSpeedZeroOptimizer_Stage3: ZeRO-3, with offload to the host or NVMe.
+
+The names in the comments are attributes and functions of zero/stage3.py in DeepSpeed 0.19.8.
+"""
+
+from typing import Any
+
+from .groups import Group
+from .load import (
+    Load,
+    dtype_name,
+    pinned_term,
+    sent_width,
+    state_bytes,
+    sums_in_fp32,
+    temporaries,
+    width_of,
+)
+from .pinned import ROUNDED_UP_TO, pinned_bytes
+from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
+
+HOMES = {"none": ACCELERATOR, "cpu": HOST, "nvme": NVME}  # of a block that offloads, by its device
+
+
+def zero_3_terms(
+    groups: list[Group],
+    frozen: list[int],
+    persistent: list[int],
+    ds_config: dict[str, Any],
+    load: Load,
+) -> list[Term]:
+    """ZeRO-3 (zero/stage3.py, runtime/swap_tensor), with parameters and optimizer on the
+    accelerator, the host or NVMe.
+    """
+    trained = [numel for group in groups for numel in group.numels]
+    ranks = _ranks_of(groups)
+    frozen_parts = sum(-(-numel // ranks) for numel in frozen)
+    most = int(ds_config["zero_optimization"].get("sub_group_size", 1_000_000_000))
+    sub_groups = [run for group in groups for run in group.sub_groups(most)]
+    largest = max(map(sum, sub_groups), default=0)
+    states = state_bytes(ds_config, groups, [sum(group.parts()) for group in groups])
+    return [
+        *_second_partition(trained, frozen, ranks, ds_config, load),
+        *_zero_3_passes(groups, frozen, persistent, ds_config),
+        _zero_3_sums(groups, ds_config, load),
+        *_zero_3_parameters(groups, frozen_parts, largest, ds_config, load),
+        *_zero_3_optimizer(sub_groups, states, ds_config, load),
+    ]
+
+
+def _ranks_of(groups: list[Group]) -> int:
+    return max((group.ranks for group in groups), default=1)
+
+
+def _zero_3_passes(
+    groups: list[Group], frozen: list[int], persistent: list[int], ds_config: dict[str, Any]
+) -> list[Term]:
+    """Count what the forward and backward passes hold on the accelerator: gathered weights, and
+    gradients on their way.
+    """
+    zero = ds_config["zero_optimization"]
+    width, sent, sums = width_of(ds_config), sent_width(ds_config), _sums_width(ds_config)
+    ranks, bucket = _ranks_of(groups), int(zero.get("reduce_bucket_size", 500_000_000))
+    numels = [numel for group in groups for numel in group.numels] + frozen
+    largest = max(numels, default=0)
+    live = min(sum(numels), int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
+    # Parameters that live elsewhere come to the accelerator even on one rank.
+    moved = ranks > 1 or HOMES[zero.get("offload_param", {}).get("device", "none")] != ACCELERATOR
+    return [
+        # persistent_parameters
+        Term(
+            ACCELERATOR,
+            "small parameters, gathered",
+            width * sum(persistent) if ranks > 1 else 0,
+            (LOSS, BACKWARD, REDUCE),
+        ),
+        Term(
+            ACCELERATOR,
+            f"reduce bucket, {dtype_name(sent)}",
+            sent * bucket if zero.get("contiguous_gradients", True) else 0,
+        ),
+        Term(
+            ACCELERATOR,
+            "the largest weight, gathered",
+            width * largest if moved else 0,
+            (BACKWARD,),
+        ),
+        Term(
+            ACCELERATOR,
+            "further weights, gathered",
+            width * (live - largest),
+            (LOSS, BACKWARD),
+            bound=True,
+        ),
+        # __avg_scatter_contiguous_grads
+        Term(
+            ACCELERATOR,
+            "copies while a bucket is summed",
+            (sent + sums) * min(bucket, sum(numels)),
+            (BACKWARD,),
+            bound=True,
+        ),
+    ]
+
+
+def _zero_3_sums(groups: list[Group], ds_config: dict[str, Any], load: Load) -> Term:
+    """Count the sums of gradients in ZeRO-3's partitions (grad_partitions_flat_buffer)."""
+    offload = ds_config["zero_optimization"].get("offload_optimizer", {})
+    on_device = HOMES[offload.get("device", "none")] == ACCELERATOR
+    width = _sums_width(ds_config)
+    return pinned_term(
+        ACCELERATOR if on_device else HOST,
+        f"sums of gradients, {dtype_name(width)}",
+        [width * sum(part for group in groups for part in group.parts())],
+        not on_device and offload.get("pin_memory", False),
+        load,
+    )
+
+
+def _second_partition(
+    trained: list[int], frozen: list[int], ranks: int, ds_config: dict[str, Any], load: Load
+) -> list[Term]:
+    """Counts what hpZ keeps besides: of each weight the part among the ranks of a host
+    (partition_parameters.py, _partition_param_sec), from its first gather in a step to the end of
+    the step.
+    """
+    zero, width = ds_config["zero_optimization"], width_of(ds_config)
+    if (among := min(int(zero.get("zero_hpz_partition_size", 1)), ranks)) < 2:
+        return []
+    parts = [
+        sum(-(-numel // ranks) * ranks // among for numel in numels) for numels in (trained, frozen)
+    ]
+    return [
+        Term(
+            ACCELERATOR,
+            "parts of the weights among the ranks of a host",
+            (4 if load.adapted else width) * parts[0] + width * parts[1],
+        )
+    ]
+
+
+def _zero_3_parameters(
+    groups: list[Group], frozen_parts: int, largest: int, ds_config: dict[str, Any], load: Load
+) -> list[Term]:
+    """Count ZeRO-3's partitions of the parameters where `offload_param` keeps them.
+
+    `largest`: elements of the largest sub-group.
+    """
+    offload, width = ds_config["zero_optimization"].get("offload_param", {}), width_of(ds_config)
+    home, dtype = HOMES[offload.get("device", "none")], dtype_name(width)
+    own = 4 if load.adapted else width
+    parts = [part for group in groups for part in group.parts()]
+    size, pin = own * sum(parts) + width * frozen_parts, offload.get("pin_memory", False)
+    if home == ACCELERATOR:
+        return [Term(ACCELERATOR, f"parameters, {dtype}", size)]
+
+    blocks = [*(own * numel for numel in _in_host_memory(groups, offload)), width * frozen_parts]
+    in_memory = pinned_term(HOST, f"parameters, {dtype}", blocks, pin, load)
+    if home == NVME:
+        swapped = Term(NVME, f"parameters, {dtype}", size)
+        return [in_memory, swapped, *_parameter_swaps(offload, width, largest)]
+    return [in_memory, *([_freed_pins([width * part for part in parts], load)] if pin else [])]
+
+
+def _in_host_memory(groups: list[Group], offload: dict[str, Any]) -> list[int]:
+    """Count the elements of each group's partitions that stay in host memory: all, or with NVMe the
+    first `max_in_cpu`.
+    """
+    sizes = [sum(group.parts()) for group in groups]
+    on_nvme = HOMES[offload.get("device", "none")] == NVME
+    left, kept = int(offload.get("max_in_cpu", 1_000_000_000)) if on_nvme else sum(sizes), []
+    for size in sizes:
+        kept.append(min(size, left))
+        left -= kept[-1]
+    return kept
+
+
+def _parameter_swaps(offload: dict[str, Any], width: int, largest: int) -> list[Term]:
+    """Count the pinned buffers between NVMe and the accelerator (partitioned_param_swapper.py), and
+    the updated parameters of a sub-group of `largest` elements.
+    """
+    buffers = (
+        width * int(offload.get("buffer_count", 5)) * int(offload.get("buffer_size", 100_000_000))
+    )
+    back, size = f"parameters on their way back, {dtype_name(width)}", width * largest
+    return [
+        Term(HOST, "swap buffers of parameters", buffers, pinned=buffers),
+        Term(HOST, back, size, pinned=size),
+    ]
+
+
+def _freed_pins(sizes: list[int], load: Load) -> Term:
+    """Count the pinned blocks of the single partitions that torch keeps once they are freed."""
+    blocks = [pinned_bytes(size, load.exact_pins) for size in sizes]
+    kept = sum(block for block in blocks if not load.exact_pins or block <= ROUNDED_UP_TO)
+    return Term(HOST, "freed pinned blocks that torch keeps", 0, pinned=kept, bound=True)
+
+
+def _zero_3_optimizer(
+    sub_groups: list[list[int]], states: int, ds_config: dict[str, Any], load: Load
+) -> list[Term]:
+    """What ZeRO-3's optimizer keeps, `states` bytes besides the masters, and needs in a step.
+
+    `sub_groups`: elements of each partition in it.
+    """
+    offload = ds_config["zero_optimization"].get("offload_optimizer", {})
+    home, sizes = HOMES[offload.get("device", "none")], [sum(run) for run in sub_groups]
+    masters = 4 * sum(sizes)
+    terms = [
+        Term(home, "master weights, fp32", masters),
+        Term(home, "optimizer states, fp32", states),
+    ]
+    if home == ACCELERATOR:
+        copied = [sum(run) for run in sub_groups if len(run) > 1]
+        terms.append(
+            Term(
+                ACCELERATOR,
+                "flat gradients of a sub-group, fp32",
+                4 * max(copied, default=0),
+                (STEP,),
+            )
+        )
+        terms.append(temporaries(ds_config, sizes))
+    elif home == HOST:
+        terms.append(
+            pinned_term(
+                HOST,
+                "gradients of the master weights, fp32",
+                [4 * size for size in sizes],
+                offload.get("pin_memory", False),
+                load,
+            )
+        )
+    else:
+        buffers = 4 * int(offload.get("buffer_count", 4)) * max(sizes, default=0)
+        terms.append(Term(NVME, "gradients of the master weights, fp32", masters))
+        terms.append(Term(HOST, "swap buffers of the optimizer", buffers, pinned=buffers))
+    return terms
+
+
+def _sums_width(ds_config: dict[str, Any]) -> int:
+    """Return the bytes of an element in which ZeRO-3 sums gradients."""
+    return 4 if sums_in_fp32(ds_config) else width_of(ds_config)
