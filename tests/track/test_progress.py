@@ -276,7 +276,8 @@ from pathlib import Path
 from recipekit.track.tracking import open_tracker
 from test_progress import of_step
 tracker = open_tracker(
-    name="name", run_dir=Path(sys.argv[1]), config={}, is_main=True, start_step=0, last_step=2, wandb=False, project=""
+    name="name", run_dir=Path(sys.argv[1]), config={}, is_main=True, start_step=0, last_step=2, \
+wandb=False, project=""
 )
 sys.stdin.read()  # until the reader of stderr has gone
 tracker.log(of_step(1))
