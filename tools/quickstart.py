@@ -133,7 +133,7 @@ def train(arguments: argparse.Namespace) -> bool:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What the run folder of a finished run holds."""
+    """The contents of a finished run's folder."""
 
     metrics: list[dict[str, Any]]  # lines of metrics.jsonl
     generator: Any  # the exported model in plain transformers, with its tokenizer

@@ -377,7 +377,7 @@ the same rows:
 
 
 def what_counts(wandb: str) -> str:
-    """Explain what the time of a block includes; `wandb`: the mode of our loop."""
+    """Explain which work the time of a block includes; `wandb`: the mode of our loop."""
     recorded = "without W&B, as in the other three"
     if wandb != "off":
         recorded = f"with W&B ({wandb}; its process runs during all four loops)"
@@ -1033,8 +1033,8 @@ def trainer_loop(
         model=model,
         args=settings,
         train_dataset=rows_of(prepared, recipe),
-        data_collator=default_data_collator,
-    )  # type: ignore[arg-type]
+        data_collator=default_data_collator,  # type: ignore[arg-type]
+    )
     trainer.remove_callback(PrinterCallback)
     return lambda: trainer.deepspeed, train
 
@@ -1063,8 +1063,10 @@ def accelerate_loop(
     decay: Any = recipe.weight_decay  # annotated as int
     dummy = DummyOptim(parameter_groups(model), lr=recipe.lr, weight_decay=decay)
     loader = DataLoader(
-        rows_of(prepared, recipe), batch_size=recipe.micro_batch, collate_fn=default_data_collator
-    )  # type: ignore[arg-type]
+        rows_of(prepared, recipe),
+        batch_size=recipe.micro_batch,
+        collate_fn=default_data_collator,  # type: ignore[arg-type]
+    )
     engine, optimizer, loader = accelerator.prepare(model, dummy, loader)
 
     def train(pause: Callable[[], None]) -> None:

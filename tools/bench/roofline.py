@@ -175,7 +175,7 @@ def dtype_of(plan: Plan) -> Any:
 
 
 def micro_batch(plan: Plan, way: Way) -> dict[str, Any]:
-    """Make a micro-batch of packed documents, with what the attention reads of their edges."""
+    """Make a micro-batch of packed documents, with the edges that the attention reads."""
     import torch
     from recipekit.kernels.attention import VARLEN
     from recipekit.kernels.documents import documents_of, for_layers
@@ -516,7 +516,7 @@ def worst_kind(traced: Traced, device: Device) -> tuple[str, float]:
 
 
 def table(traced: dict[str, Traced], device: Device) -> str:
-    """Write what a case's ways take, by kind, and what each could reach."""
+    """Write the bytes, the FLOPs and the least time of a case's ways by kind, and their bounds."""
     sums = {title: summed(one, device) for title, one in traced.items()}
     lines = [
         "| | " + " | ".join(f"{title}: GB | TFLOP | least ms" for title in traced) + " |",
@@ -544,7 +544,7 @@ def cell(found: Sequence[float]) -> str:
 
 
 def upper_bound(title: str, traced: Traced, device: Device) -> str:
-    """Write the speed that a way cannot exceed, and what limits it."""
+    """Write the speed that a way cannot exceed, and its limits."""
     best, worst = traced.best(device), worst_kind(traced, device)
     alone = sum(operation.flops for operation in traced.operations) / device.flops
     lost = [f"{name} {1e3 * took:.1f} ms" for name, took in holding_back(traced, device)[:4]]
