@@ -3,8 +3,7 @@ and accelerate.
 
     # prints Markdown; progress goes to stderr
     python tools/bench/bench_loop.py > tools/bench/bench_loop.md
-    python tools/bench/bench_loop.py --pairs 60 --json report.json --seq_len 512 \\
-        --deepspeed_config zero3.json
+    python tools/bench/bench_loop.py --pairs 60 --json report.json --deepspeed_config zero3.json
 
 All four train the same model on the same rows from the same JSON, in the same processes (2, or one
 for each GPU). Blocks of steps alternate: a pair is one block of each loop, in random order. The

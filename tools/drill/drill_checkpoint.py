@@ -1,8 +1,7 @@
 """Kill training jobs at random moments, again and again, and compare the results with uninterrupted
 runs.
 
-    python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --seed 0 \\
-        --layouts zero1 zero2 zero3 pp2_tp2
+    python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 pp2_tp2 --seed 0
 
 A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), that
 saves at every step. The job is killed and started again with the same command, and each start makes
