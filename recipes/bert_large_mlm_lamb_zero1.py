@@ -11,7 +11,8 @@ DeepSpeed's LAMB would compute it over flat pieces.
 
 The second phase starts from the export of the first. Run the same command with
 
-    --model runs/bert_large_mlm_lamb_zero1/hf --init pretrained --seq_len 512 --micro_batch 16 --global_batch 32768 \\
+    --model runs/bert_large_mlm_lamb_zero1/hf --init pretrained --seq_len 512 \\
+    --micro_batch 16 --global_batch 32768 \\
     --lr 4e-3 --warmup_steps 200 --steps 1561 --out runs/bert_lamb_512
 
 Needs: 8 x 24 GB GPUs (2.3 GiB of states each; activations of 64 rows add 12.5). Measured: not

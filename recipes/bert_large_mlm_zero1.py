@@ -9,7 +9,8 @@ documents in the same row do not see each other. To mask other tokens, use `--ma
 raised from 1e-4 to 3e-4. As in the paper, nine of ten steps use short rows. The last steps use rows
 of 512 tokens and start from this run's export. Run the same command with
 
-    --model runs/bert_large_mlm_zero1/hf --init pretrained --seq_len 512 --micro_batch 16 --steps 12500 --out runs/bert_512
+    --model runs/bert_large_mlm_zero1/hf --init pretrained --seq_len 512 \\
+    --micro_batch 16 --steps 12500 --out runs/bert_512
 
 Needs: 8 x 24 GB GPUs (2.3 GiB of states each; activations of 64 rows add 12.5). Measured: not
 measured. Less memory: --micro_batch 16, or --activation_checkpointing.

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,35 @@ def read_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = read_arguments()
     began = time.perf_counter()
-
     require_packages()
+
     begun = phase(1, "train recipes/llama_nano_zero2.py with the deepspeed launcher")
+    if not train(arguments):
+        return 1
+    ended(begun)
+
+    begun = phase(
+        2, "load the export with plain transformers and compare the loss on held-out text"
+    )
+    run = load_run(arguments.out)
+    if not losses_agree(run):
+        return 1
+    ended(begun)
+
+    begun = phase(3, "continue held-out text, as recipekit sample does")
+    continue_excerpt(run.generator, run.rows)
+    ended(begun)
+
+    begun = phase(4, f"draw {arguments.out}/loss.png")
+    draw(run.metrics, len(run.generator.tokenizer), arguments.out / "loss.png")
+    ended(begun)
+
+    print_result(run, arguments.out, time.perf_counter() - began)
+    return 0
+
+
+def train(arguments: argparse.Namespace) -> bool:
+    """Train the recipe; return False, with a message on stderr, if that failed."""
     import torch
 
     deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
@@ -78,7 +105,8 @@ def main() -> int:
             "the deepspeed command is not installed beside this Python. Run make setup",
             file=sys.stderr,
         )
-        return 1
+        return False
+
     gpus = torch.cuda.device_count()
     port, note = launcher_port(os.environ)
     command = [
@@ -93,42 +121,49 @@ def main() -> int:
             "  in fp32: this CPU has no instructions for bf16, which would take ten times as long",
             flush=True,
         )
+
     if note:
         print(f"  {note}")
     print("  " + " ".join(command), flush=True)
     code = subprocess.run(command, check=False).returncode
     if code:
         print(f"training ended with exit code {code}. Its messages are above", file=sys.stderr)
-        return 1
-    ended(begun)
+    return code == 0
 
-    begun = phase(
-        2, "load the export with plain transformers and compare the loss on held-out text"
-    )
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """The contents of a finished run's folder."""
+
+    metrics: list[dict[str, Any]]  # lines of metrics.jsonl
+    generator: Any  # the exported model in plain transformers, with its tokenizer
+    rows: list[Any]  # held-out batches
+
+
+def load_run(out: Path) -> FinishedRun:
+    """Load the metrics and the export of a run, and the rows that it held out."""
     from recipekit.architectures.export_folder import find_export
     from recipekit.commands.sample import load
     from recipekit.data.held_out import eval_rows
     from recipekit.data.lanes import DataRank
     from recipekit.data.request import request_of
     from recipekit.spec.recipe import Recipe
-    from recipekit.spec.run_folder import (
-        CHECKPOINTS,
-        EXPORT,
-        FACTS,
-        METRICS,
-        STRATEGY,
-        read_metrics,
-    )
+    from recipekit.spec.run_folder import FACTS, read_metrics
 
-    facts = json.loads((arguments.out / FACTS).read_text())["recipe"]
+    facts = json.loads((out / FACTS).read_text())["recipe"]
     recipe = Recipe(
         **{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__}
     )
-    lines = read_metrics(arguments.out)
-    generator = load(find_export(arguments.out))
-    tokenizer = generator.tokenizer
-    rows = eval_rows(request_of(recipe), tokenizer, rank=DataRank(1, 0))
-    engine_loss, plain_loss = lines[-1]["eval_loss"], held_out_loss(generator.model, rows)
+    metrics = read_metrics(out)
+    generator = load(find_export(out))
+    rows = eval_rows(request_of(recipe), generator.tokenizer, rank=DataRank(1, 0))
+    return FinishedRun(metrics, generator, rows)
+
+
+def losses_agree(run: FinishedRun) -> bool:
+    """Return True if plain transformers and the engine computed the same held-out loss."""
+    engine_loss = run.metrics[-1]["eval_loss"]
+    plain_loss = held_out_loss(run.generator.model, run.rows)
     print(f"  engine {engine_loss:.6f}, transformers {plain_loss:.6f}")
     if abs(plain_loss - engine_loss) > TOLERANCE * engine_loss:
         print(
@@ -136,30 +171,23 @@ def main() -> int:
             " trained",
             file=sys.stderr,
         )
-        return 1
-    ended(begun)
+        return False
+    return True
 
-    begun = phase(3, "continue held-out text, as recipekit sample does")
-    continue_excerpt(generator, rows)
-    ended(begun)
 
-    begun = phase(4, f"draw {arguments.out}/loss.png")
-    draw(lines, len(tokenizer), arguments.out / "loss.png")
-    ended(begun)
+def print_result(run: FinishedRun, out: Path, seconds: float) -> None:
+    """Print how far the loss fell, and the files of the run."""
+    from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY
 
-    first, last, uniform = lines[0]["loss"], lines[-1]["loss"], math.log(len(tokenizer))
+    first, last = run.metrics[0]["loss"], run.metrics[-1]["loss"]
+    uniform = math.log(len(run.generator.tokenizer))
     print(
-        f"done in {time.perf_counter() - began:.0f} s: loss {first:.3f} -> {last:.3f},"
+        f"done in {seconds:.0f} s: loss {first:.3f} -> {last:.3f},"
         f" {last / uniform:.0%} of ln(vocabulary) = {uniform:.3f}"
     )
-    print(
-        "what the run left: "
-        + ", ".join(
-            str(arguments.out / name)
-            for name in (METRICS, FACTS, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")
-        )
-    )
-    return 0
+
+    names = (METRICS, FACTS, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")
+    print("what the run left: " + ", ".join(str(out / name) for name in names))
 
 
 def training(ranks: int, out: Path, steps: int | None) -> list[str]:

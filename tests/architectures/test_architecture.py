@@ -18,25 +18,71 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SHIPPED_SHAPES = {
     path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))
 }
-SHAPES = {name: config for name, config in SHIPPED_SHAPES.items() if fitting_task(config) == "pretrain"} | {
+SHAPES = {
+    name: config for name, config in SHIPPED_SHAPES.items() if fitting_task(config) == "pretrain"
+} | {
     "mixtral": dict(
-        model_type="mixtral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-        num_local_experts=8, num_experts_per_tok=2, vocab_size=32000, sliding_window=4096, tie_word_embeddings=False, rope_parameters=ROPE,
+        model_type="mixtral",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=32000,
+        sliding_window=4096,
+        tie_word_embeddings=False,
+        rope_parameters=ROPE,
     ),
     "gemma2": dict(
-        model_type="gemma2", hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
-        vocab_size=256000, sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, tie_word_embeddings=True, rope_parameters=ROPE,
+        model_type="gemma2",
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        vocab_size=256000,
+        sliding_window=4096,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+        tie_word_embeddings=True,
+        rope_parameters=ROPE,
         layer_types=["sliding_attention", "full_attention"] * 13,
     ),
     "gemma3": dict(
-        model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
-        vocab_size=262144, sliding_window=512, tie_word_embeddings=True, layer_types=[*(["sliding_attention"] * 5 + ["full_attention"]) * 4, *["sliding_attention"] * 2],
+        model_type="gemma3_text",
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_hidden_layers=26,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        vocab_size=262144,
+        sliding_window=512,
+        tie_word_embeddings=True,
+        layer_types=[
+            *(["sliding_attention"] * 5 + ["full_attention"]) * 4,
+            *["sliding_attention"] * 2,
+        ],
     ),
     "qwen3_moe": dict(
-        model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, vocab_size=151936, tie_word_embeddings=False, rope_parameters=ROPE,
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        vocab_size=151936,
+        tie_word_embeddings=False,
+        rope_parameters=ROPE,
     ),
-}  # fmt: skip
+}
 every_shape = pytest.mark.parametrize("kind", SHAPES)
 
 
@@ -288,10 +334,21 @@ def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
 IMAGES = ("vit", "deit", "beit", "dinov2", "swin", "convnext", "resnet", "siglip", "clip")
 OF_IMAGES = TASKS["image_classification"].tiny
 VIT_L = {
-    "architectures": ["ViTForImageClassification"], "model_type": "vit", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
-    "num_attention_heads": 16, "image_size": 224, "patch_size": 16, "num_channels": 3, "hidden_act": "gelu", "qkv_bias": True, "layer_norm_eps": 1e-12,
-    "id2label": {str(label): f"LABEL_{label}" for label in range(1000)}, "label2id": {f"LABEL_{label}": label for label in range(1000)},
-}  # fmt: skip
+    "architectures": ["ViTForImageClassification"],
+    "model_type": "vit",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 224,
+    "patch_size": 16,
+    "num_channels": 3,
+    "hidden_act": "gelu",
+    "qkv_bias": True,
+    "layer_norm_eps": 1e-12,
+    "id2label": {str(label): f"LABEL_{label}" for label in range(1000)},
+    "label2id": {f"LABEL_{label}": label for label in range(1000)},
+}
 
 
 def classifier(tiny: dict):

@@ -23,7 +23,8 @@ import os, sys
 def watch(event, arguments, root={root!r}):
     if event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], (str, bytes)):
         path = os.path.abspath(os.fsdecode(arguments[0]))
-        if path.startswith(root + "/") and not path.startswith((root + "/.venv/", root + "/.cache/")):
+        if path.startswith(root + "/") and not path.startswith((root + "/.venv/", \
+root + "/.cache/")):
             os.write(handle, (path + "\\n").encode())
 handle = os.open({log!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 sys.addaudithook(watch)
@@ -76,9 +77,22 @@ class Installed:
         )
         self.python = self.env / "bin" / "python"
         subprocess.run(
-            [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--no-deps", "--no-index", str(self.wheel)],
-            cwd=folder, check=True, capture_output=True, timeout=300,
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                str(self.python),
+                "install",
+                "--no-deps",
+                "--no-index",
+                str(self.wheel),
+            ],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            timeout=300,
+        )
         # read after recipekit's own folder; files of that kind in a lent folder are not read
         lent = self.env / SITE / "lent.pth"
         lent.write_text(f"{sysconfig.get_path('purelib')}\nimport _watch\n")

@@ -241,9 +241,15 @@ def test_what_an_encoder_depends_on():
         published_tokenizer("Granite"),
         published_tokenizer("Qwen3"),
     )
-    assert [Encoder(tokenizer, task, 64, day).date for tokenizer, task, day in ((dated, "sft", DAY), (dated, "sft", None), (dated, "pretrain", DAY), (undated, "sft", DAY))] == [
-        "2026-03-04", "", "", ""
-    ]  # fmt: skip
+    assert [
+        Encoder(tokenizer, task, 64, day).date
+        for tokenizer, task, day in (
+            (dated, "sft", DAY),
+            (dated, "sft", None),
+            (dated, "pretrain", DAY),
+            (undated, "sft", DAY),
+        )
+    ] == ["2026-03-04", "", "", ""]
     assert [Encoder(plain, task, 64).longest for task in ("sft", "masked_lm", "pretrain")] == [
         64,
         64,
@@ -258,9 +264,10 @@ def test_what_an_encoder_depends_on():
 
 def test_a_tool_column_that_the_template_reads_is_no_unread_key():
     chat = {"messages": PAIR, "tools": TOOLS, "form": "A"}
-    assert [Encoder(tokenizer, "sft", 999).counted([(chat, "row")])[1].keys for tokenizer in (byte_tokenizer(), published_tokenizer("Qwen2.5"))] == [
-        ("tools (a column)",), ()
-    ]  # fmt: skip
+    assert [
+        Encoder(tokenizer, "sft", 999).counted([(chat, "row")])[1].keys
+        for tokenizer in (byte_tokenizer(), published_tokenizer("Qwen2.5"))
+    ] == [("tools (a column)",), ()]
 
 
 # Chunks and blocks

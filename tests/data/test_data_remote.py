@@ -515,8 +515,11 @@ if world > 1:
     dist.init_process_group("gloo")
 request = Request(dataset=sys.argv[1], seq_len=32, global_batch=4, retry_s=float(sys.argv[2]))
 try:
-    stream = open_stream(request, byte_tokenizer(), rank=DataRank(world, rank), say=lambda text: print("said:", text, flush=True))
-    rows = np.array([[batch["input_ids"].numpy() for batch in next(stream)[0]] for _ in range(40)])  # (steps, rows of this rank, 1, seq_len)
+    said = lambda text: print("said:", text, flush=True)
+    stream = open_stream(request, byte_tokenizer(), rank=DataRank(world, rank), say=said)
+    # (steps, rows of this rank, 1, seq_len)
+    steps = [next(stream)[0] for _ in range(40)]
+    rows = np.array([[batch["input_ids"].numpy() for batch in batches] for batches in steps])
     stream.close()
     if world > 1:
         gathered = [None] * world

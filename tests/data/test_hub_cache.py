@@ -455,14 +455,17 @@ from recipekit.tasks.image_classification import published
 found = {}
 for revision in ("", "v1"):
     tokenizer = load_tokenizer("org/tiny", revision=revision)
-    request = Request(dataset="org/tiny", dataset_revision=revision, seq_len=32, global_batch=1, token_cache="off")
+    request = Request(dataset="org/tiny", dataset_revision=revision, seq_len=32, global_batch=1, \
+ token_cache="off")
     with contextlib.closing(open_stream(request, tokenizer, rank=DataRank(1, 0))) as stream:
         (batch,), state = next(stream)
     found[revision] = {
-        "model": [model_config("org/tiny", revision=revision)["number"], commit_of("org/tiny", revision), weights_folder("org/tiny", revision).name],
+        "model": [model_config("org/tiny", revision=revision)["number"], \
+commit_of("org/tiny", revision), weights_folder("org/tiny", revision).name],
         "tokenizer": len(tokenizer),
         "preprocessor": published("org/tiny", "pretrained", revision)["image_mean"],
-        "data": [tokenizer.decode(batch["input_ids"][0]).split("<|endoftext|>")[1], *hub_commits(state["identity"]["corpus"]).items()],
+        "data": [tokenizer.decode(batch["input_ids"][0]).split("<|endoftext|>")[1], \
+*hub_commits(state["identity"]["corpus"]).items()],
     }
 print("FOUND" + json.dumps(found))
 """

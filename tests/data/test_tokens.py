@@ -303,11 +303,14 @@ def test_document_without_target_is_empty():
 CHATML = BYTES.chat_template
 LLAMA3 = """\
 {{- bos_token }}{%- for message in messages %}\
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}\
-{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | \
+trim + '<|eot_id|>' }}\
+{%- endfor %}{%- if add_generation_prompt %}\
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
 THINKING = """\
 {%- set last = namespace(query=0) %}\
-{%- for message in messages %}{%- if message.role == 'user' %}{%- set last.query = loop.index0 %}{%- endif %}{%- endfor %}\
+{%- for message in messages %}{%- if message.role == 'user' %}{%- set last.query = loop.index0 %}\
+{%- endif %}{%- endfor %}\
 {%- for message in messages %}\
 {%- if message.role == 'assistant' %}\
 {%- set thought = '' %}{%- set content = message.content %}\
@@ -316,16 +319,21 @@ THINKING = """\
 {%- set content = content.split('</think>')[-1].lstrip('\\n') %}\
 {%- endif %}\
 {%- if loop.index0 > last.query %}\
-{{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}\
+{{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + \
+content.lstrip('\\n') }}\
 {%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}{{- '<|im_end|>\\n' }}\
-{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endif %}\
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}\
+{%- endif %}\
 {%- endfor %}"""
 INSTRUCT = """\
-{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] + '\\n\\n' %}{%- set rest = messages[1:] %}\
+{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] + '\\n\\n' %}\
+{%- set rest = messages[1:] %}\
 {%- else %}{%- set system = '' %}{%- set rest = messages %}{%- endif %}{{- bos_token }}\
 {%- for message in rest %}\
-{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}\
-{%- if message['role'] == 'user' %}{{- '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}\
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{- raise_exception('roles must alternate') }}{%- endif %}\
+{%- if message['role'] == 'user' %}\
+{{- '[INST] ' + (system if loop.first else '') + message['content'].strip() + ' [/INST]' }}\
 {%- else %}{{- ' ' + message['content'].strip() + ' ' + eos_token }}{%- endif %}\
 {%- endfor %}"""
 PLAIN = (

@@ -285,7 +285,8 @@ def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str],
     told = only_problem(text)
     assert (
         code == 1
-        and "out = run: 100 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and Hugging Face files of 9 MiB"
+        and "out = run: 100 MiB free: the run writes 129 MiB: 2 checkpoints of 60 MiB and"
+        " Hugging Face files of 9 MiB"
         in told
     ), told
 

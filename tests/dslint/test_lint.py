@@ -152,7 +152,8 @@ def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
     assert (
         code == 1
         and "1 problem " in text
-        and 'zero_optimization.stage = "auto": "auto" is not supported, because nothing fills it in. Set it to 2'
+        and 'zero_optimization.stage = "auto": "auto" is not supported, because nothing fills'
+        " it in. Set it to 2"
         in text
     ), text
 
@@ -200,7 +201,8 @@ def test_a_ramp_is_shown_and_every_row_of_it_that_does_not_divide_is_named(tmp_p
     code, text = lint("--recipe", "recipe.py", "--world", "4", cwd=tmp_path)
     assert (
         code == 1
-        and "20 rows from step 21 on and 36 rows from step 31 on do not divide by 4 data-parallel ranks * micro_batch 2 = 8"
+        and "20 rows from step 21 on and 36 rows from step 31 on do not divide by 4"
+        " data-parallel ranks * micro_batch 2 = 8"
         in text
     ), text
 

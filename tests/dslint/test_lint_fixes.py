@@ -439,10 +439,12 @@ CASES = {
   "gradient_acumulation_steps": "auto",
   "gradient_clipping": 0.5, /* was 1.0,
                                until May */
-  "optimizer": {"type": "adamw", "params": {"lr": 2e-5, "betas": [0.9, 0.98], "eps": "auto", "weight_decay": 0.0}},
+  "optimizer": \
+{"type": "adamw", "params": {"lr": 2e-5, "betas": [0.9, 0.98], "eps": "auto", "weight_decay": 0.0}},
   "scheduler": {
     "type": "WarmupDecayLR",
-    "params": {"warmup_min_lr": 0, "warmup_max_lr": 2e-5, "warmup_num_steps": 30, "total_num_steps": 1000,},
+    "params": \
+{"warmup_min_lr": 0, "warmup_max_lr": 2e-5, "warmup_num_steps": 30, "total_num_steps": 1000,},
   },
   "zero_optimisation": {"stage": 3, "overlap_comm": true},
 }

@@ -226,7 +226,7 @@ def refused(pools: Any, layout: Layout, out: Any, tower: str) -> str:
 
 
 @each(*(replace(layout, slow=layout.file != "zero2") for layout in LAYOUTS if layout.world == 2))
-def test_a_module_that_one_rank_brings_in_at_the_end_is_refused_on_every_rank_and_in_its_place_it_trains(
+def test_a_module_that_one_rank_brings_in_last_is_refused_everywhere_and_in_its_place_it_trains(
     pools, tmp_path, layout
 ):
     """The parameters are the same, and so are the gradients of each rank: only their order

@@ -365,7 +365,8 @@ dist.destroy_process_group()
 with socket.create_server(("", 0)) as taken:
     os.environ["MASTER_PORT"] = str(taken.getsockname()[1])
     found.append(problems())
-    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, \
+world_size=1)
     found.append(problems())
     dist.destroy_process_group()
     found.append(problems())

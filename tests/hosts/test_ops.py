@@ -293,7 +293,8 @@ def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fi
     )
     assert (
         told.startswith(where)
-        and "its file system has no file locks (No locks available). Mount it with file locks (Lustre: -o flock, NFS: with lockd)"
+        and "its file system has no file locks (No locks available). Mount it with file locks"
+        " (Lustre: -o flock, NFS: with lockd)"
         in told
     )
     assert (

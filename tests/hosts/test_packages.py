@@ -145,7 +145,8 @@ def test_outside_the_environment_a_command_says_how_to_activate_it(
     done = run([older(tmp_path / "bin"), *words], tmp_path)
     assert (
         done.returncode == 1
-        and "is Python 3.9.18: the recipes need 3.11 or newer. Activate the environment: . .venv/bin/activate"
+        and "is Python 3.9.18: the recipes need 3.11 or newer. Activate the environment: ."
+        " .venv/bin/activate"
         in done.stderr
     )
     assert "--help" not in done.stderr

@@ -29,8 +29,10 @@ python tools/convert_checkpoint.py from-hf HF_DIR OUT_DIR --zero 1 --tp 2 --pp 2
 python tools/convert_checkpoint.py reshape STEP_DIR OUT_DIR --tp 1 --pp 4 --dp 2 --zero 1
 python tools/convert_checkpoint.py verify STEP_DIR
 python -m launch --where local --spawn deepspeed --dry-run recipes/NAME.py --steps 20
-deepspeed --num_gpus 2 recipes/NAME.py --deepspeed_config ds_configs/zero3.json --steps 20 --lr 3e-4 --pp 2 --tp 2 --micro_batch 2 --global_batch 16 --seq_len 256
-deepspeed recipes/NAME.py --tiny --stop_at 3 --save_every 2 --keep 2 --seed 1 --out DIR --resume auto
+deepspeed --num_gpus 2 recipes/NAME.py --deepspeed_config ds_configs/zero3.json --steps 20 --lr \
+3e-4 --pp 2 --tp 2 --micro_batch 2 --global_batch 16 --seq_len 256
+deepspeed recipes/NAME.py --tiny --stop_at 3 --save_every 2 --keep 2 --seed 1 --out DIR --resume \
+auto
 python recipes/NAME.py --dry_run --world 8
 """
 PLACES = {

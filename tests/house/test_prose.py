@@ -152,7 +152,8 @@ from argparse import ArgumentParser
 parser = ArgumentParser(description="The first words of a help text")
 parser.add_argument("--a", help=f"rows of {1}, of which the last " + "is cut")
 raise ValueError(f"{parser} goes on with this long message")
-ROWS = ("a b c d e f".split(), re.compile("the run goes on here"), "SELECT what the FROM table of rows", "import os\\nprint(1)")
+ROWS = ("a b c d e f".split(), re.compile("the run goes on here"), \
+"SELECT what the FROM table of rows", "import os\\nprint(1)")
 SHORT = "it goes on"
 '''
 
@@ -251,7 +252,11 @@ def links(text: str) -> Iterator[tuple[int, str]]:
         lines,
         flags=re.DOTALL,
     )
-    pattern = r"\]\(\s*<?([^()\s<>]+(?:\([^()\s]*\))?)>?[^()]*\)|^\s*\[[^\]]+\]:\s*(\S+)|\b(?:href|src|srcset)=\"([^\"]+)\""
+    pattern = (
+        r"\]\(\s*<?([^()\s<>]+(?:\([^()\s]*\))?)>?[^()]*\)"
+        r"|^\s*\[[^\]]+\]:\s*(\S+)"
+        r"|\b(?:href|src|srcset)=\"([^\"]+)\""
+    )
     for found in re.finditer(pattern, spans, re.MULTILINE):
         target = found[1] or found[2] or found[3]
         if not re.match(r"[a-z][a-z0-9+.-]*:", target):
@@ -366,7 +371,11 @@ def test_figures_of_the_front_page_are_on_the_pages_that_it_cites():
     assert not wrong, "\n".join(wrong)
 
 
-FIGURE = r"(?<![\w.,/-])(?:\d{4}-\d\d-\d\d|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)*(?:e[+-]?\d+)?)(?!\w|[-.,]\d)"
+FIGURE = (
+    r"(?<![\w.,/-])"
+    r"(?:\d{4}-\d\d-\d\d|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)*(?:e[+-]?\d+)?)"
+    r"(?!\w|[-.,]\d)"
+)
 
 
 def wrong_figures(text: str, folder: Path) -> Iterator[tuple[int, str, list[str]]]:

@@ -27,8 +27,10 @@ def adapt(model):
     model.register_forward_pre_hook(wait)
     return model
 
-RECIPE = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", dataset="builtin", ds_config="zero2.json",
-                seq_len=128, micro_batch=1, global_batch=8, steps=10, save_every=5, eval_every=0, wandb=False, export=False,
+RECIPE = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes", dataset="builtin", \
+ds_config="zero2.json",
+                seq_len=128, micro_batch=1, global_batch=8, steps=10, save_every=5, eval_every=0, \
+wandb=False, export=False,
                 out="{folder}/{name}", adapt=adapt)
 if __name__ == "__main__":
     run(RECIPE)

@@ -284,7 +284,8 @@ from launch import hosts, restart
 from launch.__main__ import say
 from launch.job import Job
 machines = tuple(hosts.read_hostfile(Path(sys.argv[1])))
-job = Job(machines, "once", ("twice.py",), sys.executable, sys.argv[3], {}, where="hostfile", ssh_config=sys.argv[2])
+job = Job(machines, "once", ("twice.py",), sys.executable, sys.argv[3], {}, where="hostfile", \
+ssh_config=sys.argv[2])
 sys.exit(restart.run(job, 1, say, float(sys.argv[4])))
 """
 
@@ -334,7 +335,8 @@ def test_a_restart_waits_until_a_host_answers_again(
 
 DUMP = """
 import json, os, sys
-names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_STRANGE")
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", \
+"NCCL_STRANGE")
 with open(f"dump_{os.environ['RANK']}.json", "w") as file:
     json.dump([sys.argv[1:], {name: os.environ.get(name) for name in names}], file)
 """

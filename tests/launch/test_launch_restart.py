@@ -36,7 +36,8 @@ rank, out = int(os.environ["RANK"]), pathlib.Path("runs/fails")
 print("rank", rank, "says so")
 if rank == 0:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.1}) + "\\n" for step in (1, 2, 3)))
+    (out / "metrics.jsonl").write_text("".join(json.dumps({"step": step, "step_s": 0.1}) + "\\n" \
+for step in (1, 2, 3)))
     time.sleep(60)
 time.sleep(0.5)
 raise ValueError("the fourth batch is broken")

@@ -41,7 +41,8 @@ def python_path() -> str:
 
 DUMP = """
 import json, os, sys
-json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))], open(f"dump_{os.environ['RANK']}.json", "w"))
+json.dump([sys.argv[1:], os.environ.get("CUDA_VISIBLE_DEVICES"), sorted(os.sched_getaffinity(0))], \
+open(f"dump_{os.environ['RANK']}.json", "w"))
 """
 
 

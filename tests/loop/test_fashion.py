@@ -16,8 +16,10 @@ RECIPE = """
 from recipekit import Recipe, run
 
 RECIPE = Recipe(
-    task="image_classification", model={model!r}, init="random", dataset={dataset!r}, ds_config="zero1.json",
-    micro_batch=64, global_batch=128, steps={steps}, lr={lr}, warmup_steps=50, eval_every={steps}, eval_rows=512, augment="none", wandb=False,
+    task="image_classification", model={model!r}, init="random", dataset={dataset!r}, \
+ds_config="zero1.json",
+    micro_batch=64, global_batch=128, steps={steps}, lr={lr}, warmup_steps=50, eval_every={steps}, \
+eval_rows=512, augment="none", wandb=False,
 )
 
 if __name__ == "__main__":

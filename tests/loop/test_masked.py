@@ -477,8 +477,10 @@ RECIPE = """
 from recipekit import Recipe, run
 
 RECIPE = Recipe(
-    task="masked_lm", model={model!r}, init="random", tokenizer="bytes", dataset={dataset!r}, ds_config="zero1.json", seq_len=64, micro_batch=16,
-    global_batch=32, steps=500, lr=4e-3, warmup_steps=50, weight_decay=0.01, beta2=0.98, eval_every=500, eval_rows=128, wandb=False,
+    task="masked_lm", model={model!r}, init="random", tokenizer="bytes", dataset={dataset!r}, \
+ds_config="zero1.json", seq_len=64, micro_batch=16,
+    global_batch=32, steps=500, lr=4e-3, warmup_steps=50, weight_decay=0.01, beta2=0.98, \
+eval_every=500, eval_rows=128, wandb=False,
 )
 
 if __name__ == "__main__":

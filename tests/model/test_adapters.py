@@ -511,7 +511,8 @@ def test_the_adapter_of_a_finished_run_is_merged_beside_it(
     ((code, said),) = again(recipe=dataclasses.replace(recipe, steps=3, resume=str(out)))
     assert (
         code == 0
-        and f"{out}/hf_merged: holds the model of an earlier end of this run. Repeat this command with --merge"
+        and f"{out}/hf_merged: holds the model of an earlier end of this run. Repeat this"
+        " command with --merge"
         in said
     ), said
 

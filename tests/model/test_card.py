@@ -77,12 +77,14 @@ license_link: LICENSE
 
 # qwen3_0_6b_sft_zero2
 
-[Qwen/Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), trained further with DeepSpeed recipes \
+[Qwen/Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base), \
+trained further with DeepSpeed recipes \
 (task `sft`: chats, with the loss on the assistant's answers only).
 
 | fact | value |
 | --- | --- |
-| base model | [Qwen/Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) at commit `{"a" * 40}` |
+| base model | [Qwen/Qwen3-0.6B-Base](https://huggingface.co/Qwen/Qwen3-0.6B-Base) at commit \
+`{"a" * 40}` |
 | licence of the base model | own\\|1.0, as its card says (LICENSE) |
 | data set | [org/chats](https://huggingface.co/datasets/org/chats) at commit `{"b" * 40}` |
 | subset | en |

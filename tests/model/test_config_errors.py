@@ -199,13 +199,28 @@ ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}
     ("error", "statements", "values", "found"),
     [
         # Quoted values.
-        (ValueError("no 'a' or \"b\" or `c` or d"), (), dict(zip("stuvw", "abcd3", strict=True)), ["s = a", "t = b", "u = c"]),
+        (
+            ValueError("no 'a' or \"b\" or `c` or d"),
+            (),
+            dict(zip("stuvw", "abcd3", strict=True)),
+            ["s = a", "t = b", "u = c"],
+        ),
         (ValueError("'3' and 'e'"), (), {"model_type": "e", "n": 3}, []),
         (ValueError("'a' of hidden_size"), (), {"hidden_size": 0, "act": "a"}, ["act = a"]),
-        (StrictDataclassError("'a' of hidden_size"), (), {"hidden_size": 0, "act": "a"}, ["act = a"]),
+        (
+            StrictDataclassError("'a' of hidden_size"),
+            (),
+            {"hidden_size": 0, "act": "a"},
+            ["act = a"],
+        ),
         (StrictDataclassError("hidden_size"), (), {"hidden_size": 0}, []),
         # Numbers of zero or less that the message or the code names.
-        (TypeError("hidden_size, dropout, bos, num_heads"), (), ZERO, ["hidden_size = 0", "bos = -1"]),
+        (
+            TypeError("hidden_size, dropout, bos, num_heads"),
+            (),
+            ZERO,
+            ["hidden_size = 0", "bos = -1"],
+        ),
         (TypeError("num_heads"), (), ZERO, ["num_heads = 4"]),
         (TypeError("of dropout and num_heads"), (), ZERO, ["dropout = 0.0", "num_heads = 4"]),
         (TypeError("x"), ("a.hidden_size",), ZERO, ["hidden_size = 0"]),
@@ -218,17 +233,47 @@ ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}
         (ZeroDivisionError("by zero"), (), ZERO, ["hidden_size = 0", "bos = -1"]),
         (ZeroDivisionError("by zero"), ("a.dropout",), ZERO, ["hidden_size = 0", "bos = -1"]),
         (ZeroDivisionError("by zero"), ("a.bos",), ZERO, ["bos = -1"]),
-        (ZeroDivisionError("by zero"), ("a.num_heads",), {"num_heads": 4, "dropout": 0.0}, ["num_heads = 4"]),
+        (
+            ZeroDivisionError("by zero"),
+            ("a.num_heads",),
+            {"num_heads": 4, "dropout": 0.0},
+            ["num_heads = 4"],
+        ),
         # Words.
-        (AssertionError("Padding_idx must be"), (), {"pad_token_id": 99, "padding": -1}, ["pad_token_id = 99"]),
-        (TypeError("dtype, torch_dtype, model_type"), (), {"dtype": "a", "torch_dtype": "b", "model_type": "c"}, []),
+        (
+            AssertionError("Padding_idx must be"),
+            (),
+            {"pad_token_id": 99, "padding": -1},
+            ["pad_token_id = 99"],
+        ),
+        (
+            TypeError("dtype, torch_dtype, model_type"),
+            (),
+            {"dtype": "a", "torch_dtype": "b", "model_type": "c"},
+            [],
+        ),
         (TypeError("hidden_sizes, my_hidden_size and hidden"), (), ZERO, []),
-        (TypeError("hidden_size"), (), {"text.hidden_size": 0, "hidden_size.text": 0, "a.b.hidden_size": -2}, ["text.hidden_size = 0", "a.b.hidden_size = -2"]),
+        (
+            TypeError("hidden_size"),
+            (),
+            {"text.hidden_size": 0, "hidden_size.text": 0, "a.b.hidden_size": -2},
+            ["text.hidden_size = 0", "a.b.hidden_size = -2"],
+        ),
         (TypeError("a b c d e"), (), dict.fromkeys("abcde", 1), ["a = 1", "b = 1", "c = 1"]),
-        (TypeError("a_size b_size"), (), {"a_size": False, "b_size": 7}, ["a_size = False", "b_size = 7"]),
-        (TypeError("a_size b_size"), (), {"b_size": 7, "a_size": None}, ["b_size = 7", "a_size = None"]),
+        (
+            TypeError("a_size b_size"),
+            (),
+            {"a_size": False, "b_size": 7},
+            ["a_size = False", "b_size = 7"],
+        ),
+        (
+            TypeError("a_size b_size"),
+            (),
+            {"b_size": 7, "a_size": None},
+            ["b_size = 7", "a_size = None"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_first_kind_of_suspects_that_exists_is_named(
     error: Exception, statements: tuple[str, ...], values: dict[str, Any], found: list[str]
 ) -> None:

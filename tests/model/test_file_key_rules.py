@@ -337,18 +337,52 @@ OF_FILES = "Use the config.json of these files"
 @pytest.mark.parametrize(
     ("keys", "config", "said"),
     [
-        (["model.layers.2.w", "model.layers.extra", "model.layers.w.5", "model.named.7.w", "other.layers.7.w", "7.w", "layers"], {}, ""),
-        (["model.layers.3.w"], {}, f"4 layers in model.layers, but its config.json specifies 3. {OF_FILES}. To train the shorter model, delete model.layers.3 from the files"),
-        (["model.layers.4.w", "model.layers.3.w"], {}, f"5 layers in model.layers, but its config.json specifies 3. {OF_FILES}. "
-         "To train the shorter model, delete model.layers.3 to 4 from the files"),
+        (
+            [
+                "model.layers.2.w",
+                "model.layers.extra",
+                "model.layers.w.5",
+                "model.named.7.w",
+                "other.layers.7.w",
+                "7.w",
+                "layers",
+            ],
+            {},
+            "",
+        ),
+        (
+            ["model.layers.3.w"],
+            {},
+            f"4 layers in model.layers, but its config.json specifies 3. {OF_FILES}. To"
+            " train the shorter model, delete model.layers.3 from the files",
+        ),
+        (
+            ["model.layers.4.w", "model.layers.3.w"],
+            {},
+            f"5 layers in model.layers, but its config.json specifies 3. {OF_FILES}. "
+            "To train the shorter model, delete model.layers.3 to 4 from the files",
+        ),
         (["layers.3"], {}, "4 layers in model.layers, but its config.json specifies 3"),
         (["model.convs.2.w"], {}, "3 layers in model.convs, but its config.json specifies 2"),
-        (["model.convs.5.w", "model.layers.3.w"], {}, "6 layers in model.convs, but its config.json specifies 2"),
-        (["model.layers.3.w"], {"a": 3, "n_layers": 3, "layer_b": 3}, '4 layers in model.layers, but its config.json specifies 3. Write "n_layers": 4 in its config.json. '),
-        (["model.layers.3.w"], {"layers": 4, "text_config": {"x": [3], "num_layer": 3}}, 'specifies 3. Write "num_layer": 4 in its config.json. '),
+        (
+            ["model.convs.5.w", "model.layers.3.w"],
+            {},
+            "6 layers in model.convs, but its config.json specifies 2",
+        ),
+        (
+            ["model.layers.3.w"],
+            {"a": 3, "n_layers": 3, "layer_b": 3},
+            '4 layers in model.layers, but its config.json specifies 3. Write "n_layers":'
+            " 4 in its config.json. ",
+        ),
+        (
+            ["model.layers.3.w"],
+            {"layers": 4, "text_config": {"x": [3], "num_layer": 3}},
+            'specifies 3. Write "num_layer": 4 in its config.json. ',
+        ),
         (["model.layers.3.w"], {"layers": True, "layers2": 3.0}, OF_FILES),
     ],
-)  # fmt: skip
+)
 def test_keys_of_further_layers_are_refused_with_their_number(
     keys: list[str], config: dict[str, Any], said: str
 ) -> None:

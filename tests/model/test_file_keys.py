@@ -91,13 +91,39 @@ def more(*names: str, shape: tuple[int, ...] = (4,)) -> Callable[[Tensors], Tens
 @pytest.mark.parametrize(
     ("kind", "task", "extra", "line"),
     [
-        ("llama", "pretrain", ("v_head.summary.weight",), "^model = .*: 1 tensor of its files is not used: v_head.summary.weight$"),
-        ("gpt2", "pretrain", ("transformer.h.0.attn.q_norm.weight", "second.weight"), "2 tensors of its files are not used: second.weight, transformer.h.0.attn.q_norm.weight$"),
-        ("bert", "masked_lm", ("bert.pooler.dense.bias", "bert.pooler.dense.weight", "cls.seq_relationship.bias", "cls.seq_relationship.weight"),
-         "4 tensors of its files are not used: bert.pooler.dense.bias, bert.pooler.dense.weight, cls.seq_relationship.bias, ...$"),
-        ("llama", "pretrain", ("model.layers.0.self_attn.q_proj.bias",), "not used: model.layers.0.self_attn.q_proj.bias"),
+        (
+            "llama",
+            "pretrain",
+            ("v_head.summary.weight",),
+            "^model = .*: 1 tensor of its files is not used: v_head.summary.weight$",
+        ),
+        (
+            "gpt2",
+            "pretrain",
+            ("transformer.h.0.attn.q_norm.weight", "second.weight"),
+            "2 tensors of its files are not used: second.weight,"
+            " transformer.h.0.attn.q_norm.weight$",
+        ),
+        (
+            "bert",
+            "masked_lm",
+            (
+                "bert.pooler.dense.bias",
+                "bert.pooler.dense.weight",
+                "cls.seq_relationship.bias",
+                "cls.seq_relationship.weight",
+            ),
+            "4 tensors of its files are not used: bert.pooler.dense.bias,"
+            " bert.pooler.dense.weight, cls.seq_relationship.bias, ...$",
+        ),
+        (
+            "llama",
+            "pretrain",
+            ("model.layers.0.self_attn.q_proj.bias",),
+            "not used: model.layers.0.self_attn.q_proj.bias",
+        ),
     ],
-)  # fmt: skip
+)
 def test_tensors_that_nothing_takes_are_named_in_one_line(tmp_path, kind, task, extra, line):
     save_model(tmp_path, kind, task, more(*extra))
     assert re.search(line, read(tmp_path, task).note)

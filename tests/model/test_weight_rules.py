@@ -204,8 +204,12 @@ def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(
     monkeypatch.setattr(
         LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["^never", r"norm\.w", r"self_attn"]
     )
-    with pytest.raises(Refusal, match=r"^model = X: its files lack 1 of 39 parameters, first model\.layers\.1\.mlp\.up_proj\.weight\. Give the files that match this "
-                       r"config\.json and transformers version$"):  # fmt: skip
+    with pytest.raises(
+        Refusal,
+        match=r"^model = X: its files lack 1 of 39 parameters, first"
+        r" model\.layers\.1\.mlp\.up_proj\.weight\. Give the files that match this "
+        r"config\.json and transformers version$",
+    ):
         opened(folder)
     change(folder, (), **{"model.layers.1.mlp.up_proj.weight": torch.ones(128, 64)})
     assert (

@@ -328,16 +328,39 @@ def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
 @pytest.mark.parametrize(
     ("world", "flags", "text"),
     [
-        (2, "--pipeline_schedule dualpipev", "pipeline_schedule = dualpipev: requires a pipeline, but pp = 1. Use --pp 2 or more"),
+        (
+            2,
+            "--pipeline_schedule dualpipev",
+            "pipeline_schedule = dualpipev: requires a pipeline, but pp = 1. Use --pp 2 or more",
+        ),
         (64, "--pp 64", "pp = 64: makes 64 stages, but the model has only 32 layers. Use --pp 32"),
         (6, "--pp 6 --tiny", "pp = 6: makes 6 stages, but the model has only 4 layers. Use --pp 3"),
-        (4, "--pp 4 --tiny --pipeline_schedule dualpipev", "pp = 4: makes 8 stages (two on each rank under dualpipev), but the model has only 4 layers. Use --pp 2 or"),
-        (4, "--pp 2 --pipeline_schedule dualpipev --global_batch 16 --micro_batch 4", "leaves 2 micro-batches in a step, but dualpipev requires 2 * pp = 4. Use "
-         "global_batch 32, or micro_batch 2, or --pipeline_schedule 1f1b"),
-        (4, "--pp 2 --sp 2", "sp = 2 with pp = 2: sequence parallelism can be combined only with data parallelism and ZeRO. Use --sp 1, or --pp 1"),
-        (4, "--pp 2 --ep 2", "ep = 2 with pp = 2: expert parallelism can be combined only with data parallelism and ZeRO. Use --ep 1, or --pp 1"),
+        (
+            4,
+            "--pp 4 --tiny --pipeline_schedule dualpipev",
+            "pp = 4: makes 8 stages (two on each rank under dualpipev), but the model has"
+            " only 4 layers. Use --pp 2 or",
+        ),
+        (
+            4,
+            "--pp 2 --pipeline_schedule dualpipev --global_batch 16 --micro_batch 4",
+            "leaves 2 micro-batches in a step, but dualpipev requires 2 * pp = 4. Use "
+            "global_batch 32, or micro_batch 2, or --pipeline_schedule 1f1b",
+        ),
+        (
+            4,
+            "--pp 2 --sp 2",
+            "sp = 2 with pp = 2: sequence parallelism can be combined only with data"
+            " parallelism and ZeRO. Use --sp 1, or --pp 1",
+        ),
+        (
+            4,
+            "--pp 2 --ep 2",
+            "ep = 2 with pp = 2: expert parallelism can be combined only with data"
+            " parallelism and ZeRO. Use --ep 1, or --pp 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_pipeline_that_cannot_be_is_refused(monkeypatch, world, flags, text):
     with pytest.raises(Refusal) as refused:
         planned(monkeypatch, world, *flags.split())

@@ -176,7 +176,8 @@ import importlib, os, sys, threading
 before = dict(os.environ)
 for name in sys.argv[1:]:
     importlib.import_module(name)
-    heavy = {"torch", "transformers", "deepspeed", "datasets", "peft", "wandb", "numpy"} & set(sys.modules)
+    heavy = {"torch", "transformers", "deepspeed", "datasets", "peft", "wandb", "numpy"} & \
+set(sys.modules)
     assert not heavy, (name, heavy)
     assert threading.active_count() == 1 and dict(os.environ) == before, name
 """

@@ -21,7 +21,8 @@ LIMIT = 20.0
 RANK = """
 import ctypes, multiprocessing, os, signal, sys, time
 from pathlib import Path
-from recipekit.runtime.stopping import Grace, Stopper, grace_of, quiet_interrupts, start_launcher_watch
+from recipekit.runtime.stopping import Grace, Stopper, grace_of, quiet_interrupts, \
+start_launcher_watch
 
 folder, grace = Path(sys.argv[1]), Grace(float(sys.argv[2]))
 name = "rank" + os.environ.get("RANK", "")
@@ -52,7 +53,8 @@ quiet_interrupts()
 # What starts ranks, as `deepspeed.launcher.launch` does; two of them
 LAUNCHER = """
 import os, subprocess, sys
-for process in [subprocess.Popen([sys.executable, *sys.argv[1:]], env=os.environ | {"RANK": str(rank)}) for rank in range(2)]:
+for process in [subprocess.Popen([sys.executable, *sys.argv[1:]], \
+env=os.environ | {"RANK": str(rank)}) for rank in range(2)]:
     process.wait()
 """
 

@@ -242,7 +242,8 @@ with (folder / "told").open("w") as told:
         print(name, file=told, flush=True)
         if name == "9":
             os.kill(os.getpid(), signal.SIGKILL)
-    with direct_files.DirectFiles(folder, {"file0": {(0, 40 * 4096)}}, 4096 * 4, True, stored) as files:
+    with direct_files.DirectFiles(folder, {"file0": {(0, 40 * 4096)}}, 4096 * 4, True, \
+stored) as files:
         for number in range(80):
             files.write("file0", number * 2048, np.full(2048, 7, np.uint8), str(number))
             files.finish(str(number))

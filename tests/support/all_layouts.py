@@ -2,7 +2,8 @@
 it: the product of which the tests take pairs.
 
     python tests/support/all_layouts.py --results layouts.jsonl --page recipes/LAYOUTS.md
-    python tests/support/all_layouts.py --results layouts.jsonl --models BERT --page /dev/null          # only one
+    # only one
+    python tests/support/all_layouts.py --results layouts.jsonl --models BERT --page /dev/null
 
 Every layout runs for ten steps in fp32 and is judged as in the tests of its task: losses, norms and
 learning rates of each step, all weights, the metrics of held-out rows. A line goes into the file of
@@ -110,9 +111,9 @@ def judged(model: Model, pools: Pools, case: Any) -> str:
         try:
             judge(pools, Path(folder), case=case, **model.options)
         except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"[
-                :300
-            ]
+            message = str(error).strip()
+            last_line = message.splitlines()[-1] if message else ""
+            return f"{type(error).__name__}: {last_line}"[:300]
     return "equal"
 
 
@@ -154,14 +155,16 @@ def page(found: dict[str, dict[str, str]], dates: dict[str, str], words: list[st
 Written by `python tests/support/all_layouts.py {" ".join(words)}`
 with {made}.
 
-Each cell is a run of ten steps in fp32. The model is a tiny copy with the parts of the real model. `=` means that the
+Each cell is a run of ten steps in fp32. The model is a tiny copy with the parts of the real \
+model. `=` means that the
 run agrees with plain PyTorch in one process:
 
 - the losses and norms of each step are within 1e-5 (relative)
 - all weights are within 1e-5 (for an adapter, all weights of the adapter)
 - the metrics of held-out rows are the same
 
-Empty cells cannot run. DeepSpeed has no pipeline under ZeRO-2 and -3. No plan shards the convolutions of a ResNet over
+Empty cells cannot run. DeepSpeed has no pipeline under ZeRO-2 and -3. No plan shards the \
+convolutions of a ResNet over
 ranks. An adapter wraps the full model, so it has no pipeline and no tensor parallelism.
 {chr(10).join(lines)}
 """

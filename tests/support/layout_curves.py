@@ -1,7 +1,9 @@
 """Train a tiny Llama in thirteen layouts and with plain PyTorch, and draw the losses of all.
 
-    python tests/support/layout_curves.py --record tests/support/layout_curves.json --picture recipes/layouts.png
-    python tests/support/layout_curves.py --record tests/support/layout_curves.json --picture recipes/layouts.png --redraw
+    python tests/support/layout_curves.py --record tests/support/layout_curves.json \\
+        --picture recipes/layouts.png
+    python tests/support/layout_curves.py --record tests/support/layout_curves.json \\
+        --picture recipes/layouts.png --redraw
 
 All runs start from the same weights and read the same rows, in fp32. The record has the losses of
 each run, the date and the versions. With --redraw, nothing is trained.

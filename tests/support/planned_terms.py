@@ -1,7 +1,9 @@
 """What the planner counts for a small model of odd sizes under every JSON that ships, in layouts
 and loads that none of these has by default.
 
-    python tests/support/planned_terms.py        # writes planned_terms.json: after a formula was changed, and held against real ranks by test_memory.py
+    # writes planned_terms.json: after a formula was changed, and held against real ranks by
+    # test_memory.py
+    python tests/support/planned_terms.py
 
 tests/planner/test_memory.py holds terms against live storages of real ranks; the numbers here show
 at once which formula a change has touched.

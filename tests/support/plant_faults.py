@@ -1,13 +1,20 @@
 """Can the tests fail? Plants one fault of faults.json after the other in a copy of this checkout,
 and runs the quick tests that must find it.
 
-    python tests/support/plant_faults.py                       # all that have no result yet; 2 to 5 minutes each
-    python tests/support/plant_faults.py --wing data           # those of a wing; or name ids
-    python tests/support/plant_faults.py --again wrong_weight  # though they have a result
-    python tests/support/plant_faults.py --check               # only whether each is still in its file, once
-    python tests/support/plant_faults.py --mend                # writes the files to which code has moved into faults.json
-    python tests/support/plant_faults.py --unchanged           # the named tests on the copy without a fault: all must pass
-    python tests/support/plant_faults.py --report              # the results so far
+    # all that have no result yet; 2 to 5 minutes each
+    python tests/support/plant_faults.py
+    # the faults of a wing; or name ids
+    python tests/support/plant_faults.py --wing data
+    # even if it has a result
+    python tests/support/plant_faults.py --again wrong_weight
+    # only whether each is still in its file, once
+    python tests/support/plant_faults.py --check
+    # writes the files to which code has moved into faults.json
+    python tests/support/plant_faults.py --mend
+    # the named tests on the copy without a fault: all must pass
+    python tests/support/plant_faults.py --unchanged
+    # the results so far
+    python tests/support/plant_faults.py --report
 
 A fault is `id`, `wing` (a folder of tests/), `file` (below recipes/recipekit), `old` (a text that
 occurs once in it), `new`, and `tests`: files or single tests that run first, the cheapest first.

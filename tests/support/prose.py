@@ -1,9 +1,12 @@
 """Count translated phrases and long sentences in pages, help texts, messages and recipes'
 docstrings.
 
-    python tests/support/prose.py                 one line a file: words, hits, hits per 1,000 words, long sentences
-    python tests/support/prose.py FILE...         the same for these files
-    python tests/support/prose.py --show FILE...  each hit and each long sentence with its line
+    # one line a file: words, hits, hits per 1,000 words, long sentences
+    python tests/support/prose.py
+    # the same for these files
+    python tests/support/prose.py FILE...
+    # each hit and each long sentence with its line
+    python tests/support/prose.py --show FILE...
 
 The count reads Markdown outside code. In Python it reads strings of five words or more, and the
 docstrings of recipes.

@@ -2,8 +2,10 @@
 
 Nothing of recipekit's rules is used.
 
-    python tests/support/record_lint_verdicts.py                    # all cases (an hour on 2 busy cores), then the file
-    python tests/support/record_lint_verdicts.py NAME ...           # these only; the others keep what is recorded
+    # all cases (an hour on 2 busy cores), then the file
+    python tests/support/record_lint_verdicts.py
+    # these only; the others keep their record
+    python tests/support/record_lint_verdicts.py NAME ...
 
 Real processes hand each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model
 (or a PipelineModule of its layers), train two optimizer steps and save a checkpoint. An exception

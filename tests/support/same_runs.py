@@ -1,7 +1,8 @@
 """Proves that a change of the code changes no run: a tiny run of each kind of a commit and of the
 working tree, compared bit for bit.
 
-    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--cases sft,muon] [--rtol 1e-6] [--now "--attention sdpa --loss whole"]
+    python tests/support/same_runs.py COMMIT [--folder FOLDER] [--cases sft,muon] [--rtol 1e-6] \\
+        [--now "--attention sdpa --loss whole"]
 
 Each run has 6 steps, an evaluation and a checkpoint every 3. The numbers of every step (loss,
 grad_norm, lr, tokens or samples, eval_loss) have to be equal, and the digests of every tensor of

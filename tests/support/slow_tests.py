@@ -1,8 +1,10 @@
 """Runs the slow tests for as long as there is time: those that changed, then the wings changed
 last, then those that waited longest.
 
-    python tests/support/slow_tests.py --minutes 45              # what .ci/run does
-    python tests/support/slow_tests.py --minutes 0               # only shows the order, with the date of each file's last run
+    # what .ci/run does
+    python tests/support/slow_tests.py --minutes 45
+    # only shows the order, with the date of each file's last run
+    python tests/support/slow_tests.py --minutes 0
 
 A file that fails is run once more, its failed tests only: twice is a failure. tests/slow_runs.json
 has the date of each file's last run and a hash of its slow tests as they were then; commit it, and
@@ -142,10 +144,8 @@ def main() -> int:
             record[file] = {"date": time.strftime("%Y-%m-%d"), "tests": hashes[file]}
             RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
     for file in missed:
-        print(
-            f"not reached: {file}, last run"
-            f" {date(file) or 'not on record'}{', and rewritten since' if file in rewritten else ''}"
-        )
+        changed = ", and rewritten since" if file in rewritten else ""
+        print(f"not reached: {file}, last run {date(file) or 'not on record'}{changed}")
     for file in failed:
         print(f"failed: {file}")
     return 1 if failed or (arguments.minutes and rewritten & set(missed)) else 0

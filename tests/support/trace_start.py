@@ -1,8 +1,10 @@
 """Counts what one start enters of recipekit and the recipe: files and functions before step 1,
 files of one step, calls of each choice.
 
-    python tests/support/trace_start.py                          # llama_nano_zero2 --tiny on one rank
-    python tests/support/trace_start.py recipes/NAME.py --list   # also names the files and functions
+    # llama_nano_zero2 --tiny on one rank
+    python tests/support/trace_start.py
+    # also names the files and functions
+    python tests/support/trace_start.py recipes/NAME.py --list
 
 The recipe runs in this process, under `sys.setprofile`, for two steps without evaluation, export
 and W&B. Code of a module, of a class body and of a comprehension is no function. Files of `kernels`

@@ -261,7 +261,8 @@ UNUSABLE = {
         "rejected": [BAD],
     },
     **{
-        f"a message of its {name} requires the strings 'role' and 'content', but this one is {{'role': 'user'}}": (
+        f"a message of its {name} requires the strings 'role' and 'content', but this one"
+        f" is {{'role': 'user'}}": (
             {
                 "prompt": [USER],
                 "chosen": [GOOD],
@@ -271,7 +272,8 @@ UNUSABLE = {
         )
         for name in ("prompt", "rejected")
     },
-    "a message of its chosen requires the strings 'role' and 'content', but this one is {'role': 'assistant'}": {
+    "a message of its chosen requires the strings 'role' and 'content', but this one is"
+    " {'role': 'assistant'}": {
         "chosen": [{"role": "assistant"}],
         "rejected": [BAD],
     },

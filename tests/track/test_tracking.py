@@ -553,7 +553,8 @@ for step in range(1, 4):
     tracker.log(step_metrics(step))
 if sys.argv[2] == "refused":
     deadline = time.monotonic() + 60
-    while not any(path.name.startswith("offline-run-") for path in Path(sys.argv[1]).glob("wandb/*")) and time.monotonic() < deadline:
+    while not any(path.name.startswith("offline-run-") for path in \
+Path(sys.argv[1]).glob("wandb/*")) and time.monotonic() < deadline:
         time.sleep(0.1)
 tracker.finish(0)
 """

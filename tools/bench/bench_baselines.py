@@ -1,7 +1,8 @@
 """Measure the same run under torch's DDP, torch's FSDP2, and DeepSpeed's ZeRO-0, -2 and -3, side by
 side.
 
-    python tools/bench/bench_baselines.py > tools/bench/bench_baselines.md      # prints Markdown; progress goes to stderr
+    # prints Markdown; progress goes to stderr
+    python tools/bench/bench_baselines.py > tools/bench/bench_baselines.md
     python tools/bench/bench_baselines.py --rounds 20 --steps 40 --seq_len 512
 
 Each way is a command that a user would type: the nano recipe with another --engine or
@@ -144,10 +145,57 @@ def main() -> int:
 
 
 def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
-    """Runs one command to its end; returns what it took.
+    """Run one command to its end; return its times, its memory and its traffic.
 
-    Ends the bench, with what the command said, if it fails.
+    End the bench, with the log of the command, if it fails.
     """
+    command = command_of(out, ranks, flags)
+    log = out.with_suffix(".log")
+    own = environment()
+    with log.open("wb") as output:
+        begun = time.perf_counter()
+        process = subprocess.Popen(
+            command, cwd=out.parent, env=own, stdout=output, stderr=subprocess.STDOUT
+        )
+        marks = watch(process, out, begun)
+
+    lines = read_metrics(out)
+    if process.wait() or len(lines) <= WARM_UP:
+        sys.exit(
+            f"{' '.join(command)} ended with exit code"
+            f" {process.returncode}:\n{log.read_text()[-3000:]}"
+        )
+
+    measured_steps = len(lines) - WARM_UP
+    first, last = (marks.get(step) for step in (WARM_UP, len(lines)))
+    return {
+        "start_s": min(at for steps, (at, _) in marks.items() if steps) - lines[0]["step_s"],
+        "step_s": statistics.median(line["step_s"] for line in lines[WARM_UP:]),
+        "tokens": (lines[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]) / measured_steps,
+        "peak": lines[-1]["peak_mem_bytes"],
+        "sent": (last[1] - first[1]) / measured_steps if first and last else math.nan,
+        "loss": lines[-1]["loss"],
+    }
+
+
+def watch(
+    process: subprocess.Popen[bytes], out: Path, begun: float
+) -> dict[int, tuple[float, int]]:
+    """Watch a run until its end or `LIMIT`; return steps done -> (seconds, bytes that the host had
+    received from itself), when these steps were first seen.
+    """
+    marks: dict[int, tuple[float, int]] = {}
+    while process.poll() is None and time.perf_counter() - begun < LIMIT:
+        steps = len(read_metrics(out))
+        marks.setdefault(steps, (time.perf_counter() - begun, loopback()))
+        time.sleep(0.005)
+    if process.poll() is None:
+        process.kill()
+    return marks
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a job: one thread per rank, and the recipes' compiled ops."""
     import torch
 
     own = {
@@ -155,11 +203,12 @@ def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
         "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    environment = (
-        os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
-    )
+    return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
+
+
+def command_of(out: Path, ranks: int, flags: list[str]) -> list[str]:
     launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
-    command = [
+    return [
         launcher,
         "--num_gpus",
         str(ranks),
@@ -170,34 +219,6 @@ def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
         str(out),
         *flags,
     ]
-    log = out.with_suffix(".log")
-    with log.open("wb") as output:
-        begun, marks = time.perf_counter(), {}
-        process = subprocess.Popen(
-            command, cwd=out.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
-        while process.poll() is None and time.perf_counter() - begun < LIMIT:
-            steps = len(read_metrics(out))
-            marks.setdefault(steps, (time.perf_counter() - begun, loopback()))
-            time.sleep(0.005)
-        if process.poll() is None:
-            process.kill()
-    lines = read_metrics(out)
-    if process.wait() or len(lines) <= WARM_UP:
-        sys.exit(
-            f"{' '.join(command)} ended with exit code"
-            f" {process.returncode}:\n{log.read_text()[-3000:]}"
-        )
-    first, last = (marks.get(step) for step in (WARM_UP, len(lines)))
-    sent = (last[1] - first[1]) / (len(lines) - WARM_UP) if first and last else math.nan
-    return {
-        "start_s": min(at for steps, (at, _) in marks.items() if steps) - lines[0]["step_s"],
-        "step_s": statistics.median(line["step_s"] for line in lines[WARM_UP:]),
-        "tokens": (lines[-1]["tokens"] - lines[WARM_UP - 1]["tokens"]) / (len(lines) - WARM_UP),
-        "peak": lines[-1]["peak_mem_bytes"],
-        "sent": sent,
-        "loss": lines[-1]["loss"],
-    }
 
 
 def loopback() -> int:
@@ -225,43 +246,48 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ordered), ordered[low], ordered[-1 - low]
 
 
+def table_row(way: str, found: dict[str, list[dict[str, Any]]], on_gpu: bool) -> str:
+    """Write the medians of a way over its starts."""
+    starts = found[way]
+    middle = {key: statistics.median(start[key] for start in starts) for key in starts[0]}
+    beside = found.get(BESIDE, starts)
+    ratios = [
+        theirs["step_s"] / ours["step_s"] for ours, theirs in zip(starts, beside, strict=True)
+    ]
+    cells = [
+        f"{middle['loss']:.4f}",
+        f"{middle['tokens'] / middle['step_s']:,.0f}",
+        "1" if beside is starts else "{:.3f} ({:.3f} to {:.3f})".format(*interval(ratios)),
+        f"{middle['peak'] / 2**20:,.0f}",
+        "not measured" if on_gpu else f"{middle['sent'] / 2**20:.1f}",
+        f"{middle['start_s']:.1f}",
+    ]
+    return f"| {WAYS[way][0]} | {' | '.join(cells)} |"
+
+
 def page(report: dict[str, Any]) -> str:
-    """Writes the result as Markdown."""
-    found, rows = report["found"], []
-    for way, starts in found.items():
-        middle = {key: statistics.median(start[key] for start in starts) for key in starts[0]}
-        beside = found.get(BESIDE, starts)
-        ratios = [
-            theirs["step_s"] / ours["step_s"] for ours, theirs in zip(starts, beside, strict=True)
-        ]
-        ratio = "1" if beside is starts else "{:.3f} ({:.3f} to {:.3f})".format(*interval(ratios))
-        cells = [
-            f"{middle['loss']:.4f}",
-            f"{middle['tokens'] / middle['step_s']:,.0f}",
-            ratio,
-            f"{middle['peak'] / 2**20:,.0f}",
-        ]
-        cells += [
-            f"{middle['sent'] / 2**20:.1f}" if not report["on_gpu"] else "not measured",
-            f"{middle['start_s']:.1f}",
-        ]
-        rows.append(f"| {WAYS[way][0]} | {' | '.join(cells)} |")
+    """Write the result as Markdown."""
+    rows = [table_row(way, report["found"], report["on_gpu"]) for way in report["found"]]
     few = (
         ""
         if report["rounds"] >= ENOUGH_ROUNDS
         else f"\n**Fewer than {ENOUGH_ROUNDS} rounds: a trial, not a measurement.**"
     )
     before, after = report["load"]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return f"""# DDP, FSDP or ZeRO?
 
 Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}.
 Load average before the start {before:.1f}, at the end {after:.1f}.
-{", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
+{versions}.
 
-The table compares the five engines on the same run: the nano recipe in bf16 on {report["ranks"]} ranks. In each round, every engine
-starts once and trains for {report["steps"]} steps, in random order. The figures are medians of {report["rounds"]} rounds.{few}
+The table compares the five engines on the same run: the nano recipe in bf16 on {report["ranks"]} \
+ranks. In each round, every engine
+starts once and trains for {report["steps"]} steps, in random order. The figures are medians of \
+{report["rounds"]} rounds.{few}
 
-| engine | last loss | tokens/s | x {BESIDE} (95 %) | peak MiB a rank | MiB sent a step | start-up s |
+| engine | last loss | tokens/s | x {BESIDE} (95 %) | peak MiB a rank | MiB sent a step | start-up \
+s |
 |---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
@@ -270,36 +296,48 @@ starts once and trains for {report["steps"]} steps, in random order. The figures
 
 WORDS = """This was not measured on GPUs.
 
-- **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master weights. DDP runs
+- **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master \
+weights. DDP runs
   under autocast, which keeps norms in fp32.
-- **Tokens/s:** computed from the median step after the warm-up. The interval is computed from the ratios of the rounds.
-- **Peak:** the resident size of the rank that uses the most memory. In every engine, imports account for about 500 MiB.
-- **Sent:** the bytes that all ranks together sent over the loopback device, from the warm-up to the last step. Nothing
+- **Tokens/s:** computed from the median step after the warm-up. The interval is computed from the \
+ratios of the rounds.
+- **Peak:** the resident size of the rank that uses the most memory. In every engine, imports \
+account for about 500 MiB.
+- **Sent:** the bytes that all ranks together sent over the loopback device, from the warm-up to \
+the last step. Nothing
   else may use this device during the bench.
 - **Start-up:** the time from the command to the beginning of the first step.
 
 ## Which do I take?
 
-1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** use DDP, because there is
+1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** use DDP, \
+because there is
    nothing to tune.
 2. **Only weights and activations fit:** use ZeRO-2, which sends no weights in the forward pass.
-3. **The weights do not fit:** use FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only torch, and no JSON.
-   Choose ZeRO-3 if you also want to offload states to the host or to NVMe, to train adapters, or to use tp or sp.
-4. **A layer does not fit, rows are too long, or the network is too slow:** use tp, pp, sp or ep. Only DeepSpeed's
+3. **The weights do not fit:** use FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only \
+torch, and no JSON.
+   Choose ZeRO-3 if you also want to offload states to the host or to NVMe, to train adapters, or \
+to use tp or sp.
+4. **A layer does not fit, rows are too long, or the network is too slow:** use tp, pp, sp or ep. \
+Only DeepSpeed's
    engine supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-You can change the engine of a run later, with `--engine` or `--deepspeed_config`, because each of the five resumes from
+You can change the engine of a run later, with `--engine` or `--deepspeed_config`, because each of \
+the five resumes from
 the checkpoints of the others. Training continues as before, and the export is equal bit for bit
 (`tests/loop/test_engines.py`).
 
-The table shows the bytes that one of N ranks holds for each parameter, without activations (`--dry_run` prints them):
+The table shows the bytes that one of N ranks holds for each parameter, without activations \
+(`--dry_run` prints them):
 
-| engine | weights | gradients | optimizer states | sent and received a step, in fp32 (4) or bf16 (2) |
+| engine | weights | gradients | optimizer states | sent and received a step, in fp32 (4) or bf16 \
+(2) |
 |---|---|---|---|---|
 | DDP | 4, and 2 while it computes | 4 | 8 | gradients once: 2 x 4 |
 | ZeRO-0 | 2, and 4 for master weights | 2 | 8 | gradients once: 2 x 2 |
 | ZeRO-2 | 2, and 4/N for master weights | 4/N | 8/N | gradients each micro-batch, weights once |
-| ZeRO-3 | 2/N, and 4/N for master weights | 4/N | 8/N | weights twice and gradients once, each micro-batch |
+| ZeRO-3 | 2/N, and 4/N for master weights | 4/N | 8/N | weights twice and gradients once, each \
+micro-batch |
 | FSDP2 | 4/N, and a layer | 4/N | 8/N | weights twice and gradients once, each micro-batch |
 """
 

@@ -1,8 +1,10 @@
 """Measure the speed and memory of the checkpoint converter, compared with cp and DeepSpeed's own
 two converters.
 
-    python tools/bench/bench_convert.py > tools/bench/bench_convert.md      # prints Markdown; progress goes to stderr
-    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench  # needs about 20 GB there while it runs
+    # prints Markdown; progress goes to stderr
+    python tools/bench/bench_convert.py > tools/bench/bench_convert.md
+    # needs about 20 GB in the folder while it runs
+    python tools/bench/bench_convert.py --rounds 9 --folder /scratch/bench
 
 The bench writes a ZeRO-2 checkpoint of 8 ranks once (4.3 GB, random numbers). Then every round
 starts each command once, in random order, as a user would. It times the full process. The ratio is
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -72,6 +75,7 @@ CP = {
 ENOUGH_ROUNDS, ENOUGH_BYTES = 5, 4e9
 SAMPLE = 0.05  # seconds between two looks at the memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
+TOOL = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
@@ -147,31 +151,16 @@ def main() -> int:
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """Makes a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors
+    """Make a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors
     written (a hole would cost nothing to copy).
     """
-    import numpy as np
-    import torch
     from recipekit.checkpoints import step_folder
     from recipekit.convert.hugging_face import from_hf
     from recipekit.model.describe import published_blueprint
     from recipekit.parallel.blueprint import Layout, default_optimizer
     from recipekit.spec.mesh import Mesh
-    from recipekit.storage import copying, manifest, tensor_files
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16")
-    with torch.device("meta"):
-        shapes = {
-            name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
-        }
-    config.save_pretrained(folder / "hf")
-    save_file(
-        {name: torch.zeros(own, dtype=torch.bfloat16) for name, own in shapes.items()},
-        folder / "hf" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    save_zeros(folder / "hf", shape)
     blueprint = published_blueprint(folder / "hf")
     plain = Layout(Mesh(), 0, default_optimizer(0, "bfloat16"), "bfloat16")
     layout = step_folder.target_layout(
@@ -181,24 +170,51 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
     from_hf(folder / "hf", step, blueprint, layout)
     shutil.rmtree(folder / "hf")
 
+    fill(step, blueprint, layout, plain.states)
+    for path in (step.parent / LATEST, step.parent.parent / LATEST):
+        path.write_text(step.name)
+
+
+def save_zeros(folder: Path, shape: dict[str, Any]) -> None:
+    """Save a Llama with weights of zero as Hugging Face files."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    with torch.device("meta"):
+        shapes = {
+            name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()
+        }
+    config.save_pretrained(folder)
+    save_file(
+        {name: torch.zeros(own, dtype=torch.bfloat16) for name, own in shapes.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def fill(step: Path, blueprint: Any, layout: Any, states: Iterable[str]) -> None:
+    """Write random numbers into every tensor of a checkpoint, and its manifest."""
+    import numpy as np
+    from recipekit.storage import copying, manifest, tensor_files
+
     files = tensor_files.open_checkpoint(step, blueprint, layout, writable=True)
     draw = np.random.default_rng(0)
     for tensor in blueprint.tensors:
-        for role in ("master", *plain.states):
-            bits = (np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)).view(
-                np.uint32
-            )
-            files.write(
-                tensor, role, 0, bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits
-            )
+        for role in ("master", *states):
+            values = np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)
+            bits = values.view(np.uint32)
+            # The second moment must not be negative: clear its sign bit.
+            written = bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits
+            files.write(tensor, role, 0, written)
             if role == "master":
                 files.write(tensor, "weight", 0, copying.cast(bits, "float32", layout.dtype))
+
     digests, _ = copying.run(copying.copies(blueprint, files, None), files, copying.Effort())
     files.close()
     names = [name for name in manifest.read(step)["files"]]
     manifest.write(step, 0, {name: manifest.facts(step / name) for name in names}, digests)
-    for path in (step.parent / LATEST, step.parent.parent / LATEST):
-        path.write_text(step.name)
 
 
 # The measurement
@@ -208,58 +224,13 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     say(f"making a checkpoint in {folder}")
-    run(
-        [
-            sys.executable,
-            __file__,
-            "--make",
-            str(folder),
-            "--layers",
-            str(arguments.layers),
-            *(["--tiny"] if arguments.tiny else []),
-        ],
-        folder / "log",
-    )
+    size = ["--layers", arguments.layers, *(["--tiny"] if arguments.tiny else [])]
+    run([sys.executable, __file__, "--make", folder, *size], folder / "log")
+
     step, fp32, out = folder / "run" / CHECKPOINTS / step_name(0), folder / "fp32", folder / "out"
-    tool = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
-    copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
-    commands = {
-        "cp": ["sh", "-c", copied, step, out],
-        "reshape": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4],
-        "reshape_3d": [*tool, "reshape", step, out, "--zero", 1, "--dp", 2, "--tp", 2, "--pp", 2],
-        "universal": [
-            *(
-                sys.executable,
-                "-m",
-                "deepspeed.checkpoint.ds_to_universal",
-                "--inject_missing_state",
-            ),
-            *("--input_folder", step, "--output_folder", out / f"{step.name}_universal"),
-        ],
-        "cp_fp32": ["sh", "-c", copied, fp32, out],
-        "to_hf": [*tool, "to-hf", step, out, "--dtype", "fp32"],
-        "zero_to_fp32": [
-            sys.executable,
-            "-m",
-            "deepspeed.utils.zero_to_fp32",
-            step.parent,
-            out,
-            "--tag",
-            step.name,
-        ],
-        "zero_to_fp32_safe": [
-            sys.executable,
-            "-m",
-            "deepspeed.utils.zero_to_fp32",
-            step.parent,
-            out,
-            "--tag",
-            step.name,
-            "--safe_serialization",
-        ],
-        "start": [*tool, "reshape", step, out, "--zero", 1, "--dp", 4, "--dry-run"],
-    }
-    run([*tool, "to-hf", step, fp32, "--dtype", "fp32"], folder / "log")
+    commands = commands_of(step, fp32, out)
+    run([*TOOL, "to-hf", step, fp32, "--dtype", "fp32"], folder / "log")
+
     rows: dict[str, dict[str, Any]] = {
         row: {"seconds": [], "cpu": [], "resident": 0, "anonymous": 0}
         for row in TITLES
@@ -270,20 +241,59 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         shuffle.shuffle(order)
         for row in order:
             settle([fp32] if row == "cp_fp32" else [step])
-            seconds, cpu, resident, anonymous = run(commands[row], folder / "log")
-            own = rows[row]
-            own["seconds"].append(seconds)
-            own["cpu"].append(cpu)
-            own["bytes"] = size_of(out)
-            own["resident"], own["anonymous"] = (
-                max(own["resident"], resident),
-                max(own["anonymous"], anonymous),
-            )
-            shutil.rmtree(out, ignore_errors=True)
+            run_into(rows[row], commands[row], folder / "log", out)
         say(
             f"round {number} of {arguments.rounds}: "
             + ", ".join(f"{row} {rows[row]['seconds'][-1]:.1f} s" for row in rows)
         )
+
+    return software_and_machine(load) | {
+        "rounds": arguments.rounds,
+        "checkpoint_bytes": size_of(step),
+        "rows": rows,
+    }
+
+
+def run_into(row: dict[str, Any], command: list[Any], log: Path, out: Path) -> None:
+    """Run a command, add the measurements to its row, and remove its output."""
+    seconds, cpu, resident, anonymous = run(command, log)
+    row["seconds"].append(seconds)
+    row["cpu"].append(cpu)
+    row["bytes"] = size_of(out)
+    row["resident"] = max(row["resident"], resident)
+    row["anonymous"] = max(row["anonymous"], anonymous)
+    shutil.rmtree(out, ignore_errors=True)
+
+
+def commands_of(step: Path, fp32: Path, out: Path) -> dict[str, list[Any]]:
+    """Return the command of each row; they read a checkpoint, or `cp_fp32` its fp32 export, and
+    write `out`.
+    """
+    copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
+    universal = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    to_fp32 = ["-m", "deepspeed.utils.zero_to_fp32", step.parent, out, "--tag", step.name]
+    return {
+        "cp": ["sh", "-c", copied, step, out],
+        "reshape": [*TOOL, "reshape", step, out, "--zero", 1, "--dp", 4],
+        "reshape_3d": [*TOOL, "reshape", step, out, "--zero", 1, "--dp", 2, "--tp", 2, "--pp", 2],
+        "universal": [
+            sys.executable,
+            *universal,
+            "--input_folder",
+            step,
+            "--output_folder",
+            out / f"{step.name}_universal",
+        ],
+        "cp_fp32": ["sh", "-c", copied, fp32, out],
+        "to_hf": [*TOOL, "to-hf", step, out, "--dtype", "fp32"],
+        "zero_to_fp32": [sys.executable, *to_fp32],
+        "zero_to_fp32_safe": [sys.executable, *to_fp32, "--safe_serialization"],
+        "start": [*TOOL, "reshape", step, out, "--zero", 1, "--dp", 4, "--dry-run"],
+    }
+
+
+def software_and_machine(load_before: float) -> dict[str, Any]:
+    """Return the part of the report that names the date, the machine and the code."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -291,21 +301,17 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         text=True,
         check=False,
     ).stdout.strip()
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE / 2**30
     return {
         "date": datetime.date.today().isoformat(),
-        "machine": (
-            f"{os.cpu_count()} CPU cores, {os.sysconf('SC_PHYS_PAGES') * PAGE / 2**30:.0f} GiB"
-        ),
-        "load_before": load,
+        "machine": f"{os.cpu_count()} CPU cores, {memory:.0f} GiB",
+        "load_before": load_before,
         "load_after": os.getloadavg()[0],
-        "versions": (
-            {"Python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "deepspeed")}
-        ),
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "deepspeed")},
+        },
         "commit": commit or "unknown",
-        "rounds": arguments.rounds,
-        "checkpoint_bytes": size_of(step),
-        "rows": rows,
     }
 
 
@@ -469,14 +475,17 @@ def page(report: dict[str, Any]) -> str:
         if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES
         else " **A trial, not a measurement.**"
     )
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     return f"""# How fast is the converter, compared with cp and DeepSpeed's converters?
 
 Written by `python tools/bench/bench_convert.py` on {report["date"]}: {report["machine"]}.
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
-{", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
+{versions}; commit {report["commit"]}.
 
-All commands read the same source, a ZeRO-2 bf16 checkpoint of 8 ranks with {report["checkpoint_bytes"] / 1e9:.2f} GB, from the page cache.
-In each of {report["rounds"]} rounds, every command runs once, in random order. The seconds in the table are medians, with the range
+All commands read the same source, a ZeRO-2 bf16 checkpoint of 8 ranks with \
+{report["checkpoint_bytes"] / 1e9:.2f} GB, from the page cache.
+In each of {report["rounds"]} rounds, every command runs once, in random order. The seconds in the \
+table are medians, with the range
 in parentheses.{few}
 
 | command | GB written | seconds | CPU seconds | MB/s | of `cp`'s speed | GB resident | anonymous |
@@ -485,18 +494,26 @@ in parentheses.{few}
 
 {chr(10).join(verdicts(report))}
 
-- **Time** is the time of the whole process, including imports. To see the cost of our imports, look at the row
-  start-up; DeepSpeed's two converters import torch. Before each command, the bench flushes all pending writes and reads
+- **Time** is the time of the whole process, including imports. To see the cost of our imports, \
+look at the row
+  start-up; DeepSpeed's two converters import torch. Before each command, the bench flushes all \
+pending writes and reads
   the source once, so that every command starts alike.
-- **Work:** our commands and `cp` end only after fsync of every file. Our commands also check the digest of every tensor
-  that they read, and write the sha256 of every file (except safetensors) and a digest of every tensor.
-- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this, so part of their output is
+- **Work:** our commands and `cp` end only after fsync of every file. Our commands also check the \
+digest of every tensor
+  that they read, and write the sha256 of every file (except safetensors) and a digest of every \
+tensor.
+- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this, so part \
+of their output is
   still in memory when they end. The comparison does not correct for this.
-- **Page cache:** our commands bypass it, so their output must later be read from the disk. The output of the other
+- **Page cache:** our commands bypass it, so their output must later be read from the disk. The \
+output of the other
   commands may still be in memory.
-- **CPU seconds** are the CPU time of the process and its children. They include the kernel's own writing to the disk
+- **CPU seconds** are the CPU time of the process and its children. They include the kernel's own \
+writing to the disk
   only if fsync does it.
-- **Memory:** resident pages (anonymous and mapped files), summed over the process and its children. The figure is the
+- **Memory:** resident pages (anonymous and mapped files), summed over the process and its \
+children. The figure is the
   maximum of all rounds, sampled every {1000 * SAMPLE:.0f} ms.
 """
 

@@ -1,9 +1,11 @@
 """Measure the speed of the data stream, compared with raw reads and other loaders, and how long a
 step waits for data.
 
-    python tools/bench/bench_data.py > tools/bench/bench_data.md       # prints Markdown; progress goes to stderr
+    # prints Markdown; progress goes to stderr
+    python tools/bench/bench_data.py > tools/bench/bench_data.md
     python tools/bench/bench_data.py --rounds 9 --rows 200000
-    python tools/bench/bench_data.py --only pictures                   # prints the last section of that page
+    # prints the last section of that page
+    python tools/bench/bench_data.py --only pictures
 
 All readers get the same files (ready tokens, Arrow and zstd Parquet). They take turns in every
 round, in random order, in one process and one thread (our stream: in its own thread, without
@@ -142,7 +144,7 @@ def tell(text: str) -> None:
 
 
 # The files and their readers: each reader is an endless iterator of token counts
-# ----------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def make_files(folder: Path, rows: int) -> dict[str, list[Path]]:
@@ -312,8 +314,14 @@ def grain(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 READERS: dict[str, Callable[[str, list[Path]], Iterator[int]]] = {
-    "raw": raw, "bare": bare, "ours": ours, "hf arrow": hf_arrow, "hf rows": hf_rows, "stateful": stateful, "grain": grain,
-}  # fmt: skip
+    "raw": raw,
+    "bare": bare,
+    "ours": ours,
+    "hf arrow": hf_arrow,
+    "hf rows": hf_rows,
+    "stateful": stateful,
+    "grain": grain,
+}
 
 
 def rate(reader: Iterator[int], seconds: float) -> float:
@@ -409,26 +417,48 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
 
 
 def differential(pairs: int, folder: Path) -> dict[str, Any]:
-    """Measures seconds of training steps of the quickstart's recipe on the stream, and on batches
+    """Measure seconds of training steps of the quickstart's recipe on the stream, and on batches
     kept in memory, in turns.
     """
-    import deepspeed
     from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
     from recipekit.data.stream import open_stream
-    from recipekit.engine.deepspeed_engine import repaired
-    from recipekit.hosts.ports import free_port
-    from recipekit.model.build import build_model
-    from recipekit.optim.groups import parameter_groups
-    from recipekit.parallel.groups import Groups
-    from recipekit.plan import make_plan
-    from recipekit.runtime.start import start
     from recipekit.runtime.sums import StepCounters
-    from recipekit.spec.command import parse
-    from recipekit.spec.recipe import Recipe
     from recipekit.tasks.find import task_called
     from recipekit.train import train_step
+
+    plan = quickstart_plan(folder)
+    recipe, engine = plan.recipe, engine_of(plan)
+    found: dict[str, list[float]] = {"stream": [], "kept": []}
+    tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
+    with contextlib.closing(
+        open_stream(request_of(recipe), tokenizer, rank=DataRank(1, 0))
+    ) as stream:
+        kept = [next(stream)[0] for _ in range(4)]
+        for number in range(pairs + 2):
+            for name in random.Random(number).sample(list(found), 2):
+                begun = time.perf_counter()
+                batches = next(stream)[0] if name == "stream" else kept[number % len(kept)]
+                counters = StepCounters(plan.mesh)
+                train_step(engine, task_called(recipe.task), batches, 1e-4, counters)
+                if number >= 2:
+                    found[name].append(time.perf_counter() - begun)
+            if number % 10 == 0:
+                tell(f"training, pair {number} of {pairs}")
+    engine.destroy()
+
+    ratios = [one / other for one, other in zip(found["stream"], found["kept"], strict=True)]
+    draw = random.Random(0)
+    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    return found | {"ratio": median(ratios), "interval": [medians[49], medians[-50]]}
+
+
+def quickstart_plan(folder: Path) -> Any:
+    """Plan the quickstart's recipe on one rank."""
+    from recipekit.plan import make_plan
+    from recipekit.spec.command import parse
+    from recipekit.spec.recipe import Recipe
 
     recipe = Recipe(
         model="recipekit/llama-nano",
@@ -444,7 +474,19 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
         ROOT / "recipes" / "bench_data.py",
         [],
     )
-    plan = make_plan(command)
+    return make_plan(command)
+
+
+def engine_of(plan: Any) -> Any:
+    """Start a process group of one rank, and make the engine of a plan."""
+    import deepspeed
+    from recipekit.engine.deepspeed_engine import repaired
+    from recipekit.hosts.ports import free_port
+    from recipekit.model.build import build_model
+    from recipekit.optim.groups import parameter_groups
+    from recipekit.parallel.groups import Groups
+    from recipekit.runtime.start import start
+
     assert plan.model_config is not None, "its shape lies in architectures/"
     os.environ |= {
         "RANK": "0",
@@ -464,32 +506,9 @@ def differential(pairs: int, folder: Path) -> dict[str, Any]:
         config=plan.ds_config,
         mpu=groups.mpu,
         dist_init_required=False,
-    )[0]  # type: ignore[arg-type]
+    )[0]
     repaired(engine)
-    found: dict[str, list[float]] = {"stream": [], "kept": []}
-    with contextlib.closing(
-        open_stream(
-            request_of(plan.recipe),
-            load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
-            rank=DataRank(1, 0),
-        )
-    ) as stream:
-        kept = [next(stream)[0] for _ in range(4)]
-        for number in range(pairs + 2):
-            for name in random.Random(number).sample(list(found), 2):
-                begun = time.perf_counter()
-                batches = next(stream)[0] if name == "stream" else kept[number % len(kept)]
-                counters = StepCounters(plan.mesh)
-                train_step(engine, task_called(plan.recipe.task), batches, 1e-4, counters)
-                if number >= 2:
-                    found[name].append(time.perf_counter() - begun)
-            if number % 10 == 0:
-                tell(f"training, pair {number} of {pairs}")
-    engine.destroy()
-    ratios = [one / other for one, other in zip(found["stream"], found["kept"], strict=True)]
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return found | {"ratio": median(ratios), "interval": [medians[49], medians[-50]]}
+    return engine
 
 
 # Pictures
@@ -623,6 +642,8 @@ def pictures_section(found: dict[str, Any]) -> str:
         f" {median(of_processor[threads]):.0f} |"
         for threads, own in rates.items()
     ]
+    packages = ("Python", "pillow", "numpy", "torch")
+    versions = ", ".join(f"{name} {found['versions'][name]}" for name in packages)
     busy = (
         "\n**Other work used the cores: a trial. Only the last column is a measurement.**\n"
         if found["load_before"] > 1
@@ -631,52 +652,72 @@ def pictures_section(found: dict[str, Any]) -> str:
     return f"""
 ## Images
 
-Written by `python tools/bench/bench_data.py --only pictures` on {found["date"]}: {found["machine"]}.
+Written by `python tools/bench/bench_data.py --only pictures` on {found["date"]}: \
+{found["machine"]}.
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
-{", ".join(f"{name} {found['versions'][name]}" for name in ("Python", "pillow", "numpy", "torch"))}; commit {found["commit"]}.
+{versions}; commit {found["commit"]}.
 
-The bench reads {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels and {found["pictures"]["bytes"] / 1000:.0f} KB each from memory.
-The task image_classification turns them into micro-batches of {BATCH}. To do so, it decodes each image, takes a random
-crop of {CROP} x {CROP} pixels, mirrors it and converts it to floats. The figures are medians of {found["rounds"]} rounds.
+The bench reads {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels and \
+{found["pictures"]["bytes"] / 1000:.0f} KB each from memory.
+The task image_classification turns them into micro-batches of {BATCH}. To do so, it decodes each \
+image, takes a random
+crop of {CROP} x {CROP} pixels, mirrors it and converts it to floats. The figures are medians of \
+{found["rounds"]} rounds.
 {busy}
 | threads | images / s | ratio to one thread | images / s of one core's time |
 |---|---|---|---|
 {chr(10).join(rows)}
 
-If a step sleeps {STEP * 1000:.0f} ms and then takes 16 images, it waits {median(waited) * 1000:.2f} ms for them (median). The 99th percentile of the wait
-is {quantiles(waited, n=100)[98] * 1000:.2f} ms, {quantiles(waited, n=100)[98] / STEP:.1%} of the step.
+If a step sleeps {STEP * 1000:.0f} ms and then takes 16 images, it waits \
+{median(waited) * 1000:.2f} ms for them (median). The 99th percentile of the wait
+is {quantiles(waited, n=100)[98] * 1000:.2f} ms, {quantiles(waited, n=100)[98] / STEP:.1%} of the \
+step.
 """
 
 
-def page(found: dict[str, Any]) -> str:
-    """Writes the result as Markdown."""
+def throughput_rows(throughput: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Write a row for each kind of files and reader."""
     lines = []
-    for kind, readers in found["throughput"].items():
+    for kind, readers in throughput.items():
         for name in readers:
             mine = median(readers[name]) / 1e6
             lines.append(
                 f"| {kind} | {TITLES[name]} | {mine:.1f} | {ratio(readers, name, 'raw'):.3f} |"
                 f" {ratio(readers, 'ours', name):.1f} |"
             )
-    verdicts = []
+    return lines
+
+
+def verdicts(throughput: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Write each target with the result."""
+    lines = []
     for name, targets in TARGETS.items():
         for other, kind, least in targets:
-            reached, of_raw = (
-                ratio(found["throughput"][kind], name, other),
-                ratio(found["throughput"][kind], "raw", other),
-            )
+            reached = ratio(throughput[kind], name, other)
+            of_raw = ratio(throughput[kind], "raw", other)
             limit = f" (the raw read itself is {of_raw:.1f} x)" if of_raw < least else ""
-            verdicts.append(
+            lines.append(
                 f"- {kind}: {reached:.2f} x {TITLES[other]}; the target is {least}:"
                 f" {'reached' if reached >= least else '**missed**'}{limit}."
             )
-    waiting = []
-    for name, seconds in found["waits"].items():
+    return lines
+
+
+def waiting_rows(waits: dict[str, list[float]]) -> list[str]:
+    """Write a row for each kind of data."""
+    lines = []
+    for name, seconds in waits.items():
         p50, p99 = median(seconds), quantiles(seconds, n=100)[98]
-        waiting.append(
+        lines.append(
             f"| {name} | {p50 * 1000:.3f} | {p99 * 1000:.3f} | {p99 / STEP:.2%} |"
             f" {'reached' if p99 <= 0.01 * STEP else '**missed**'} |"
         )
+    return lines
+
+
+def page(found: dict[str, Any]) -> str:
+    """Write the result as Markdown."""
+    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     train = found["differential"]
     low, high = train["interval"]
     few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
@@ -687,37 +728,47 @@ def page(found: dict[str, Any]) -> str:
 
 Written by `python tools/bench/bench_data.py` on {found["date"]}: {found["machine"]}.
 Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
-{", ".join(f"{name} {number}" for name, number in found["versions"].items())}; commit {found["commit"]}.
+{versions}; commit {found["commit"]}.
 
-Every reader reads the same data, once from Arrow and once from Parquet files: {found["rows"]} rows of {SEQ_LEN} tokens in {FILES} files.
-The files are in the page cache, so the disk plays no part. The figures are medians of {found["rounds"]} rounds.{few}
+Every reader reads the same data, once from Arrow and once from Parquet files: {found["rows"]} \
+rows of {SEQ_LEN} tokens in {FILES} files.
+The files are in the page cache, so the disk plays no part. The figures are medians of \
+{found["rounds"]} rounds.{few}
 
 | files | reader | Mtok/s | of raw | ours / this |
 |---|---|---|---|---|
-{chr(10).join(lines)}
+{chr(10).join(throughput_rows(found["throughput"]))}
 
-{chr(10).join(verdicts)}
+{chr(10).join(verdicts(found["throughput"]))}
 
-The readers do not all do the same work, which limits the comparison. The raw read and our reader write 8 bytes a token.
-In this data every row is one piece of a document, so its labels need no additional memory. They share the memory of the
-ids, shifted by one token, and all rows share their positions. Grain reads its rows from memory, whereas the other
+The readers do not all do the same work, which limits the comparison. The raw read and our reader \
+write 8 bytes a token.
+In this data every row is one piece of a document, so its labels need no additional memory. They \
+share the memory of the
+ids, shifted by one token, and all rows share their positions. Grain reads its rows from memory, \
+whereas the other
 readers read files.
 
 Tokenising on one core, in Mtok/s: {tokenised}.
 
 ## How long a step waits
 
-To see whether training waits for data, the bench simulates {found["steps"]} steps. Each step sleeps {STEP * 1000:.0f} ms instead of computing,
-then takes the next global batch of 16 rows from the prefetch thread. The target is that the 99th percentile (p99) of
+To see whether training waits for data, the bench simulates {found["steps"]} steps. Each step \
+sleeps {STEP * 1000:.0f} ms instead of computing,
+then takes the next global batch of 16 rows from the prefetch thread. The target is that the 99th \
+percentile (p99) of
 this wait is at most 1 % of the step.
 
 | data | median, ms | p99, ms | p99 of the step | |
 |---|---|---|---|---|
-{chr(10).join(waiting)}
+{chr(10).join(waiting_rows(found["waits"]))}
 
-To measure the cost of the stream in real training, the quickstart's recipe ran {found["pairs"]} pairs of steps on one rank.
-In each pair, one step reads from the stream and the other uses batches that are already in memory, in random order.
-A step takes {median(train["kept"]) * 1000:.0f} ms from memory, and {train["ratio"]:.4f} times as long from the stream (95 % interval {low:.4f} to {high:.4f}).
+To measure the cost of the stream in real training, the quickstart's recipe ran {found["pairs"]} \
+pairs of steps on one rank.
+In each pair, one step reads from the stream and the other uses batches that are already in \
+memory, in random order.
+A step takes {median(train["kept"]) * 1000:.0f} ms from memory, and {train["ratio"]:.4f} times as \
+long from the stream (95 % interval {low:.4f} to {high:.4f}).
 {pictures_section(found)}"""
 
 

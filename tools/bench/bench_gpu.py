@@ -1,9 +1,12 @@
 """Measure the recipes on one GPU: losses compared with a CPU's, memory compared with the plan,
 speed, checkpoints.
 
-    python tools/bench/bench_gpu.py --parts A --page bench_gpu.md  # A checks that it is right; B, C and D measure speed
-    python tools/bench/bench_gpu.py --page bench_gpu.md            # all five parts; continues an interrupted run
-    python tools/bench/bench_gpu.py --tiny                         # the same rows in tiny shapes, also on a CPU
+    # A checks that it is right; B, C and D measure speed
+    python tools/bench/bench_gpu.py --parts A --page bench_gpu.md
+    # all five parts; continues an interrupted run
+    python tools/bench/bench_gpu.py --page bench_gpu.md
+    # the same rows in tiny shapes, also on a CPU
+    python tools/bench/bench_gpu.py --tiny
 
 Each row is a job with a time limit, and prints one line at its end. Its measurements are kept in
 OUT/rows.jsonl. The same command continues with the rows that are missing or failed. Rows of another
@@ -208,9 +211,9 @@ class Bench:
         cpu: bool = False,
         until: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Runs a command, on several ranks of one device, to its end or until `until`.
+        """Run a command, on several ranks of one device, to its end or until `until`.
 
-        Raises `RowFailed` with the last line of its log.
+        Raise `RowFailed` with the last line of its log.
         """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         logs = [
@@ -221,40 +224,48 @@ class Bench:
         started: list[subprocess.Popen[Any]] = []
         try:
             for rank, log in enumerate(logs):
-                with log.open("wb") as output:
-                    # LOCAL_RANK 0 for all: the ranks share the device
-                    own = env | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
-                    streams: dict[str, Any] = {
-                        "stdin": subprocess.DEVNULL,
-                        "stdout": output,
-                        "stderr": subprocess.STDOUT,
-                    }
-                    started.append(
-                        subprocess.Popen(
-                            [sys.executable, *argv],
-                            cwd=self.out,
-                            env=own,
-                            start_new_session=True,
-                            **streams,
-                        )
-                    )
-            while not until():
-                codes = [process.poll() for process in started]
-                failed = next((rank for rank, code in enumerate(codes) if code), None)
-                if failed is not None:
-                    raise RowFailed(f"exit code {codes[failed]}: {last_line(logs[failed])}")
-                if all(code == 0 for code in codes):
-                    return
-                if time.monotonic() > self.deadline:
-                    raise RowFailed(
-                        f"was not done in time. {logs[0].name} ends with: {last_line(logs[0])}"
-                    )
-                time.sleep(0.05)
+                # LOCAL_RANK 0 for all: the ranks share the device
+                own = env | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+                started.append(self._start(argv, log, own))
+            self._wait(started, logs, until)
         finally:
             for process in started:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+    def _start(self, argv: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[Any]:
+        """Start one rank in a process group of its own."""
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                [sys.executable, *argv],
+                cwd=self.out,
+                env=env,
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _wait(
+        self,
+        started: list[subprocess.Popen[Any]],
+        logs: list[Path],
+        until: Callable[[], bool],
+    ) -> None:
+        """Wait for the end of all ranks, or until `until`. Raise `RowFailed`."""
+        while not until():
+            codes = [process.poll() for process in started]
+            failed = next((rank for rank, code in enumerate(codes) if code), None)
+            if failed is not None:
+                raise RowFailed(f"exit code {codes[failed]}: {last_line(logs[failed])}")
+            if all(code == 0 for code in codes):
+                return
+            if time.monotonic() > self.deadline:
+                raise RowFailed(
+                    f"was not done in time. {logs[0].name} ends with: {last_line(logs[0])}"
+                )
+            time.sleep(0.05)
 
     def train(
         self,
@@ -428,30 +439,34 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 
 
 # Parts B and C: memory and speed
-# ----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def speed(
-    bench: Bench,
-    row: Row,
-    recipe: str,
-    model: str,
-    shape: tuple[int, int, int],
-    more: Sequence[str] = (),
-    enough: int = 6,
-) -> Found:
-    """Times steps of a recipe as it is, after two that warm up, and compares its peak with what
-    --dry_run prints.
+@dataclass(frozen=True)
+class TimedRun:
+    """A run of a recipe that is killed after `steps` steps."""
+
+    recipe: str
+    model: str  # of MODELS
+    shape: tuple[int, int, int]  # (seq_len, micro_batch, global_batch)
+    flags: Sequence[str] = ()
+    steps: int = 6
+
+
+def speed(bench: Bench, row: Row, run: TimedRun) -> Found:
+    """Time steps of a recipe as it is, after two that warm up, and compare its peak with the
+    prediction of --dry_run.
     """
-    argv = flags({"model": bench.inputs / model, "init": "random", "steps": 1000, "lr": 1e-4})
-    argv += [*bench.rows(shape, (64, 2, 4)), "--no-export", *more]
+    argv = flags({"model": bench.inputs / run.model, "init": "random", "steps": 1000, "lr": 1e-4})
+    argv += [*bench.rows(run.shape, (64, 2, 4)), "--no-export", *run.flags]
     out = bench.folder(f"{row.name}_plan")
     bench.run(
         f"{row.name}_plan",
-        [str(ROOT / recipe), *bench.data(), *argv, "--out", str(out), "--dry_run"],
+        [str(ROOT / run.recipe), *bench.data(), *argv, "--out", str(out), "--dry_run"],
     )
     plan = read_plan((bench.out / "logs" / f"{row.name}_plan.log").read_text())
-    lines = bench.train(row, recipe, argv, enough=4 if bench.tiny else enough)
+
+    lines = bench.train(row, run.recipe, argv, enough=4 if bench.tiny else run.steps)
     later = lines[2:]
     figures = {
         name: median(line[name] for line in later)
@@ -459,13 +474,14 @@ def speed(
         if name in later[0]
     }
     figures |= {"peak_bytes": max(line["peak_mem_bytes"] for line in lines), "planned": plan}
+
     words = f"{figures['tokens_per_s']:,.0f} tokens/s, {figures['step_s']:.3f} s a step"
     if "mfu" in figures:
         words += f", MFU {figures['mfu']:.1%}"
     memory, judged = beside_plan(plan, figures["peak_bytes"], applies=not bench.tiny)
     return Found(
         f"{words}. {memory[0].upper()}{memory[1:]}",
-        [fast_enough(figures, model, bench.tiny), judged],
+        [fast_enough(figures, run.model, bench.tiny), judged],
         figures,
     )
 
@@ -484,7 +500,8 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
 
 def one_measure(bench: Bench, row: Row, on: Sequence[str]) -> Found:
     """Times the 1.3B model with some measures on and all others off, beside none of them."""
-    found = speed(bench, row, QWEN, "1b", (2048, 8, 64), measure_flags(bench.out, on), enough=6)
+    run = TimedRun(QWEN, "1b", (2048, 8, 64), measure_flags(bench.out, on), steps=6)
+    found = speed(bench, row, run)
     if not on:
         return Found(found.measured, [], found.figures)
     ratio = found.figures["tokens_per_s"] / bench.kept[NONE_ON]["figures"]["tokens_per_s"]
@@ -709,13 +726,13 @@ def beside_zero2(name: str, limit: int, runs: str, *more: str, stop: bool = Fals
 
 
 def whole_1b(name: str, runs: str, *more: str) -> Row:
-    measure = partial(speed, recipe=QWEN, model="1b", shape=(2048, 8, 64), more=more, enough=7)
+    measure = partial(speed, run=TimedRun(QWEN, "1b", (2048, 8, 64), more, steps=7))
     return Row("B", name, 150, runs, FAST.format(MFU["1b"]), measure)
 
 
 def whole_3b(name: str, seq_len: int, rows: int, every: int = 1) -> Row:
     more = ["--recompute_every", str(every)]
-    measure = partial(speed, recipe=QWEN, model="3b", shape=(seq_len, 2, rows), more=more, enough=5)
+    measure = partial(speed, run=TimedRun(QWEN, "3b", (seq_len, 2, rows), more, steps=5))
     runs = f"all of 3B, rows of {seq_len}, {'all' if every == 1 else 'half the'} layers recomputed"
     return Row("C", name, 150, runs, FAST.format(MFU["3b"]), measure)
 
@@ -727,7 +744,7 @@ def measure_row(name: str, *on: str) -> Row:
     return Row("E", name, 150, what or "no optimization", bar, measure, (NONE_ON,) if on else ())
 
 
-lora_8b = partial(speed, recipe=LORA, model="8b", shape=(4096, 2, 16), more=LORA_FLAGS, enough=5)
+lora_8b = partial(speed, run=TimedRun(LORA, "8b", (4096, 2, 16), LORA_FLAGS, steps=5))
 ROWS = [
     Row(
         "A",
@@ -1033,16 +1050,9 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Runs what is missing; returns (the rows of this device, code and versions, exit code)."""
+    """Run the missing rows; return (the rows of this device, code and versions, exit code)."""
     bench = Bench(file.parent, arguments.tiny, {}, {}, time.monotonic() + 300)
-    try:
-        bench.run(
-            "prepare",
-            [__file__, "--prepare", str(bench.inputs), *(["--tiny"] if bench.tiny else [])],
-        )
-    except RowFailed:
-        print((bench.out / "logs" / "prepare.log").read_text(), end="", file=sys.stderr)
-        raise SystemExit(1) from None
+    prepare_inputs(bench)
     bench.key = json.loads((bench.inputs / "machine.json").read_text()) | {
         "code": code_digest(),
         "tiny": bench.tiny,
@@ -1052,32 +1062,52 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
         ", ".join(f"{name} {value}" for name, value in bench.key.items() if value is not None),
         flush=True,
     )
+
     rows = chosen(arguments.parts, arguments.rows, bench.kept)
     for part in PARTS:
-        began = time.monotonic()
-        for row in [row for row in rows if row.part == part]:
-            if done(record := bench.kept.get(row.name)):
-                show(bench.kept[row.name], kept=True)
-                continue
-            left = began + 60 * arguments.minutes - time.monotonic()
-            # the first row of a part is always begun
-            if left < row.limit and time.monotonic() - began > 1:
-                print(
-                    f"{row.part} {row.name:14} waits for the next start: it may take {row.limit} s,"
-                    f" and {left:.0f} of part {part} are left",
-                    flush=True,
-                )
-                continue
-            record = run_row(bench, row)
-            keep(file, record)
-            bench.kept[row.name] = record
-            show(record)
+        run_part(bench, [row for row in rows if row.part == part], 60 * arguments.minutes, file)
+
     passed = [row.name for row in rows if bench.kept.get(row.name, {}).get("status") == "pass"]
     others = [row.name for row in rows if row.name not in passed]
     print(
         f"{len(passed)} of {len(rows)} rows pass{'; not: ' + ', '.join(others) if others else ''}"
     )
     return bench.kept, 1 if others else 0
+
+
+def prepare_inputs(bench: Bench) -> None:
+    """Write the models and the data in a process of its own; exit with its log if that fails."""
+    tiny = ["--tiny"] if bench.tiny else []
+    try:
+        bench.run("prepare", [__file__, "--prepare", str(bench.inputs), *tiny])
+    except RowFailed:
+        print((bench.out / "logs" / "prepare.log").read_text(), end="", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def run_part(bench: Bench, rows: list[Row], seconds: float, file: Path) -> None:
+    """Run the rows of a part that have no figures yet, as long as its time lasts; keep the records
+    in `file`.
+    """
+    began = time.monotonic()
+    for row in rows:
+        if done(bench.kept.get(row.name)):
+            show(bench.kept[row.name], kept=True)
+            continue
+
+        # The first row of a part always runs.
+        left = began + seconds - time.monotonic()
+        if left < row.limit and time.monotonic() - began > 1:
+            print(
+                f"{row.part} {row.name:14} waits for the next start: it may take {row.limit} s,"
+                f" and {left:.0f} of part {row.part} are left",
+                flush=True,
+            )
+            continue
+        record = run_row(bench, row)
+        keep(file, record)
+        bench.kept[row.name] = record
+        show(record)
 
 
 def run_row(bench: Bench, row: Row) -> dict[str, Any]:
@@ -1167,20 +1197,32 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
 {heading(kept, len(measured))}
 
 {chr(10).join(tables)}
-- **A** shows whether training on the device is right: it compares losses on the device with losses on the CPU, as
-  relative differences. The model has two layers, published weights and bf16. "The same bits" means that every loss and
-  gradient norm is equal bit for bit. The rows with two ranks run both ranks on one GPU. Because NCCL before 2.30
+- **A** shows whether training on the device is right: it compares losses on the device with \
+losses on the CPU, as
+  relative differences. The model has two layers, published weights and bf16. "The same bits" \
+means that every loss and
+  gradient norm is equal bit for bit. The rows with two ranks run both ranks on one GPU. Because \
+NCCL before 2.30
   refuses this, they use gloo with tensors on the device.
-- **B and C** measure speed and memory. They use the recipe's own loop and JSON, random weights, and packed documents of
-  random tokens (median 545). Times are medians of the steps after the second. The peak is the largest `peak_mem_bytes`,
-  and the plan is the figure of `--dry_run`. If a plan counts activations, the peak must be within {NEAR_PLAN:.0%} of it.
-  Otherwise the peak must not be below the plan. Each run is killed after its last timed step, so it saves no
+- **B and C** measure speed and memory. They use the recipe's own loop and JSON, random weights, \
+and packed documents of
+  random tokens (median 545). Times are medians of the steps after the second. The peak is the \
+largest `peak_mem_bytes`,
+  and the plan is the figure of `--dry_run`. If a plan counts activations, the peak must be within \
+{NEAR_PLAN:.0%} of it.
+  Otherwise the peak must not be below the plan. Each run is killed after its last timed step, so \
+it saves no
   checkpoint.
-- **D** measures the time that training spends outside computation, by running [bench_loop.py](bench_loop.py) and
-  [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU, the pass that times engine calls waits for
-  the device after each call, so the milliseconds outside the engine are time that no computation hides.
-- **E** shows the gain of each optimization: it runs the model and rows of B with no optimization, with each one alone,
-  and with all of them. `--parts E` measures these rows side by side. On one GPU nothing is summed over ranks, so
+- **D** measures the time that training spends outside computation, by running \
+[bench_loop.py](bench_loop.py) and
+  [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU, the pass that times \
+engine calls waits for
+  the device after each call, so the milliseconds outside the engine are time that no computation \
+hides.
+- **E** shows the gain of each optimization: it runs the model and rows of B with no optimization, \
+with each one alone,
+  and with all of them. `--parts E` measures these rows side by side. On one GPU nothing is summed \
+over ranks, so
   overlap_comm can only cost time there.
 - [roofline.md](roofline.md) has the upper bounds of an H100 for the rows 1b, 3b_4096 and 8b_lora.
 """
@@ -1211,8 +1253,10 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
     when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
 Versions: {versions}.
-Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} pass.{tiny}
-A row is one job of the bench, such as a short training run. The bar of a row is the target that it must reach to pass."""
+Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} \
+pass.{tiny}
+A row is one job of the bench, such as a short training run. The bar of a row is the target that \
+it must reach to pass."""
 
 
 # Processes of their own

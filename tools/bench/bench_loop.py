@@ -1,8 +1,9 @@
 """Compare the speed of recipekit's training loop with a bare DeepSpeed loop, transformers' Trainer
 and accelerate.
 
-    python tools/bench/bench_loop.py > tools/bench/bench_loop.md                                                # prints Markdown; progress goes to stderr
-    python tools/bench/bench_loop.py --pairs 60 --json report.json --seq_len 512 --deepspeed_config zero3.json
+    # prints Markdown; progress goes to stderr
+    python tools/bench/bench_loop.py > tools/bench/bench_loop.md
+    python tools/bench/bench_loop.py --pairs 60 --json report.json --deepspeed_config zero3.json
 
 All four train the same model on the same rows from the same JSON, in the same processes (2, or one
 for each GPU). Blocks of steps alternate: a pair is one block of each loop, in random order. The
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,28 +73,24 @@ RECIPE = Recipe(
 # the other three loops.
 OPEN = frozenset(
     {
-        *(
-            "model",
-            "init",
-            "tokenizer",
-            "dataset",
-            "subset",
-            "split",
-            "text_field",
-            "attention",
-            "activation_checkpointing",
-            "ds_config",
-        ),
-        *(
-            "seq_len",
-            "micro_batch",
-            "global_batch",
-            "lr",
-            "weight_decay",
-            "gradient_clipping",
-            "seed",
-            "wandb",
-        ),
+        "model",
+        "init",
+        "tokenizer",
+        "dataset",
+        "subset",
+        "split",
+        "text_field",
+        "attention",
+        "activation_checkpointing",
+        "ds_config",
+        "seq_len",
+        "micro_batch",
+        "global_batch",
+        "lr",
+        "weight_decay",
+        "gradient_clipping",
+        "seed",
+        "wandb",
     }
 )
 # steps of each loop before the first pair; after them the four models must have learned the same
@@ -294,96 +291,129 @@ def ratios(report: dict[str, Any], other: str) -> list[float]:
     ]
 
 
-def page(report: dict[str, Any]) -> str:
-    """Writes the result as Markdown."""
+def table_rows(report: dict[str, Any]) -> list[str]:
+    """Write one row of the table for each loop."""
     import numpy as np
 
     steps, tokens = report["steps_per_block"], report["tokens_per_step"]
     rows = []
     for loop in report["seconds"]:
         seconds = float(np.median(report["seconds"][loop])) / steps
-        ratio = (
-            "1"
-            if loop == "ours"
-            else "{:.4f} ({:.4f} to {:.4f})".format(*interval(ratios(report, loop)))
-        )
-        outside, waited = (
-            1000 * report["outside"][loop][key] for key in ("outside_s", "collectives_s")
-        )
+        ratio = "1"
+        if loop != "ours":
+            ratio = "{:.4f} ({:.4f} to {:.4f})".format(*interval(ratios(report, loop)))
+
+        outside = 1000 * report["outside"][loop]["outside_s"]
+        waited = 1000 * report["outside"][loop]["collectives_s"]
         rows.append(
             f"| {LOOPS[loop]} | {tokens / seconds:,.0f} | {1000 * seconds:.1f} | {ratio} |"
             f" {outside - waited:.2f} + {waited:.2f} |"
         )
-    verdicts = []
+    return rows
+
+
+def verdicts(report: dict[str, Any]) -> list[str]:
+    """Compare the intervals with the targets, for the loops that were chosen."""
+    found = []
     if "bare" in report["seconds"]:
         _, low, high = interval(ratios(report, "bare"))
-        verdicts.append(
+        found.append(
             f"the interval against the bare loop, {low:.4f} to {high:.4f},"
             f" {'reaches' if high >= TARGET else 'does NOT reach'} {TARGET}"
         )
     if "trainer" in report["seconds"]:
         _, low, _ = interval(ratios(report, "trainer"))
-        verdicts.append(
+        found.append(
             f"the interval against `Trainer`, from {low:.4f} on, {'is' if low > 1 else 'is NOT'}"
             " above 1"
         )
-    recorded = (
-        "without W&B, as in the other three"
-        if report["wandb"] == "off"
-        else f"with W&B ({report['wandb']}; its process runs during all four loops)"
-    )
-    few = (
-        ""
-        if report["pairs"] >= ENOUGH_PAIRS
-        else f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
-    )
+    return found
+
+
+def page(report: dict[str, Any]) -> str:
+    """Write the result as Markdown."""
+    steps = report["steps_per_block"]
+    blocks = f"one block of {steps} optimizer step{'s' if steps != 1 else ''}"
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    waited = f"{1000 * report['data_wait_s']:.2f} ms of a step for data"
+    losses = ", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())
+    few = ""
+    if report["pairs"] < ENOUGH_PAIRS:
+        few = f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
+
     return f"""# How fast is the training loop, compared with three others?
 
 Written by `python {report["command"]}`
 on {report["date"]}: {report["machine"]}.
 Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
-{", ".join(f"{name} {number}" for name, number in report["versions"].items())}; commit {report["commit"]}.
+{versions}; commit {report["commit"]}.
 
 Every loop trains {report["model"]} on {report["ranks"]} ranks with `{report["ds_config"]}`.
-A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in micro-batches of {report["micro_batch"]}.
+A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in \
+micro-batches of {report["micro_batch"]}.
 Because the speed of the host varies, the loops take turns. The bench ran {report["pairs"]} pairs.
-In a pair, every loop runs one block of {steps} optimizer step{"s" if steps != 1 else ""}, in random order.{few}
+In a pair, every loop runs {blocks}, in random order.{few}
 
-| loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the engine |
+| loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the \
+engine |
 |---|---|---|---|---|
-{chr(10).join(rows)}
+{chr(10).join(table_rows(report))}
 
-Target: {("; " + chr(10)).join(verdicts) or "none for the loops that were chosen"}.
+Target: {("; " + chr(10)).join(verdicts(report)) or "none for the loops that were chosen"}.
 
-For each pair, the bench divides the tokens/s of our loop by the tokens/s of the other loop. The ratio in the table is
-the median over the pairs, so a ratio above 1 means that our loop is faster. The last column shows how much of a step is
+For each pair, the bench divides the tokens/s of our loop by the tokens/s of the other loop. The \
+ratio in the table is
+the median over the pairs, so a ratio above 1 means that our loop is faster. The last column shows \
+how much of a step is
 spent outside the engine's calls: first the loop's own work, then the collectives.
 
-Our loop waited {1000 * report["data_wait_s"]:.2f} ms of a step for data, {report["data_wait_s"] / report["step_s"]:.2%} of it.
-To check that all loops train alike, the bench compared their losses after {WARM_UP + 1} steps on the same rows:
-{", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())}.
+Our loop waited {waited}, {report["data_wait_s"] / report["step_s"]:.2%} of it.
+To check that all loops train alike, the bench compared their losses after {WARM_UP + 1} steps on \
+the same rows:
+{losses}.
 
-The time of a block includes:
+{what_counts(report["wandb"])}"""
+
+
+def what_counts(wandb: str) -> str:
+    """Explain which work the time of a block includes; `wandb`: the mode of our loop."""
+    recorded = "without W&B, as in the other three"
+    if wandb != "off":
+        recorded = f"with W&B ({wandb}; its process runs during all four loops)"
+
+    return f"""The time of a block includes:
 
 - **ours:** `recipekit.train.loop` as a recipe runs it, {recorded}.
-  Its time includes its own stream, with the thread that tokenises and packs ahead, and the copy to the device. It also
-  includes the learning rate of the step, the two all-reduces of the loss and the token count, the gradient norm,
-  `metrics.jsonl` and the progress line. A block ends when its threads have finished. Start-up, evaluation and
+  Its time includes its own stream, with the thread that tokenises and packs ahead, and the copy \
+to the device. It also
+  includes the learning rate of the step, the two all-reduces of the loss and the token count, the \
+gradient norm,
+  `metrics.jsonl` and the progress line. A block ends when its threads have finished. Start-up, \
+evaluation and
   checkpoints are excluded.
-- **bare:** forward, backward and step of micro-batches that are already on the device. In each step, rank 0 also calls
+- **bare:** forward, backward and step of micro-batches that are already on the device. In each \
+step, rank 0 also calls
   `.item()` on the loss. This loop neither reads data nor records anything.
-- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, but does not print, save or report.
-- **`accelerate`:** a loop with `accumulate`, `accelerator.backward`, `DummyOptim` and a prepared `DataLoader`. In each
+- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, but does not \
+print, save or report.
+- **`accelerate`:** a loop with `accumulate`, `accelerator.backward`, `DummyOptim` and a prepared \
+`DataLoader`. In each
   step, rank 0 calls `.item()` on the loss.
 
-To make the comparison fair, all four loops start from the same weights and use the JSON's optimizer with a constant
-learning rate. Bare, `Trainer` and `accelerate` cycle through {PREPARED} prepared global batches. All four use the recipes'
-value for an `"auto"` bucket size. `Trainer` and `accelerate` would otherwise use hidden_size ** 2, and on a small model
+To make the comparison fair, all four loops start from the same weights and use the JSON's \
+optimizer with a constant
+learning rate. Bare, `Trainer` and `accelerate` cycle through {PREPARED} prepared global batches. \
+All four use the recipes'
+value for an `"auto"` bucket size. `Trainer` and `accelerate` would otherwise use hidden_size ** \
+2, and on a small model
 the bench would then compare bucket sizes instead of loops.
 
-The time of a block is the time of the slowest rank. The last column comes from a separate pass ({TIMED_BLOCKS} blocks of each loop,
-rank 0), so that its timers do not affect the ratios. In that pass, the engine's calls are forward with the loss,
-backward and step. The time of collectives includes waiting for the other rank, because without these collectives the
+The time of a block is the time of the slowest rank. The last column comes from a separate pass \
+({TIMED_BLOCKS} blocks of each loop,
+rank 0), so that its timers do not affect the ratios. In that pass, the engine's calls are forward \
+with the loss,
+backward and step. The time of collectives includes waiting for the other rank, because without \
+these collectives the
 rank would wait inside the next engine call instead.
 """
 
@@ -411,8 +441,8 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # the threads of four engines and of the loops standing still abort the interpreter's own exit
-    # now and then
+    # The threads of four engines and of the paused loops sometimes abort the interpreter's own
+    # exit.
     os._exit(0)
 
 
@@ -460,10 +490,68 @@ class Paused:
 
 
 def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measures everything that the page and `--json` hold; returns the same on every rank (a
+    """Measure everything that the page and `--json` hold; return the same on every rank (a
     collective).
     """
-    import torch
+    import torch.distributed as dist
+
+    loops = [loop for loop in LOOPS if loop in ("ours", *arguments.loops)]
+    steps = arguments.steps_per_block
+
+    setup = set_up(plan, loops)
+    runs = start_loops(plan, setup)
+    for run in runs.values():
+        run.train.run(WARM_UP)
+    losses = held_out_losses(plan, setup, runs)
+
+    blocks = alternate(runs, arguments, setup)
+    rank0 = plan.command.rank == 0
+    waits = recorded_waits(plan.out, 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
+
+    setup.tracker.say("timing the engine calls")
+    outside = time_outside(runs, steps, setup.device)
+    setup.tracker.finish(0)
+    setup.stream.close()
+
+    everyone: list[Any] = [None] * plan.mesh.world
+    dist.all_gather_object(everyone, blocks)
+    return (
+        waits
+        | software_and_machine(setup.device)
+        | trained(plan, setup.models["ours"])
+        | {
+            "pairs": arguments.pairs,
+            "steps_per_block": steps,
+            "seconds": {loop: of_slowest_rank(everyone, loop) for loop in loops},
+            "outside": outside,
+            "losses": losses,
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The models and the data of all loops."""
+
+    device: Any
+    json_file: Path  # the DeepSpeed JSON of `trainer` and `accelerate`
+    models: dict[str, Any]  # by loop
+    task: Any  # of our loop
+    tracker: Any
+    prepared: list[list[MicroBatch]]  # global batches, each a list of micro-batches
+    stream: Any  # this rank's rows of our loop
+
+
+@dataclass(frozen=True)
+class Run:
+    """A loop that has taken its first step."""
+
+    engine: Any
+    train: "Paused"
+
+
+def set_up(plan: Plan, loops: list[str]) -> Setup:
+    """Start the process group, and build one model for each loop and the batches (a collective)."""
     import torch.distributed as dist
     from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
@@ -473,10 +561,8 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     from recipekit.model.weights import fetch_config
     from recipekit.parallel.groups import Groups
     from recipekit.runtime.start import start
-    from recipekit.runtime.sums import Sums
     from recipekit.tasks.find import task_called
     from recipekit.track.tracking import WandbRun, open_tracker
-    from recipekit.train import evaluate
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
     device = start(plan)
@@ -485,17 +571,18 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
         plan.out.mkdir(parents=True)
         json_file.write_text(json.dumps(with_buckets(plan)))
     dist.barrier()
+
+    # The models are built before Trainer sets its globals.
     tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
     model_config = plan.model_config or fetch_config(recipe.model)
     groups = Groups(plan.mesh, device.type)
-    loops = [loop for loop in LOOPS if loop in ("ours", *arguments.loops)]
-    # before Trainer sets its globals
     built = {
         loop: build_model(recipe, model_config, groups, plan.ds_config, device) for loop in loops
     }
-    models, task = {loop: made.model for loop, made in built.items()}, task_called(recipe.task)
+    task = task_called(recipe.task)
     if built["ours"].loss_path.in_chunks and task.of_losses:
         task = task.of_losses(task)
+
     tracker = open_tracker(
         run_dir=plan.out,
         is_main=rank0,
@@ -505,72 +592,124 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     )
 
     stream = open_stream(request_of(recipe), tokenizer, rank=DataRank(1, 0))
-    # global batches, each a list of micro-batches
     prepared = [[loss_of_shifted(batch) for batch in next(stream)[0]] for _ in range(PREPARED)]
     stream.close()
     tracker.say(f"starting {len(loops)} loops; each takes its first step")
-    stream = open_stream(
-        request_of(recipe), tokenizer, rank=DataRank(plan.mesh.dp, groups.coords["dp"])
+    return Setup(
+        device=device,
+        json_file=json_file,
+        models={loop: made.model for loop, made in built.items()},
+        task=task,
+        tracker=tracker,
+        prepared=prepared,
+        stream=open_stream(
+            request_of(recipe), tokenizer, rank=DataRank(plan.mesh.dp, groups.coords["dp"])
+        ),
     )
-    starts = {
-        "ours": lambda: our_loop(plan, models["ours"], task, stream, tracker),
-        "bare": lambda: bare_loop(plan, models["bare"], prepared, device),
-        "trainer": lambda: trainer_loop(plan, models["trainer"], prepared, json_file, device),
-        "accelerate": lambda: accelerate_loop(plan, models["accelerate"], prepared, json_file),
-    }
-    engines, trains = {}, {}
-    for loop in loops:
-        engine_of, train = starts[loop]()
-        trains[loop] = Paused(device, train)
-        engines[loop] = engine_of()
-    check_engines(engines)
 
-    for loop in loops:
-        trains[loop].run(WARM_UP)
+
+def start_loops(plan: Plan, setup: Setup) -> dict[str, Run]:
+    """Let every loop take its first step, one after the other.
+
+    Raise `Refusal` unless their engines do the same work.
+    """
+    models, prepared, device = setup.models, setup.prepared, setup.device
+    starts: dict[str, Callable[[], Start]] = {
+        "ours": lambda: our_loop(plan, models["ours"], setup.task, setup.stream, setup.tracker),
+        "bare": lambda: bare_loop(plan, models["bare"], prepared, device),
+        "trainer": lambda: trainer_loop(plan, models["trainer"], prepared, setup.json_file, device),
+        "accelerate": lambda: accelerate_loop(
+            plan, models["accelerate"], prepared, setup.json_file
+        ),
+    }
+
+    runs = {}
+    for loop in models:
+        engine_of, train = starts[loop]()
+        paused = Paused(device, train)
+        runs[loop] = Run(engine_of(), paused)
+
+    check_engines({loop: run.engine for loop, run in runs.items()})
+    return runs
+
+
+def held_out_losses(plan: Plan, setup: Setup, runs: dict[str, Run]) -> dict[str, float]:
+    """Compute each loop's loss on the same rows; raise `Refusal` unless all have learned alike."""
+    from recipekit.runtime.sums import Sums
+    from recipekit.tasks.find import task_called
+    from recipekit.train import evaluate
+
+    task = task_called(plan.recipe.task)
     held_out = [
-        {name: batch[name].to(device) for name in ("input_ids", "labels", "position_ids")}
-        for batch in prepared[-1][:2]
+        {name: batch[name].to(setup.device) for name in ("input_ids", "labels", "position_ids")}
+        for batch in setup.prepared[-1][:2]
     ]
     losses = {
-        loop: evaluate(engine, task_called(recipe.task), held_out, plan.mesh, Sums())["eval_loss"]
-        for loop, engine in engines.items()
+        loop: evaluate(run.engine, task, held_out, plan.mesh, Sums())["eval_loss"]
+        for loop, run in runs.items()
     }
-    if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
-        raise Refusal(
-            [
-                Problem(
-                    "the loops",
-                    f"did not learn the same: {losses}",
-                    "compare them before their speed",
-                )
-            ]
-        )
 
+    if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
+        raise refuse(
+            "the loops", f"did not learn the same: {losses}", "compare them before their speed"
+        )
+    return losses
+
+
+def alternate(
+    runs: dict[str, Run], arguments: argparse.Namespace, setup: Setup
+) -> list[dict[str, float]]:
+    """Time the pairs: in each, one block of every loop, in random order (a collective).
+
+    Return the seconds of this rank by pair and loop.
+    """
     steps = arguments.steps_per_block
     blocks: list[dict[str, float]] = []
-    order, shuffle = list(loops), random.Random(0)  # the same on every rank
+    order, shuffle = list(runs), random.Random(0)  # the same on every rank
+
     began = time.monotonic()
     for pair in range(1, arguments.pairs + 1):
         shuffle.shuffle(order)
-        blocks.append({loop: block_seconds(trains[loop], steps, device) for loop in order})
+        blocks.append(
+            {loop: block_seconds(runs[loop].train, steps, setup.device) for loop in order}
+        )
+
         if pair in (1, arguments.pairs) or pair % 5 == 0:
             left = (time.monotonic() - began) / pair * (arguments.pairs - pair)
-            shown = ", ".join(f"{loop} {1000 * blocks[-1][loop] / steps:.0f}" for loop in loops)
-            tracker.say(f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left")
-    measured = recorded_waits(plan.out, 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
+            shown = ", ".join(f"{loop} {1000 * blocks[-1][loop] / steps:.0f}" for loop in runs)
+            setup.tracker.say(
+                f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left"
+            )
+    return blocks
 
-    tracker.say("timing the engine calls")
-    timed = {loop: [] for loop in loops}
+
+def time_outside(runs: dict[str, Run], steps: int, device: Any) -> dict[str, dict[str, float]]:
+    """Measure the median seconds of a step that each loop spends outside its engine's calls, and in
+    collectives there (a collective).
+    """
+    timed: dict[str, list[tuple[float, float]]] = {loop: [] for loop in runs}
     for _ in range(TIMED_BLOCKS):
-        for loop in loops:
-            with engine_timers(engines[loop]) as spent:
-                seconds = block_seconds(trains[loop], steps, device)
+        for loop, run in runs.items():
+            with engine_timers(run.engine) as spent:
+                seconds = block_seconds(run.train, steps, device)
             timed[loop].append((seconds - spent["engine"], spent["collectives"]))
-    tracker.finish(0)
-    stream.close()
 
-    everyone: list[Any] = [None] * plan.mesh.world
-    dist.all_gather_object(everyone, blocks)
+    return {
+        loop: dict(zip(("outside_s", "collectives_s"), medians(blocks, steps), strict=True))
+        for loop, blocks in timed.items()
+    }
+
+
+def of_slowest_rank(everyone: list[list[dict[str, float]]], loop: str) -> list[float]:
+    """Return the seconds of the slowest rank for each block of a loop."""
+    by_rank = [[pair[loop] for pair in blocks] for blocks in everyone]
+    return [max(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def software_and_machine(device: Any) -> dict[str, Any]:
+    """Return the part of the report that names the date, the command, the machine and the code."""
+    import torch
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=ROOT,
@@ -578,48 +717,40 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
         text=True,
         check=False,
     ).stdout.strip()
-    size = sum(
-        getattr(parameter, "ds_numel", parameter.numel())
-        for parameter in models["ours"].parameters()
-    )
+
+    # Paths of output are no part of what was measured.
     own = [flag for flag in sys.argv[1:] if not flag.startswith("--local_rank")]
-    for flag in ("--folder", "--json"):  # paths of output are no part of what was measured
+    for flag in ("--folder", "--json"):
         if flag in own:
             del own[own.index(flag) : own.index(flag) + 2]
-    return measured | {
+
+    accelerator = torch.cuda.get_device_name() if device.type == "cuda" else "no accelerator"
+    packages = ("torch", "deepspeed", "transformers", "accelerate")
+    return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["tools/bench/bench_loop.py", *own]),
-        "machine": (
-            f"{os.cpu_count()} CPU cores,"
-            f" {torch.cuda.get_device_name() if device.type == 'cuda' else 'no accelerator'}"
-        ),
-        "versions": (
-            {"Python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "deepspeed", "transformers", "accelerate")}
-        ),
+        "machine": f"{os.cpu_count()} CPU cores, {accelerator}",
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
         "commit": commit or "unknown",
+    }
+
+
+def trained(plan: Plan, model: Any) -> dict[str, Any]:
+    """Return the part of the report that names the model, the JSON and the batch."""
+    recipe = plan.recipe
+    size = sum(
+        getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()
+    )
+    return {
         "model": f"{recipe.model} ({size / 1e6:.1f} M parameters)",
         "ds_config": plan.ds_path.name if plan.ds_path else "the recipe's JSON",
         "ranks": plan.mesh.world,
         "wandb": f"{os.environ['WANDB_MODE']}" if recipe.wandb else "off",
         **{name: getattr(recipe, name) for name in ("seq_len", "micro_batch", "global_batch")},
         "tokens_per_step": recipe.global_batch * recipe.seq_len,
-        "pairs": arguments.pairs,
-        "steps_per_block": steps,
-        "seconds": {
-            loop: [
-                max(ranks)
-                for ranks in zip(*([pair[loop] for pair in one] for one in everyone), strict=True)
-            ]
-            for loop in loops
-        },
-        "outside": {
-            loop: dict(
-                zip(("outside_s", "collectives_s"), medians(timed[loop], steps), strict=True)
-            )
-            for loop in loops
-        },
-        "losses": losses,
     }
 
 
@@ -771,8 +902,9 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
         yield spent
 
 
-# The four loops: each returns a function that gives its engine once training has begun, and
-# `train(pause)` -------------------------------------------------------
+# The four loops: each returns a function that gives its engine once training has started, and
+# `train(pause)`
+# --------------------------------------------------------------------------------------------------
 
 
 def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
@@ -898,8 +1030,8 @@ def trainer_loop(
         model=model,
         args=settings,
         train_dataset=rows_of(prepared, recipe),
-        data_collator=default_data_collator,
-    )  # type: ignore[arg-type]
+        data_collator=default_data_collator,  # type: ignore[arg-type]
+    )
     trainer.remove_callback(PrinterCallback)
     return lambda: trainer.deepspeed, train
 
@@ -928,8 +1060,10 @@ def accelerate_loop(
     decay: Any = recipe.weight_decay  # annotated as int
     dummy = DummyOptim(parameter_groups(model), lr=recipe.lr, weight_decay=decay)
     loader = DataLoader(
-        rows_of(prepared, recipe), batch_size=recipe.micro_batch, collate_fn=default_data_collator
-    )  # type: ignore[arg-type]
+        rows_of(prepared, recipe),
+        batch_size=recipe.micro_batch,
+        collate_fn=default_data_collator,  # type: ignore[arg-type]
+    )
     engine, optimizer, loader = accelerator.prepare(model, dummy, loader)
 
     def train(pause: Callable[[], None]) -> None:

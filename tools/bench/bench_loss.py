@@ -2,7 +2,8 @@
 with torch's function.
 
     python tools/bench/bench_loss.py --page tools/bench/bench_loss.md
-    python tools/bench/bench_loss.py --tokens 256 --vocabulary 1000 --rounds 1        # a trial of a few seconds
+    # a trial of a few seconds
+    python tools/bench/bench_loss.py --tokens 256 --vocabulary 1000 --rounds 1
 
 Each row is a separate process with one thread. It computes head, loss and backward pass in fp32,
 from random hidden states and weights, with the gradients of both. The time is the shortest of the
@@ -18,6 +19,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -76,33 +78,14 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, float]:
-    """Computes a loss and its gradients; returns the seconds, the bytes that autograd keeps, and
-    the most that was there of memory.
+    """Compute a loss and its gradients; return the seconds, the bytes that autograd keeps, and
+    the peak of memory.
     """
     import torch
-    from recipekit.kernels.cross_entropy import Head, token_losses
-    from torch.nn import functional
 
-    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
-        if way == "torch":
-            return functional.linear_cross_entropy(hidden, weight, labels, reduction="sum")  # type: ignore[attr-defined]
-        if way == "chunked":
-            return token_losses(hidden, Head(weight), labels).sum()
-        return functional.cross_entropy(
-            functional.linear(hidden, weight).float(), labels, reduction="sum"
-        )
-
-    def given(tokens: int, vocabulary: int) -> tuple[Any, Any, Any]:
-        torch.manual_seed(0)
-        hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) / 8
-        return (
-            hidden.requires_grad_(),
-            weight.requires_grad_(),
-            torch.randint(vocabulary, (tokens,)),
-        )
-
-    loss(*given(8, 100)).backward()
-    hidden, weight, labels = given(tokens, vocabulary)
+    loss = loss_called(way)
+    loss(*inputs(8, 100, width)).backward()
+    hidden, weight, labels = inputs(tokens, vocabulary, width)
     kept: dict[int, int] = {}
 
     def pack(value: Any) -> Any:
@@ -110,7 +93,7 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
         return value
 
     seconds, before, found = [], memory("VmRSS"), torch.zeros(())
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     for _ in range(rounds):
         hidden.grad = weight.grad = None
         begun = time.perf_counter()
@@ -118,6 +101,7 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
             found = loss(hidden, weight, labels)
         found.backward()
         seconds.append(time.perf_counter() - begun)
+
     own = weight.nbytes + hidden.nbytes + labels.nbytes
     return {
         "seconds": min(seconds),
@@ -125,6 +109,34 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
         "peak": memory("VmHWM") - before,
         "loss": found.item(),
     }
+
+
+def loss_called(way: str) -> Callable[[Any, Any, Any], Any]:
+    """Return the summed loss of a way, from (hidden states, weight of the head, labels)."""
+    from recipekit.kernels.cross_entropy import Head, token_losses
+    from torch.nn import functional
+
+    def loss(hidden: Any, weight: Any, labels: Any) -> Any:
+        if way == "torch":
+            fused = functional.linear_cross_entropy  # type: ignore[attr-defined]
+            return fused(hidden, weight, labels, reduction="sum")
+        if way == "chunked":
+            return token_losses(hidden, Head(weight), labels).sum()
+        logits = functional.linear(hidden, weight).float()
+        return functional.cross_entropy(logits, labels, reduction="sum")
+
+    return loss
+
+
+def inputs(tokens: int, vocabulary: int, width: int) -> tuple[Any, Any, Any]:
+    """Make random hidden states (tokens, width), a weight (vocabulary, width) and labels
+    (tokens,).
+    """
+    import torch
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(tokens, width), torch.randn(vocabulary, width) / 8
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,))
 
 
 def memory(name: str) -> int:

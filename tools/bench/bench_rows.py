@@ -1,7 +1,8 @@
 """Measure the memory of attention and loss on long rows, before and after: bytes saved by autograd,
 peak of the process.
 
-    python tools/bench/bench_rows.py > tools/bench/bench_rows.md  # needs five minutes on two cores, and 10 GiB of memory
+    # needs five minutes on two cores, and 10 GiB of memory
+    python tools/bench/bench_rows.py > tools/bench/bench_rows.md
 
 "Before" is a dense mask and a loss from full logits, for rows that fit in --most GiB. "After" is
 attention by documents and a chunked loss. The model has one narrow layer and a vocabulary of
@@ -133,8 +134,10 @@ def page(found: list[tuple[int, Kept | None, Kept]], most: float) -> str:
 
 Written by `python tools/bench/bench_rows.py` on {datetime.date.today().isoformat()}:
 {os.cpu_count()} CPU cores, {versions}.
-The table compares two ways of training on long rows (sequences), with sizes in MiB. "Before" uses a dense mask and
-computes the loss from full logits, if they fit into {most:g} GiB. "After" uses attention by documents and computes the loss
+The table compares two ways of training on long rows (sequences), with sizes in MiB. "Before" uses \
+a dense mask and
+computes the loss from full logits, if they fit into {most:g} GiB. "After" uses attention by \
+documents and computes the loss
 in chunks.
 
 | tokens of a row | before: saved | peak | after: saved | peak | after: saved bytes a token |
@@ -144,12 +147,16 @@ in chunks.
 {WORDS}"""
 
 
-WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32. One row of two documents goes forward and backward on
+WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32. One row \
+of two documents goes forward and backward on
   the CPU.
-- **Saved:** the tensors that autograd keeps for the backward pass, without weights. Each storage counts once.
-- **Peak:** the largest growth of the process during the forward and backward pass. It includes the gradients of the
+- **Saved:** the tensors that autograd keeps for the backward pass, without weights. Each storage \
+counts once.
+- **Peak:** the largest growth of the process during the forward and backward pass. It includes \
+the gradients of the
   embedding and the head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB.
-- **Result:** with attention by documents and the loss in chunks ("after"), the saved memory grows linearly: every
+- **Result:** with attention by documents and the loss in chunks ("after"), the saved memory grows \
+linearly: every
   length saves the same bytes a token.
 """
 

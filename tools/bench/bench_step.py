@@ -2,7 +2,8 @@
 take turns on the CPU.
 
     python tools/bench/bench_step.py COMMIT > tools/bench/bench_step.md
-    python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 1 --turns 4        # a trial of a minute
+    # a trial of a minute
+    python tools/bench/bench_step.py HEAD~3 --seq_len 256 --rounds 1 --turns 4
 
 Both train the same tiny model on the same rows, packed from documents of 100 to 1,000 bytes. A
 round starts one run of each. The runs take turns, and one is stopped while the other runs, so that
@@ -249,13 +250,18 @@ def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list
             f" {ratios[0]:.3f} to {ratios[-1]:.3f} |"
         )
     rounds = next(iter(rows.values()))
+    command = f"python tools/bench/bench_step.py {' '.join(words)}"
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers")
+    )
     return f"""# How fast is a step, compared with an earlier commit?
 
-Written by `python tools/bench/bench_step.py {" ".join(words)}` on {datetime.date.today().isoformat()}:
-{os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, torch {version("torch")}, deepspeed {version("deepspeed")}, transformers {version("transformers")}.
+Written by `{command}` on {datetime.date.today().isoformat()}:
+{os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, {versions}.
 
 The earlier commit and this working tree each train `{RECIPE} --tiny` on {RANKS} ranks.
-They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had {len(rounds[0])} turns.
+They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had \
+{len(rounds[0])} turns.
 Each row of training data is packed from documents of 100 to 1,000 bytes, and each byte is a token.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |

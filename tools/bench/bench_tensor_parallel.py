@@ -1,7 +1,8 @@
 """Compare the speed of a step under our tensor parallelism, DeepSpeed's AutoTP and transformers'
 own plan styles.
 
-    python tools/bench/bench_tensor_parallel.py > tools/bench/bench_tensor_parallel.md            # prints Markdown; progress goes to stderr
+    # prints Markdown; progress goes to stderr
+    python tools/bench/bench_tensor_parallel.py > tools/bench/bench_tensor_parallel.md
     python tools/bench/bench_tensor_parallel.py --pairs 60 --model Qwen/Qwen3-0.6B --seq_len 512
 
 All ways use the same weights, rows and JSON on the same ranks: 2 without GPUs, else as many GPUs as
@@ -207,22 +208,30 @@ Load average before the start {report["load_before"]:.1f}, at the end {report["l
 {", ".join(f"{name} {number}" for name, number in report["versions"].items())}.
 
 Every implementation trains {report["model"]} with tp {report["ranks"]} and `{report["ds_config"]}`.
-A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in micro-batches of {report["micro_batch"]}.
-Because the speed of the host varies, the implementations take turns. The bench ran {report["pairs"]} pairs.
-In a pair, every implementation runs a block of steps, in random order. The number of steps in a block is {report["steps_per_block"]}.{few}
+A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in \
+micro-batches of {report["micro_batch"]}.
+Because the speed of the host varies, the implementations take turns. The bench ran \
+{report["pairs"]} pairs.
+In a pair, every implementation runs a block of steps, in random order. The number of steps in a \
+block is {report["steps_per_block"]}.{few}
 
-| way | ms per step | ours is faster by, median (95 % interval) | all-reduces and all-gathers a step |
+| way | ms per step | ours is faster by, median (95 % interval) | all-reduces and all-gathers a \
+step |
 |---|---|---|---|
 {chr(10).join(rows)}
 
-To check that all three train alike, the bench compared their losses after {WARM_UP} steps on the same rows:
+To check that all three train alike, the bench compared their losses after {WARM_UP} steps on the \
+same rows:
 {", ".join(f"{loss:.4f} ({way})" for way, loss in report["losses"].items())}.
 
-The time of a step covers forward, backward, the optimizer and `.item()` of the loss, but neither the reading of data
+The time of a step covers forward, backward, the optimizer and `.item()` of the loss, but neither \
+the reading of data
 nor logging. All three implementations start from the same weights.
 
-**Why ours is faster.** Several column-wise layers read the same activation: q, k and v, or gate and up. Our
-implementation sums the gradient of that activation once for all of these layers, whereas the other two sum it once for
+**Why ours is faster.** Several column-wise layers read the same activation: q, k and v, or gate \
+and up. Our
+implementation sums the gradient of that activation once for all of these layers, whereas the \
+other two sum it once for
 each layer. With transformers' styles, each operation of a linear layer also goes through a DTensor.
 """
 
@@ -249,10 +258,41 @@ def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
 
 
 def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, Any]:
-    """Measures everything that the page holds; returns the same on every rank (a collective)."""
-    import deepspeed
-    import torch
+    """Measure everything that the page holds; return the same on every rank (a collective)."""
     import torch.distributed as dist
+    from recipekit.runtime.start import start
+
+    world = int(os.environ["WORLD_SIZE"])
+    plan = planned(recipe_argv, world, arguments.folder / "run")
+    device = start(plan)
+
+    trains = steps_of_ways(plan, device)
+    losses = {way: [train() for _ in range(WARM_UP)][-1] for way, train in trains.items()}
+    if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
+        raise RuntimeError(f"the ways do not train alike: losses {losses} after {WARM_UP} steps")
+    counted = {way: collectives_of(train) for way, train in trains.items()}
+
+    blocks = alternate(trains, arguments, device)
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, blocks)
+    return (
+        software_and_machine(device)
+        | trained(plan)
+        | {
+            "pairs": arguments.pairs,
+            "steps_per_block": arguments.steps_per_block,
+            "seconds": {way: of_slowest_rank(everyone, way) for way in WAYS},
+            "collectives": counted,
+            "losses": losses,
+        }
+    )
+
+
+def steps_of_ways(plan: Plan, device: Any) -> dict[str, Callable[[], float]]:
+    """Make an engine for each way, on the same batches; return the functions that take a step (a
+    collective).
+    """
+    import deepspeed
     from recipekit.data.lanes import DataRank
     from recipekit.data.processors import load_tokenizer
     from recipekit.data.request import request_of
@@ -261,11 +301,8 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     from recipekit.model.weights import fetch_config
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel.groups import Groups
-    from recipekit.runtime.start import start
 
-    world, rank0 = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
-    plan = planned(recipe_argv, world, arguments.folder / "run")
-    recipe, device = plan.recipe, start(plan)
+    recipe = plan.recipe
     model_config = plan.model_config or fetch_config(recipe.model)
     groups = Groups(plan.mesh, device.type)
     stream = open_stream(
@@ -291,61 +328,71 @@ def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, 
     engines = {"ours": engine()}
     with mock.patch("recipekit.parallel.tensor._use_shards"):
         engines["styles"] = engine()
-    # from the whole model
-    engines["autotp"] = engine(plan.ds_config | {"tensor_parallel": {"autotp_size": world}}, None)
 
-    trains = {way: step_of(engine, prepared) for way, engine in engines.items()}
-    losses = {way: [train() for _ in range(WARM_UP)][-1] for way, train in trains.items()}
-    if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
-        raise RuntimeError(f"the ways do not train alike: losses {losses} after {WARM_UP} steps")
-    counted = {way: collectives_of(train) for way, train in trains.items()}
+    # AutoTP shards the unsharded model itself.
+    autotp = {"tensor_parallel": {"autotp_size": plan.mesh.world}}
+    engines["autotp"] = engine(plan.ds_config | autotp, None)
+    return {way: step_of(engine, prepared) for way, engine in engines.items()}
 
+
+def alternate(
+    trains: dict[str, Callable[[], float]], arguments: argparse.Namespace, device: Any
+) -> list[dict[str, float]]:
+    """Time the pairs: in each, one block of every way, in random order (a collective).
+
+    Return the seconds of this rank by pair and way.
+    """
+    steps, rank0 = arguments.steps_per_block, os.environ["RANK"] == "0"
     blocks: list[dict[str, float]] = []
     order, shuffle, began = list(WAYS), random.Random(0), time.monotonic()  # the same on every rank
+
     for pair in range(1, arguments.pairs + 1):
         shuffle.shuffle(order)
-        blocks.append(
-            {way: block_seconds(trains[way], arguments.steps_per_block, device) for way in order}
-        )
+        blocks.append({way: block_seconds(trains[way], steps, device) for way in order})
+
         if rank0 and (pair in (1, arguments.pairs) or pair % 5 == 0):
             left = (time.monotonic() - began) / pair * (arguments.pairs - pair)
-            shown = ", ".join(
-                f"{way} {1000 * blocks[-1][way] / arguments.steps_per_block:.0f}" for way in WAYS
-            )
+            shown = ", ".join(f"{way} {1000 * blocks[-1][way] / steps:.0f}" for way in WAYS)
             print(
                 f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left",
                 file=sys.stderr,
             )
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, blocks)
+    return blocks
+
+
+def of_slowest_rank(everyone: list[list[dict[str, float]]], way: str) -> list[float]:
+    """Return the seconds of the slowest rank for each block of a way."""
+    by_rank = [[pair[way] for pair in blocks] for blocks in everyone]
+    return [max(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def software_and_machine(device: Any) -> dict[str, Any]:
+    """Return the part of the report that names the date, the command and the machine."""
+    import torch
+
     own = sys.argv[1:]
     del own[own.index("--folder") : own.index("--folder") + 2]
+    accelerator = torch.cuda.get_device_name() if device.type == "cuda" else "no accelerator"
+    packages = ("torch", "deepspeed", "transformers")
     return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["tools/bench/bench_tensor_parallel.py", *own]),
-        "machine": (
-            f"{os.cpu_count()} CPU cores,"
-            f" {torch.cuda.get_device_name() if device.type == 'cuda' else 'no accelerator'}"
-        ),
-        "versions": (
-            {"Python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-        ),
+        "machine": f"{os.cpu_count()} CPU cores, {accelerator}",
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: version(name) for name in packages},
+        },
+    }
+
+
+def trained(plan: Plan) -> dict[str, Any]:
+    """Return the part of the report that names the model, the JSON and the batch."""
+    recipe = plan.recipe
+    return {
         "model": recipe.model,
         "ds_config": plan.ds_path.name if plan.ds_path else "the recipe's JSON",
-        "ranks": world,
+        "ranks": plan.mesh.world,
         **{name: getattr(recipe, name) for name in ("seq_len", "micro_batch", "global_batch")},
-        "pairs": arguments.pairs,
-        "steps_per_block": arguments.steps_per_block,
-        "seconds": {
-            way: [
-                max(ranks)
-                for ranks in zip(*([pair[way] for pair in one] for one in everyone), strict=True)
-            ]
-            for way in WAYS
-        },
-        "collectives": counted,
-        "losses": losses,
     }
 
 

@@ -159,35 +159,28 @@ def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 def traffic_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Counts the bytes that an operation (reads, writes), by the address of the storage."""
+    """Count the bytes that an operation (reads, writes), by the address of the storage."""
     name = name_of(func).partition(".")[2]
     given = _given(func, args, kwargs)
     made = [value for value in tree_leaves(result) if torch.is_tensor(value)]
     homes = {_storage(tensor) for tensor, _ in given}
+
+    # An allocation, a view and a question, such as for the device, move no bytes.
     views = bool(made) and all(_storage(tensor) in homes for tensor in made)
     changes = any(changed for _, changed in given)
-    reads, writes = Counter[int](), Counter[int]()
-    # a question, such as for the device, is neither
     if name in ALLOCATE or (not changes and (views or not made)):
-        return reads, writes
+        return Counter[int](), Counter[int]()
     if name in TOUCH:
-        rest = [tensor for tensor, changed in given if not changed]
-        target = given[0][0]
-        touched = max(tensor.numel() for tensor in rest) * target.element_size() if rest else 0
-        for tensor in rest:
-            reads[_storage(tensor)] += size_of(tensor)
-        reads[_storage(target)] += touched
-        writes[_storage(target)] += touched
-        return reads, writes
+        return _traffic_of_touch(given)
+
+    reads, writes = Counter[int](), Counter[int]()
     for number, (tensor, changed) in enumerate(given):
         size = size_of(tensor)
         if name in LOOK_UP and number == 0:
-            asked = max(
-                [value.numel() for value in made] + [other.numel() for other, _ in given[1:2]]
-            )
-            size = min(size, asked * tensor.element_size())
+            size = min(size, _size_asked_for(tensor, made, given))
         if NOT_READ.get(name) == number:
             size = 0
+
         if not (changed and name in OVERWRITE):
             reads[_storage(tensor)] += size
         if changed:
@@ -195,6 +188,30 @@ def traffic_of(
     for tensor in made:
         if _storage(tensor) not in homes:
             writes[_storage(tensor)] += size_of(tensor)
+    return reads, writes
+
+
+def _size_asked_for(
+    table: torch.Tensor, made: list[torch.Tensor], given: list[tuple[torch.Tensor, bool]]
+) -> int:
+    """Count the bytes of a table that a look-up returns or is asked for."""
+    asked = [value.numel() for value in made] + [other.numel() for other, _ in given[1:2]]
+    return max(asked) * table.element_size()
+
+
+def _traffic_of_touch(
+    given: list[tuple[torch.Tensor, bool]],
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Count the bytes of an operation that changes only what its index names."""
+    reads, writes = Counter[int](), Counter[int]()
+    rest = [tensor for tensor, changed in given if not changed]
+    target = given[0][0]
+    touched = max(tensor.numel() for tensor in rest) * target.element_size() if rest else 0
+
+    for tensor in rest:
+        reads[_storage(tensor)] += size_of(tensor)
+    reads[_storage(target)] += touched
+    writes[_storage(target)] += touched
     return reads, writes
 
 
@@ -234,74 +251,90 @@ def callers() -> frozenset[str]:
     return frozenset(found)
 
 
+Value = tuple[int, int]  # content of a storage: (number of the storage, how often it was written)
+
+
 @dataclass
 class _Unit:
-    """Holds what is computed at once: a run of operations that a compiler makes one kernel of, or
-    one operation.
-    """
+    """A kernel: consecutive operations that a compiler fuses, or one operation."""
 
     operation: Operation  # the first
     place: int
     run: str
-    # (storage, how often it was written) -> bytes; not what the unit itself has made
-    reads: dict[tuple[int, int], int] = field(default_factory=dict)
-    made: dict[tuple[int, int], int] = field(default_factory=dict)
+    reads: dict[Value, int] = field(default_factory=dict)  # bytes; not what the unit itself made
+    made: dict[Value, int] = field(default_factory=dict)  # bytes
 
 
 def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[int, Operation]]:
-    """Counts the bytes anew, as if consecutive operations of one run were one kernel; returns
+    """Count the bytes again, as if consecutive operations of one run were one kernel; return
     (place of a run's first operation, the operation).
 
     `runs`: for each operation a name, "" for one that stays by itself. A run reads once what it has
-    not made, and writes what is read later. Of what a run of the forward pass has made for a run of
-    the backward pass alone, the cheaper is counted: it is written and read, or made again from what
-    the first run read.
+    not made, and writes what is read later. If a run of the forward pass has made a value for a run
+    of the backward pass alone, the cheaper is counted: the value is written and read, or computed
+    again from what the first run read.
     """
+    units = _units(operations, runs)
+    kept, later = _written_values(units)
+
+    recomputed, more = defaultdict[int, set[Value]](set), Counter[int]()
+    for (made_by, number), values in later.items():
+        absent = [value for value in values if value not in kept]
+        recomputed[number].update(absent)
+
+        # The bytes of writing and reading the values, against reading the inputs again.
+        saved = 2 * sum(units[number].reads[value] for value in absent)
+        again = sum(
+            size for value, size in units[made_by].reads.items() if value not in units[number].reads
+        )
+        more[number] += min(saved, again)
+
+    found = []
+    for number, unit in enumerate(units):
+        if not unit.run:
+            found.append((unit.place, unit.operation))
+            continue
+        moved = sum(size for value, size in unit.reads.items() if value not in recomputed[number])
+        moved += sum(size for value, size in unit.made.items() if value in kept) + more[number]
+        found.append(
+            (unit.place, Operation("fused", unit.operation.stage, (), moved, 0.0, frozenset()))
+        )
+    return found
+
+
+def _units(operations: Sequence[Operation], runs: Sequence[str]) -> list[_Unit]:
+    """Group consecutive operations of one run and stage, with the values that they exchange."""
     units, writes = list[_Unit](), Counter[int]()
     for place, (operation, run) in enumerate(zip(operations, runs, strict=True)):
         last = units[-1] if units else None
         if last is None or not run or (last.run, last.operation.stage) != (run, operation.stage):
             units.append(last := _Unit(operation, place, run))
+
         for number, size in operation.reads:
             if (value := (number, writes[number])) not in last.made:
                 last.reads[value] = max(size, last.reads.get(value, 0))
         for number, size in operation.writes:
             writes[number] += 1
             last.made[number, writes[number]] = size
+    return units
+
+
+def _written_values(
+    units: Sequence[_Unit],
+) -> tuple[set[Value], dict[tuple[int, int], list[Value]]]:
+    """Return the values that must be written, because another unit reads them, and the values that
+    the backward pass could compute again, by (number of the maker, number of the reader).
+    """
     maker = {value: number for number, unit in enumerate(units) for value in unit.made}
-    # (maker, reader) -> values
-    kept, later = set[tuple[int, int]](), defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+    kept, later = set[Value](), defaultdict[tuple[int, int], list[Value]](list)
     for number, unit in enumerate(units):
         for value in unit.reads:
             if (made_by := maker.get(value)) is None:
                 continue
             before = units[made_by]
-            if (
-                unit.run
-                and before.run
-                and unit.operation.stage == BACKWARD
-                and before.operation.stage != BACKWARD
-            ):
+            in_backward = unit.operation.stage == BACKWARD
+            if unit.run and before.run and in_backward and before.operation.stage != BACKWARD:
                 later[made_by, number].append(value)
             else:
                 kept.add(value)
-    put_off, more = defaultdict[int, set[tuple[int, int]]](set), Counter[int]()
-    for (made_by, number), values in later.items():
-        absent = [value for value in values if value not in kept]
-        put_off[number].update(absent)
-        saved = 2 * sum(units[number].reads[value] for value in absent)
-        again = sum(
-            size for value, size in units[made_by].reads.items() if value not in units[number].reads
-        )
-        more[number] += min(saved, again)
-    found = []
-    for number, unit in enumerate(units):
-        if not unit.run:
-            found.append((unit.place, unit.operation))
-            continue
-        moved = sum(size for value, size in unit.reads.items() if value not in put_off[number])
-        moved += sum(size for value, size in unit.made.items() if value in kept) + more[number]
-        found.append(
-            (unit.place, Operation("fused", unit.operation.stage, (), moved, 0.0, frozenset()))
-        )
-    return found
+    return kept, later

@@ -1,8 +1,10 @@
 """Predict the fastest possible training step on a device and its slowest operations, from a trace
 of the recipe's code.
 
-    python tools/bench/roofline.py recipes/qwen3_0_6b_zero2.py --device H100-SXM  # flags of the recipe may follow
-    python tools/bench/roofline.py > tools/bench/roofline.md                      # the three cases of bench_gpu.py
+    # flags of the recipe may follow
+    python tools/bench/roofline.py recipes/qwen3_0_6b_zero2.py --device H100-SXM
+    # the three cases of bench_gpu.py
+    python tools/bench/roofline.py > tools/bench/roofline.md
 
 A micro-batch runs forward and backward through all layers of the recipe's model, on tensors without
 memory. Every operation is recorded with its FLOPs and the bytes that it moves. The least time of an
@@ -21,7 +23,7 @@ import runpy
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -128,22 +130,16 @@ def seconds(operation: Any, device: Device) -> float:
 
 
 def trace(plan: Plan, way: Way) -> Traced:
-    """Runs a micro-batch of a plan's model forward and backward, and the optimizer's arithmetic, on
+    """Run a micro-batch of a plan's model forward and backward, and the optimizer's arithmetic, on
     tensors without memory.
+
+    Raise `Refusal` if the FLOPs of the model cannot be counted.
     """
-    import torch
-    from op_costs import BACKWARD, OPTIMIZER, Costs
-    from recipekit.kernels.attention import VARLEN
-    from recipekit.kernels.documents import documents_of, for_layers
+    from op_costs import Costs
     from recipekit.model.flops import keys_seen, model_flops
-    from recipekit.tasks.find import task_called
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recipe = plan.recipe
-    task, dtype = (
-        task_called(recipe.task),
-        {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[plan.precision],
-    )
     model = made(plan, way)
     flops = model_flops(model)
     if flops is None:
@@ -152,34 +148,17 @@ def trace(plan: Plan, way: Way) -> Traced:
             "its FLOPs cannot be counted: a layer mixes tokens by something else than attention",
             "use another model",
         )
-    batch = documents(
-        recipe.micro_batch,
-        recipe.seq_len,
-        plan.model_config["vocab_size"] if plan.model_config else 2,
-    )
-    if way.attention == VARLEN:
-        batch["documents"] = for_layers(documents_of(batch["position_ids"]), torch.device("cpu"))
+
+    batch = micro_batch(plan, way)
     pairs = dict(zip(flops.per_key, keys_seen([batch], flops.per_key), strict=True))
     fake, costs = FakeTensorMode(allow_non_fake_inputs=True), Costs(varlen_formulas(pairs))
     with fake:
-        without_memory(model, fake, dtype)
-        tensors: dict[str, torch.Tensor] = {
-            name: fake.from_tensor(tensor) for name, tensor in batch.items()
-        }
+        without_memory(model, fake, dtype_of(plan))
+        tensors = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
         if way.loss == "chunked":
             losses_of_head(model, tensors["labels"])
-        with costs:
-            loss = task.loss(task.forward(model, tensors), tensors, False)
-            costs.stage = BACKWARD
-            loss.backward()
-            costs.stage = OPTIMIZER
-            begun = len(costs.found)
-            update(
-                [parameter for parameter in model.parameters() if parameter.requires_grad],
-                way.fused,
-                costs,
-                plan.accumulation,
-            )
+        begun = record(model, tensors, costs, plan, way.fused)
+
     vocabulary = plan.model_config["vocab_size"] if plan.model_config else 0
     kinds = [
         UPDATE if number >= begun else kind_of(operation, recipe.seq_len, vocabulary)
@@ -187,6 +166,46 @@ def trace(plan: Plan, way: Way) -> Traced:
     ]
     tokens = recipe.micro_batch * recipe.seq_len
     return Traced(costs.found, kinds, tokens, flops.of_step(tokens, pairs.values()))
+
+
+def dtype_of(plan: Plan) -> Any:
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[plan.precision]
+
+
+def micro_batch(plan: Plan, way: Way) -> dict[str, Any]:
+    """Make a micro-batch of packed documents, with the edges that the attention reads."""
+    import torch
+    from recipekit.kernels.attention import VARLEN
+    from recipekit.kernels.documents import documents_of, for_layers
+
+    recipe = plan.recipe
+    vocabulary = plan.model_config["vocab_size"] if plan.model_config else 2
+    batch = documents(recipe.micro_batch, recipe.seq_len, vocabulary)
+    if way.attention == VARLEN:
+        batch["documents"] = for_layers(documents_of(batch["position_ids"]), torch.device("cpu"))
+    return batch
+
+
+def record(model: Any, tensors: dict[str, Any], costs: Any, plan: Plan, fused: bool) -> int:
+    """Record forward, backward and optimizer in `costs`; return the number of the optimizer's first
+    operation.
+    """
+    from op_costs import BACKWARD, OPTIMIZER
+    from recipekit.tasks.find import task_called
+
+    task = task_called(plan.recipe.task)
+    with costs:
+        loss = task.loss(task.forward(model, tensors), tensors, False)
+        costs.stage = BACKWARD
+        loss.backward()
+
+        costs.stage = OPTIMIZER
+        begun = len(costs.found)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        update(trained, fused, costs, plan.accumulation)
+    return begun
 
 
 def made(plan: Plan, way: Way) -> Any:
@@ -499,48 +518,48 @@ def worst_kind(traced: Traced, device: Device) -> tuple[str, float]:
 
 
 def table(traced: dict[str, Traced], device: Device) -> str:
-    """Writes what a case's ways take, by kind, and what each could reach."""
+    """Write the bytes, the FLOPs and the least time of a case's ways by kind, and their bounds."""
     sums = {title: summed(one, device) for title, one in traced.items()}
     lines = [
         "| | " + " | ".join(f"{title}: GB | TFLOP | least ms" for title in traced) + " |",
         "|---|" + "---|" * 3 * len(traced),
     ]
     for kind in KINDS:
-        cells = [
-            f"{moved / 1e9:.1f} | {flops / 1e12:.2f} | {1e3 * least:.1f}"
-            for moved, flops, least in (found[kind] for found in sums.values())
-        ]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+        lines.append(f"| {kind} | {' | '.join(cell(found[kind]) for found in sums.values())} |")
+
     whole = [
         [sum(values) for values in zip(*found.values(), strict=True)] for found in sums.values()
     ]
-    lines.append(
-        "| **a micro-batch** | "
-        + " | ".join(f"{a / 1e9:.1f} | {b / 1e12:.2f} | {1e3 * c:.1f}" for a, b, c in whole)
-        + " |"
-    )
-    said = ["", *lines, ""]
+    lines.append(f"| **a micro-batch** | {' | '.join(cell(found) for found in whole)} |")
+
+    bounds = []
     for title, one in traced.items():
-        best, alone, (worst, least) = (
-            one.best(device),
-            sum(operation.flops for operation in one.operations) / device.flops,
-            worst_kind(one, device),
-        )
-        reached = (
-            f"at most {one.tokens / best:,.0f} tokens/s, MFU"
-            f" {one.model_flops / best / device.flops:.1%}"
-        )
-        lost = [f"{name} {1e3 * took:.1f} ms" for name, took in holding_back(one, device)[:4]]
-        text = (
-            f"- **{title}: {reached}**. If bytes took no time:"
-            f" {one.model_flops / alone / device.flops:.1%}. Main limit: {worst}, {least:.0%} of"
-            " the time."
-        )
-        text += f" Most time beyond FLOPs at the peak: {', '.join(lost[:2])}." + (
-            f" Next: {', '.join(lost[2:])}." if lost[2:] else ""
-        )
-        said += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join(said)
+        text = upper_bound(title, one, device)
+        bounds += wrap(text, 120, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join(["", *lines, "", *bounds])
+
+
+def cell(found: Sequence[float]) -> str:
+    """Write (bytes, FLOPs, least seconds) as three cells."""
+    moved, flops, least = found
+    return f"{moved / 1e9:.1f} | {flops / 1e12:.2f} | {1e3 * least:.1f}"
+
+
+def upper_bound(title: str, traced: Traced, device: Device) -> str:
+    """Write the speed that a way cannot exceed, and its limits."""
+    best, worst = traced.best(device), worst_kind(traced, device)
+    alone = sum(operation.flops for operation in traced.operations) / device.flops
+    lost = [f"{name} {1e3 * took:.1f} ms" for name, took in holding_back(traced, device)[:4]]
+
+    mfu = traced.model_flops / best / device.flops
+    reached = f"at most {traced.tokens / best:,.0f} tokens/s, MFU {mfu:.1%}"
+    text = (
+        f"- **{title}: {reached}**. If bytes took no time:"
+        f" {traced.model_flops / alone / device.flops:.1%}. Main limit: {worst[0]},"
+        f" {worst[1]:.0%} of the time."
+        f" Most time beyond FLOPs at the peak: {', '.join(lost[:2])}."
+    )
+    return text + (f" Next: {', '.join(lost[2:])}." if lost[2:] else "")
 
 
 def traced_ways(plan: Plan) -> dict[str, Traced]:
@@ -622,7 +641,8 @@ def page(name: str, device: Device, found: list[str]) -> str:
     return f"""# How fast can a step be at most, and what limits it?
 
 Computed by `python tools/bench/roofline.py` on {today} ({versions}), not measured.
-It is an upper bound for {name}, with {device.flops / 1e12:g} TFLOP/s of dense bf16 and {device.bandwidth / 1e12:g} TB/s on its data sheet.
+It is an upper bound for {name}, with {device.flops / 1e12:g} TFLOP/s of dense bf16 and \
+{device.bandwidth / 1e12:g} TB/s on its data sheet.
 
 {chr(10).join(found)}
 {WORDS}"""
@@ -630,24 +650,36 @@ It is an upper bound for {name}, with {device.flops / 1e12:g} TFLOP/s of dense b
 
 WORDS = """## How it is computed
 
-- **Trace:** to list the operations of a step, one micro-batch runs forward and backward through all layers of the
-  recipe's own model, on tensors without memory. Layers are recomputed if the recipe says so. The tool then adds the
-  operations of the optimizer, which are listed in the tool as DeepSpeed's ZeRO-1 and -2 perform them on one rank. Their
+- **Trace:** to list the operations of a step, one micro-batch runs forward and backward through \
+all layers of the
+  recipe's own model, on tensors without memory. Layers are recomputed if the recipe says so. The \
+tool then adds the
+  operations of the optimizer, which are listed in the tool as DeepSpeed's ZeRO-1 and -2 perform \
+them on one rank. Their
   cost is divided by the micro-batches of a step.
-- **Least time:** an operation takes at least the longer of two times: its bytes at the peak bandwidth, and its FLOPs at
-  the peak speed. The bound assumes that operations do not overlap. Both peaks are from the data sheet, and no kernel
+- **Least time:** an operation takes at least the longer of two times: its bytes at the peak \
+bandwidth, and its FLOPs at
+  the peak speed. The bound assumes that operations do not overlap. Both peaks are from the data \
+sheet, and no kernel
   reaches them: large matrix products reach 75 to 80 % of the peak.
-- **Before** uses attention with a dense mask, which computes all pairs of tokens and repeats the key-value heads, and
+- **Before** uses attention with a dense mask, which computes all pairs of tokens and repeats the \
+key-value heads, and
   computes the loss from full logits.
 - **After** uses attention by documents (random lengths, median 545), chunked loss and fused AdamW.
-- **Compiled** is like after, except that consecutive elementwise operations are fused into one kernel. This kernel
-  reads its inputs once and writes only tensors that are read later. Tensors that only the backward pass reads are
-  written or recomputed, whichever moves fewer bytes. In practice, torch.compile moves more bytes than this, because it
+- **Compiled** is like after, except that consecutive elementwise operations are fused into one \
+kernel. This kernel
+  reads its inputs once and writes only tensors that are read later. Tensors that only the \
+backward pass reads are
+  written or recomputed, whichever moves fewer bytes. In practice, torch.compile moves more bytes \
+than this, because it
   stops at the border of a layer and reduces in separate kernels.
-- **Bytes:** eager PyTorch fuses nothing, so before and after count everything that each operation reads and writes.
-- **Left out:** the bound ignores kernel launches, communication and the CPU. It also ignores the caches of the device,
+- **Bytes:** eager PyTorch fuses nothing, so before and after count everything that each operation \
+reads and writes.
+- **Left out:** the bound ignores kernel launches, communication and the CPU. It also ignores the \
+caches of the device,
   although a tensor that fits into the L2 cache may be read faster.
-- **Elementwise operations** are norms, activations, rotary positions, residual sums and their casts.
+- **Elementwise operations** are norms, activations, rotary positions, residual sums and their \
+casts.
 - **MFU** counts the model's FLOPs like `mfu` of `metrics.jsonl`.
 """
 

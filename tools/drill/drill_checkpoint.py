@@ -1,7 +1,7 @@
 """Kill training jobs at random moments, again and again, and compare the results with uninterrupted
 runs.
 
-    python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 zero2 zero3 pp2_tp2 --seed 0
+    python tools/drill/drill_checkpoint.py --kills 200 --chain 25 --layouts zero1 pp2_tp2 --seed 0
 
 A chain is one job of recipes/llama_nano_zero2.py --tiny, or of another recipe (--recipe), that
 saves at every step. The job is killed and started again with the same command, and each start makes
@@ -237,33 +237,21 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
     `inside`: kills while a checkpoint is written. Whether that succeeded is read from the folder
     just before the signal.
     """
-    began_with = chain.done()
     running = lambda: job.process.poll() is None  # noqa: E731
-    if not wait_for(lambda: chain.done() > began_with or not running(), START):
-        raise Broken(f"no step in {START:g} s: {job.output[-3000:]}")
-    if not running() and chain.done() < chain.steps:
-        raise Broken(f"it ended by itself with {job.process.returncode}: {job.output[-3000:]}")
+    wait_for_step(chain, job)
     launcher, ranks = job.launcher(), job.ranks()
     if not ranks:
         return False
     target = chain.random.choice(TARGETS)
-    pid = {"rank": chain.random.choice(ranks), "launch.py": launcher, "deepspeed": job.process.pid}[
-        target
-    ]
+    rank = chain.random.choice(ranks)
+    pid = {"rank": rank, "launch.py": launcher, "deepspeed": job.process.pid}[target]
     time.sleep(chain.random.uniform(0, 0.6))
-    was_inside = False
-    while inside and running() and not was_inside:
-        wait_for(lambda: chain.saving() or not running(), GONE, pause=0.001)
-        begun = time.monotonic()
-        wait_for(
-            lambda: not chain.saving(), chain.random.uniform(0, chain.longest_save), pause=0.001
-        )
-        was_inside = chain.saving()
-        if not was_inside:
-            chain.longest_save = max(chain.longest_save, time.monotonic() - begun)
+
+    was_inside = inside and wait_for_save(chain, job)
     was_inside = was_inside or chain.saving()
     if not running():
         return False
+
     os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
     chain.tally.update(["kills", target, *(["inside a save"] if was_inside else [])])
@@ -279,6 +267,32 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
         flush=True,
     )
     return True
+
+
+def wait_for_step(chain: Chain, job: Job) -> None:
+    """Wait for a step of this life, or the job's end. Raise `Broken` if it failed by itself."""
+    began_with = chain.done()
+    running = lambda: job.process.poll() is None  # noqa: E731
+    if not wait_for(lambda: chain.done() > began_with or not running(), START):
+        raise Broken(f"no step in {START:g} s: {job.output[-3000:]}")
+    if not running() and chain.done() < chain.steps:
+        raise Broken(f"it ended by itself with {job.process.returncode}: {job.output[-3000:]}")
+
+
+def wait_for_save(chain: Chain, job: Job) -> bool:
+    """Wait for a random moment within a save; return False if the job has ended before."""
+    was_inside = False
+    running = lambda: job.process.poll() is None  # noqa: E731
+    while running() and not was_inside:
+        wait_for(lambda: chain.saving() or not running(), GONE, pause=0.001)
+        begun = time.monotonic()
+        wait_for(
+            lambda: not chain.saving(), chain.random.uniform(0, chain.longest_save), pause=0.001
+        )
+        was_inside = chain.saving()
+        if not was_inside:
+            chain.longest_save = max(chain.longest_save, time.monotonic() - begun)
+    return was_inside
 
 
 def check_latest(chain: Chain) -> None:
@@ -357,7 +371,7 @@ def table(chains: list[Chain]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main(argv: list[str] | None = None) -> int:
+def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -409,9 +423,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--kills and --chain are at least 1")
     if not arguments.recipe.is_file():
         parser.error(f"--recipe {arguments.recipe} is no file: name one of recipes/")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = arguments_of(argv)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="drill_checkpoint_"))
     chains: list[Chain] = []
     broken = 0
+
     for number, first in enumerate(range(0, arguments.kills, arguments.chain)):
         layout = arguments.layouts[number % len(arguments.layouts)]
         kills = min(arguments.chain, arguments.kills - first)
@@ -431,6 +451,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"BROKEN, chain {number} in {chains[-1].folder}: {error}", file=sys.stderr)
         else:
             shutil.rmtree(chains[-1].folder)
+
     print(table(chains))
     print(
         f"{len(chains) - broken} of {len(chains)} chains equal the unbroken run bit for bit"

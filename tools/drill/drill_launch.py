@@ -155,7 +155,7 @@ def kill_one(
     return target
 
 
-def main(argv: list[str] | None = None) -> int:
+def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -185,12 +185,43 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.kills < 1:
         parser.error("--kills is at least 1")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = arguments_of(argv)
     folder = Path(tempfile.mkdtemp(prefix="drill_launch_"))
-    steps, chance, tally = (
-        STEPS_A_KILL * arguments.kills + 2,
-        random.Random(arguments.seed),
-        Counter[str](),
+    steps = STEPS_A_KILL * arguments.kills + 2
+    tally = Counter[str]()
+    began = time.monotonic()
+
+    problems = run_with_kills(arguments, folder, steps, tally)
+    problems += compare_with_unbroken(folder, steps)
+
+    log = (folder / "run.log").read_text(errors="replace")
+    goodput = [line for line in log.splitlines() if "goodput" in line]
+    print(goodput[-1] if goodput else "no goodput was printed")
+    parts = ", ".join(
+        f"{count} of a {target}" if target != "agent" else f"{count} of the agent"
+        for target, count in sorted(tally.items())
     )
+    print(f"{sum(tally.values())} kills ({parts}), {steps} steps, {time.monotonic() - began:.0f} s")
+
+    if problems:
+        print(f"BROKEN: {'; '.join(problems)}; kept in {folder}", file=sys.stderr)
+        return 1
+    print("it ended by itself, and every loss equals the uninterrupted run's bit for bit")
+    shutil.rmtree(folder)
+    return 0
+
+
+def run_with_kills(
+    arguments: argparse.Namespace, folder: Path, steps: int, tally: Counter[str]
+) -> list[str]:
+    """Start the job, kill its processes until it has had enough, and wait for its end; count the
+    kills in `tally`, and return the problems.
+    """
+    run, chance = folder / "run", random.Random(arguments.seed)
     began = time.monotonic()
     # --resume never is for the first start only
     job = start(folder, "run", steps, "--max_restarts", str(arguments.kills + 10), resume="never")
@@ -203,12 +234,12 @@ def main(argv: list[str] | None = None) -> int:
             and time.monotonic() - began < 60 * arguments.minutes
         ):
             early = not early and chance.random() < 0.25
-            if target := kill_one(job, folder / "run", chance, early, before, before_step):
-                before_step = max(before_step, len(read_metrics(folder / "run")))
+            if target := kill_one(job, run, chance, early, before, before_step):
+                before_step = max(before_step, len(read_metrics(run)))
                 tally[target] += 1
                 print(
                     f"kill {sum(tally.values())}: {target}{' while it begins' if early else ''}, at"
-                    f" step {len(read_metrics(folder / 'run'))} of {steps}",
+                    f" step {len(read_metrics(run))} of {steps}",
                     flush=True,
                 )
         if not wait_for(lambda: job.poll() is not None, 10 * PATIENCE):
@@ -217,39 +248,24 @@ def main(argv: list[str] | None = None) -> int:
         if job.poll() is None:
             job.terminate()
         job.wait()
+
     if job.returncode:
         problems.append(f"it ended with {job.returncode}")
-    if aside := [
-        path.name for path in folder.glob("run.*") if path.is_dir() and path.name != "run.logs"
-    ]:
+    folders = [path.name for path in folder.glob("run.*") if path.is_dir()]
+    if aside := [name for name in folders if name != "run.logs"]:
         problems.append(f"a restart began anew ({', '.join(aside)})")
+    return problems
+
+
+def compare_with_unbroken(folder: Path, steps: int) -> list[str]:
+    """Run the job without kills; return a problem unless both runs have the same losses."""
     print("the unbroken run", flush=True)
-    whole = start(folder, "unbroken", steps)
-    code, expected, lines = (
-        whole.wait(),
-        numbers(read_metrics(folder / "unbroken")),
-        numbers(read_metrics(folder / "run")),
-    )
+    code = start(folder, "unbroken", steps).wait()
+    expected = numbers(read_metrics(folder / "unbroken"))
+    lines = numbers(read_metrics(folder / "run"))
     if code or expected != lines or len(lines) != steps:
-        problems.append("its losses differ from the uninterrupted run")
-    log = (folder / "run.log").read_text(errors="replace")
-    print(
-        next(
-            (line for line in reversed(log.splitlines()) if "goodput" in line),
-            "no goodput was printed",
-        )
-    )
-    parts = ", ".join(
-        f"{count} of a {target}" if target != "agent" else f"{count} of the agent"
-        for target, count in sorted(tally.items())
-    )
-    print(f"{sum(tally.values())} kills ({parts}), {steps} steps, {time.monotonic() - began:.0f} s")
-    if problems:
-        print(f"BROKEN: {'; '.join(problems)}; kept in {folder}", file=sys.stderr)
-        return 1
-    print("it ended by itself, and every loss equals the uninterrupted run's bit for bit")
-    shutil.rmtree(folder)
-    return 0
+        return ["its losses differ from the uninterrupted run"]
+    return []
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Write recipes/recipekit/dslint/schema.json: every key that the installed DeepSpeed reads from its
 JSON, with type, default and range.
 
-    python tools/make/make_ds_schema.py            # rewrite the file after a change of the DeepSpeed pin
-    python tools/make/make_ds_schema.py --check    # exit 1 if the file differs from what the installed DeepSpeed reads
+    # rewrite the file after a change of the DeepSpeed pin
+    python tools/make/make_ds_schema.py
+    # exit 1 if the file differs from what the installed DeepSpeed reads
+    python tools/make/make_ds_schema.py --check
 
 Blocks that are pydantic models are read from their fields. All others are found by handing
 `DeepSpeedConfig` a dict that notes which keys it is asked for. What neither way shows (the type
@@ -20,6 +22,7 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -294,39 +297,47 @@ def pipeline() -> Node:
 
 
 def annotated(annotation: Any, dotted: str) -> Node | None:
-    """Makes the node of a pydantic field's annotation; None if no JSON value fits (groups, torch
+    """Make the node of a pydantic field's annotation; None if no JSON value fits (groups, torch
     dtypes).
     """
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        nodes = [
-            node for part in inner if part is not type(None) and (node := annotated(part, dotted))
-        ]
-        if not nodes:
-            return None
-        node = {key: value for part in nodes for key, value in part.items()}
-        node["type"] = [name for part in nodes for name in part["type"]] + (
-            ["null"] if type(None) in inner else []
-        )
-        return node
+        return union(inner, dotted)
     if origin is typing.Literal:
         return {"type": type_of(inner[0]), "enum": list(inner)}
     if origin in (list, tuple) or annotation in (list, tuple):
-        node = {"type": ["array"]}
+        node: Node = {"type": ["array"]}
         item = annotated(inner[0], dotted) if inner and inner[0] is not Any else None
         if item:
-            node |= {"items": item["type"][0]} | (
-                {"items_enum": item["enum"]} if "enum" in item else {}
-            )
+            node["items"] = item["type"][0]
+            if "enum" in item:
+                node["items_enum"] = item["enum"]
         return node
     if origin is dict or annotation is dict:
         return {"type": ["object"]}
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return model(annotation, dotted)
-    if isinstance(annotation, type) and issubclass(annotation, Enum):
+    return of_class(annotation, dotted) if isinstance(annotation, type) else None
+
+
+def union(parts: tuple[Any, ...], dotted: str) -> Node | None:
+    """Make the node of a union, from the parts that a JSON value fits."""
+    nodes = [node for part in parts if part is not type(None) and (node := annotated(part, dotted))]
+    if not nodes:
+        return None
+    node = {key: value for part in nodes for key, value in part.items()}
+    node["type"] = [name for part in nodes for name in part["type"]]
+    if type(None) in parts:
+        node["type"] += ["null"]
+    return node
+
+
+def of_class(cls: type, dotted: str) -> Node | None:
+    """Make the node of a pydantic block, an enumeration or a plain Python type."""
+    if issubclass(cls, BaseModel):
+        return model(cls, dotted)
+    if issubclass(cls, Enum):
         return {
-            "type": ["integer" if issubclass(annotation, int) else "string"],
-            "enum": [member.value for member in annotation],
+            "type": ["integer" if issubclass(cls, int) else "string"],
+            "enum": [member.value for member in cls],
         }
     for python, name in (
         (bool, "boolean"),
@@ -334,26 +345,20 @@ def annotated(annotation: Any, dotted: str) -> Node | None:
         (float, "number"),
         ((str, Path), "string"),
     ):
-        if isinstance(annotation, type) and issubclass(annotation, python):
+        if issubclass(cls, python):
             return {"type": [name]}
     return None
 
 
 def model(cls: type[BaseModel], dotted: str) -> Node:
-    """Makes the node of a pydantic block."""
+    """Make the node of a pydantic block."""
     keys: dict[str, Node] = {}
     for name, field in cls.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         if extra.get("deprecated"):
-            by_name = {item: other.alias or item for item, other in cls.model_fields.items()}
-            new = str(extra["new_param"])
-            keys[name] = {
-                "use_instead": " or ".join(
-                    f"{dotted}.{by_name.get(part, part)}" for part in new.split(" or ")
-                )
-            }
-            keys[name] |= {} if extra.get("set_new_param", True) else {"works": False}
+            keys[name] = deprecated(extra, cls, dotted)
             continue
+
         key = field.alias or name
         node = annotated(field.annotation, f"{dotted}.{key}")
         if node is None:
@@ -361,19 +366,27 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
         default = field.get_default(call_default_factory=True)
         default = default.value if isinstance(default, Enum) else default
         if default is not PydanticUndefined and default is not None and "keys" not in node:
-            node["default"] = (
-                int(default)
-                if isinstance(default, int) and not isinstance(default, bool)
-                else default
-            )
+            whole = isinstance(default, int) and not isinstance(default, bool)
+            node["default"] = int(default) if whole else default
         for bound, word in (("ge", "min"), ("gt", "above"), ("le", "max"), ("lt", "below")):
             node.update(
                 (word, getattr(item, bound)) for item in field.metadata if hasattr(item, bound)
             )
+
         keys[key] = node | DECLARED.get(f"{dotted}.{key}", {})
         if key != name:
             keys[name] = {"use_instead": f"{dotted}.{key}"}
     return {"type": ["object"], "strict": True, "keys": dict(sorted(keys.items()))}
+
+
+def deprecated(extra: Mapping[str, Any], cls: type[BaseModel], dotted: str) -> Node:
+    """Make the node of a deprecated field, which names the field to use instead."""
+    by_name = {item: other.alias or item for item, other in cls.model_fields.items()}
+    parts = str(extra["new_param"]).split(" or ")
+    node: Node = {
+        "use_instead": " or ".join(f"{dotted}.{by_name.get(part, part)}" for part in parts)
+    }
+    return node if extra.get("set_new_param", True) else node | {"works": False}
 
 
 # options of a recipe's Muon (recipekit/optim/muon.py), which DeepSpeed's does not read
@@ -450,27 +463,59 @@ def parameters(function: Any, without: str = "") -> dict[str, Node]:
 
 
 def optimizers() -> dict[str, Node]:
-    """Describes each optimizer: how its name is compared, and its keys for each implementation that
+    """Describe each optimizer: how its name is compared, and its keys for each implementation that
     DeepSpeed may choose.
 
     `torch` is chosen by "torch_adam": true, `cpu` by optimizer offload, `device` otherwise.
     """
     switch = {"type": ["boolean"], "default": False}
-    on = {"type": ["boolean"], "default": True}
     torch_adam = {"torch_adam": switch, **parameters(torch.optim.AdamW)}
+    found = own_optimizers(torch_adam)
+    for name in found:
+        found[name]["any_case"] = True
+    for name in ("MuAdam", "MuAdamW", "MuSGD"):
+        found[name] = {"any_case": True, "needs_package": "mup"}
+    if {name.lower() for name in found} != set(ds.DEEPSPEED_OPTIMIZERS):
+        raise SystemExit(
+            f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}. Adapt optimizers() in"
+            f" {__file__}"
+        )
+
+    for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
+        found[name] = {"torch_name": True, "device": parameters(getattr(torch.optim, name))}
+    adafactor = parameters(torch.optim.Adafactor) | {
+        "eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}
+    }
+    found["Adafactor"] = {"torch_name": True, "device": adafactor}
+
+    # of recipes only (recipekit/optim/one_bit.py): DeepSpeed has removed its own
+    freeze_step = {"type": ["integer"], "min": 1, "required": True}
+    one_bit = (
+        {name: torch_adam[name] for name in ("betas", "eps")}
+        | {"freeze_step": freeze_step}
+        | {name: torch_adam[name] for name in ("lr", "weight_decay")}
+    )
+    found["OneBitAdam"] = {"any_case": True, "device": one_bit}
+    return found
+
+
+def own_optimizers(torch_adam: dict[str, Node]) -> dict[str, Node]:
+    """Describe the optimizers that DeepSpeed implements.
+
+    `torch_adam`: the keys of torch's AdamW.
+    """
+    on = {"type": ["boolean"], "default": True}
+    switch = {"torch_adam": torch_adam["torch_adam"]}
     adamw = {
         "torch": torch_adam,
-        "cpu": {"torch_adam": switch, **parameters(DeepSpeedCPUAdam, without="adamw_mode amsgrad")},
-        "device": {"torch_adam": switch, **parameters(FusedAdam, without="adam_w_mode amsgrad")},
+        "cpu": switch | parameters(DeepSpeedCPUAdam, without="adamw_mode amsgrad"),
+        "device": switch | parameters(FusedAdam, without="adam_w_mode amsgrad"),
     }
-    muon = {
-        name: torch_adam[name] for name in ("lr", "betas", "eps", "weight_decay", "torch_adam")
-    } | {"adam_w_mode": on}
-    muon |= {
-        name: RANGES[name]
-        for name in ("muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")
-    } | OF_RECIPES
-    found: dict[str, Node] = {
+    of_adam = ("lr", "betas", "eps", "weight_decay", "torch_adam")
+    of_muon = ("muon_lr", "adam_lr", "momentum", "ns_method", "per_head_muon")
+    muon = {name: torch_adam[name] for name in of_adam} | {"adam_w_mode": on}
+    muon |= {name: RANGES[name] for name in of_muon} | OF_RECIPES
+    return {
         "AdamW": adamw,
         "Adam": {chosen: {**keys, "adam_w_mode": on} for chosen, keys in adamw.items()},
         "Adagrad": {
@@ -485,30 +530,6 @@ def optimizers() -> dict[str, Node]:
             "device": muon,
         },
     }
-    for name in found:
-        found[name]["any_case"] = True
-    for name in ("MuAdam", "MuAdamW", "MuSGD"):
-        found[name] = {"any_case": True, "needs_package": "mup"}
-    if {name.lower() for name in found} != set(ds.DEEPSPEED_OPTIMIZERS):
-        raise SystemExit(
-            f"DeepSpeed's optimizers are now {ds.DEEPSPEED_OPTIMIZERS}. Adapt optimizers() in"
-            f" {__file__}"
-        )
-    for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
-        found[name] = {"torch_name": True, "device": parameters(getattr(torch.optim, name))}
-    adafactor = parameters(torch.optim.Adafactor) | {
-        "eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}
-    }
-    found["Adafactor"] = {"torch_name": True, "device": adafactor}
-    freeze_step = {"type": ["integer"], "min": 1, "required": True}
-    one_bit = (
-        {name: torch_adam[name] for name in ("betas", "eps")}
-        | {"freeze_step": freeze_step}
-        | {name: torch_adam[name] for name in ("lr", "weight_decay")}
-    )
-    # of recipes only (recipekit/optim/one_bit.py): DeepSpeed has removed its own
-    found["OneBitAdam"] = {"any_case": True, "device": one_bit}
-    return found
 
 
 TORCH_SCHEDULERS = (

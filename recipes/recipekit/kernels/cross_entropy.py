@@ -160,8 +160,9 @@ class _TokenLosses(torch.autograd.Function):
                 # Compiled code converts the logits itself, and stores none in the other dtype.
                 logits = logits if compiles() else logits.to(running.peak.dtype)
                 place, inside = _places(labels, columns, part)
-                largest, column = logits.max(1) if plan.likeliest else (None, None)
-                if column is not None:
+                largest: torch.Tensor | None = None
+                if plan.likeliest:
+                    largest, column = logits.max(1)
                     chosen = torch.where(largest > running.peak, column + columns.start, chosen)
                 running = _Running(*_seen(logits, largest, place, inside, tuple(running)))
                 del logits  # before the next block's are made

@@ -335,7 +335,7 @@ by_document = torch.library.custom_op(
     schema="(Tensor query, Tensor key, Tensor value, Tensor documents, float scale, SymInt window,"
     " bool causal=True) -> (Tensor, Tensor)",
 )
-_by_document_backward = torch.library.custom_op(
+_by_document_backward: Any = torch.library.custom_op(
     "recipekit::attention_by_document_backward",
     _gradients_flat,
     mutates_args=(),
