@@ -6,11 +6,11 @@ NVMe drives.
 The swap files are in OUT/nvme_swap, so put OUT on a fast local drive. To swap elsewhere, set
 `nvme_path` in a copy of ds_configs/zero3_nvme.json. DeepSpeed compiles its asynchronous I/O, which
 requires Debian's libaio-dev.
-Needs: 8 x 40 GB GPUs, 512 GB of host memory, 4 TB NVMe (201.7 GiB of states for each GPU). Gated
-model: see recipes/README.md. Measured: not measured. Of the states, 147.8 GiB are on NVMe and 53.7
-page-locked on the host, 430 GiB for all eight GPUs. A checkpoint takes 1 TB, and two exist while
-one is written. torch below 2.13 rounds page-locked memory up to powers of two and needs 700 GiB.
-Faster, with 32 GPUs of 80 GB: --deepspeed_config zero3.json.
+Needs: 8 x 40 GB GPUs, 512 GB of host memory, 4 TB NVMe (201.7 GiB of states for each GPU).
+Gated model: see recipes/README.md. Measured: not measured. Of the states, 147.8 GiB are on NVMe and
+53.7 page-locked on the host, 430 GiB for all eight GPUs. A checkpoint takes 1 TB, and two exist
+while one is written. torch below 2.13 rounds page-locked memory up to powers of two and needs 700
+GiB. Faster, with 32 GPUs of 80 GB: --deepspeed_config zero3.json.
 """
 
 from recipekit import Recipe, run

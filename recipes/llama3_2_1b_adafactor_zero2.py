@@ -8,9 +8,9 @@ numbers of torch.optim.Adafactor. Its factors belong to full weights under every
 Adafactor would treat each flat piece as a vector and keep one number for each element. `lr` is the
 most that a weight moves in a step, relative to the root mean square of its tensor. The data are one
 language of FineWeb-2; for another, add a flag: --subset fra_Latn.
-Needs: 2 x 16 GB GPUs (6.9 GiB of states each; activations of one row add 3.4, predicted). Gated
-model: see recipes/README.md. Measured: not measured. One GPU of 24 GB: --num_gpus 1. More memory:
---micro_batch 4 on 80 GB.
+Needs: 2 x 16 GB GPUs (6.9 GiB of states each; activations of one row add 3.4, predicted).
+Gated model: see recipes/README.md. Measured: not measured. One GPU of 24 GB: --num_gpus 1. More
+memory: --micro_batch 4 on 80 GB.
 """
 
 from recipekit import Recipe, run

@@ -8,8 +8,8 @@ full matrices, though each rank holds only a part. AdamW updates the embedding (
 and the norms at the same learning rate. `adjust_lr_fn` of zero2_muon.json makes one rate fit both
 optimizers, and `lr_scale` halves the rate of the embedding. A matrix has one state instead of two.
 4,800 steps are 20 B tokens.
-Needs: 8 x 24 GB GPUs (4.2 GiB of states each; activations of one row add 3.4, predicted). Gated
-model: see recipes/README.md. Measured: not measured, and the rates are guesses. More memory:
+Needs: 8 x 24 GB GPUs (4.2 GiB of states each; activations of one row add 3.4, predicted).
+Gated model: see recipes/README.md. Measured: not measured, and the rates are guesses. More memory:
 --micro_batch 4 on 80 GB. Other matrices: name them in `matrices` of the recipe.
 """
 

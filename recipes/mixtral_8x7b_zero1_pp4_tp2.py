@@ -6,8 +6,8 @@ ZeRO-1.
 Each stage holds eight layers with all their experts. The model's own plan splits each expert over
 two neighbouring GPUs, so no token is sent to another GPU for its expert. `hosts` is a DeepSpeed
 hostfile, one line `NAME slots=8` for each host.
-Needs: 32 x 141 GB GPUs (49.2 GiB of states each). Measured: not measured.
-Less memory: more hosts, which shard the optimizer states further.
+Needs: 32 x 141 GB GPUs (49.2 GiB of states each). Measured: not measured. Less memory: more hosts,
+which shard the optimizer states further.
 """
 
 from recipekit import Recipe, run

@@ -7,9 +7,8 @@ A row is a pair: prompt, chosen and rejected answer. The reference log-probabili
 are computed once, before step 1, on all GPUs. They are kept beside the cached tokens
 (recipes/DATA.md). For your own pairs give --dataset pairs.jsonl.
 Needs: 2 x 16 GB GPUs (5.0 GiB of states each; checkpointed activations of two pairs add 1.1,
-predicted).
-Measured: not measured.
-Less memory: qwen3_0_6b_dpo_lora_zero2.py trains an adapter instead.
+predicted). Measured: not measured. Less memory: qwen3_0_6b_dpo_lora_zero2.py trains an adapter
+instead.
 """
 
 from recipekit import Recipe, run

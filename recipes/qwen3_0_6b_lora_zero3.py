@@ -7,9 +7,8 @@ The run exports the adapter in peft's format. With --merge it exports the full m
 adapter added to its weights. `adapt` is the only code that differs from other recipes. It can be
 any function from model to model.
 Needs: 2 x 16 GB GPUs (0.7 GiB of states each; checkpointed activations and logits of one row add
-about 5).
-Measured: not measured.
-Another task: --subset everyday-conversations, or your own chats with --dataset chats.jsonl.
+about 5). Measured: not measured. Another task: --subset everyday-conversations, or your own chats
+with --dataset chats.jsonl.
 """
 
 from typing import Any

@@ -6,9 +6,8 @@ A row is a pair: prompt, chosen and rejected answer. The head gives one score at
 an answer. It is new and randomly initialised from the seed. AutoModelForSequenceClassification of
 transformers loads the export, and so do trainers of GRPO or PPO.
 Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of two pairs add 1.1,
-predicted).
-Measured: not measured.
-Your own pairs: --dataset pairs.jsonl, with columns prompt, chosen and rejected (recipes/DATA.md).
+predicted). Measured: not measured. Your own pairs: --dataset pairs.jsonl, with columns prompt,
+chosen and rejected (recipes/DATA.md).
 """
 
 from recipekit import Recipe, run

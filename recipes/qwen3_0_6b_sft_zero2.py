@@ -6,9 +6,7 @@ packed in a row.
 Every parameter is trained. For your own chats give --dataset chats.jsonl, with one chat on each
 line: {"messages": [{"role": "user", "content": "..."}, ...]}.
 Needs: 2 x 16 GB GPUs (5.6 GiB of states each; checkpointed activations of one row add 0.5,
-predicted).
-Measured: not measured.
-Less memory: qwen3_0_6b_lora_zero3.py trains an adapter instead.
+predicted). Measured: not measured. Less memory: qwen3_0_6b_lora_zero3.py trains an adapter instead.
 """
 
 from recipekit import Recipe, run

@@ -6,8 +6,7 @@ ZeRO-1.
 Each GPU holds a quarter of the experts of every layer (DeepSpeed's AutoEP). Tokens travel to the
 GPU that holds their expert. Everything else is data parallel. `hosts` is a DeepSpeed hostfile, one
 line `NAME slots=8` for each host.
-Needs: 32 x 141 GB GPUs (59.8 GiB of states each). Measured: not measured.
-Less memory: --ep 8.
+Needs: 32 x 141 GB GPUs (59.8 GiB of states each). Measured: not measured. Less memory: --ep 8.
 """
 
 from recipekit import Recipe, run

@@ -6,8 +6,8 @@ sharded.
 The full model fits on every GPU, so only the optimizer states are worth sharding. The linear
 schedule ends at 0, as in a last training phase on selected text. The run trains on a billion
 tokens.
-Needs: 4 x 16 GB GPUs (1.1 GiB of states each; activations of 4 rows add 5.7, predicted). Measured:
-not measured. More memory: --micro_batch 8 on 40 GB.
+Needs: 4 x 16 GB GPUs (1.1 GiB of states each; activations of 4 rows add 5.7, predicted).
+Measured: not measured. More memory: --micro_batch 8 on 40 GB.
 """
 
 from recipekit import Recipe, run

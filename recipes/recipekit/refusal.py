@@ -1,4 +1,4 @@
-"""`Refusal`, the error of a wrong command or input, for scripts that call recipekit and catch it."""
+"""`Refusal`, the error of a wrong command or input, for scripts that catch it."""
 
 from .spec.refusal import Refusal
 

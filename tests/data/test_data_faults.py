@@ -399,7 +399,8 @@ def test_a_swapped_shard_is_named(tmp_path):
         pytest.raises(
             Refusal,
             match=(
-                r"^--dataset: the files differ from those the saved run read: 3\.jsonl has changed\."
+                r"^--dataset: the files differ from those the saved run read: "
+                r"3\.jsonl has changed\."
                 r" Restore the old files"
             ),
         ),

@@ -440,7 +440,8 @@ def test_changed_files_are_named(tmp_path):
         pytest.raises(
             OtherData,
             match=(
-                r"--dataset: the files differ from those the saved run read: numbers.jsonl has changed"
+                r"--dataset: the files differ from those the saved run read: "
+                r"numbers.jsonl has changed"
             ),
         ),
         naming_changes(before),

@@ -148,10 +148,17 @@ def lint(
             " checked"
         )
     if recipe and world and not problems:
-        mesh = make_mesh(world, **_degrees(vars(recipe), config))
-        resolved, notes = resolve.resolve(config, recipe, mesh, shape)
-        lines += [*notes, *batches(mesh, resolved, recipe.ramp)]
+        lines += _decisions(config, recipe, world, shape)
     return problems, lines
+
+
+def _decisions(
+    config: dict[str, Any], recipe: Recipe, world: int, shape: dict[str, Any] | None
+) -> list[str]:
+    """Return a line for each value that the recipe and the ranks decide."""
+    mesh = make_mesh(world, **_degrees(vars(recipe), config))
+    resolved, notes = resolve.resolve(config, recipe, mesh, shape)
+    return [*notes, *batches(mesh, resolved, recipe.ramp)]
 
 
 def _without_advice(

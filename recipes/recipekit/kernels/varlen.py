@@ -361,7 +361,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: object) ->
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     query, key, value, documents, *ctx.scoring = inputs
-    ctx.save_for_backward(*_Forward(query, key, value, *output, documents))
+    out, sums = output
+    ctx.save_for_backward(*_Forward(query, key, value, out, sums, documents))
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
