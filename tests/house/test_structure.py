@@ -159,7 +159,12 @@ LIGHT = (  # import neither torch nor transformers nor datasets
     *("__main__", "commands.ls", "commands.cp", "commands.run"),
 )
 NODES, PARAMETERS = 400, 6  # limits of a function; `self` and `cls` are not counted
-MOST_LARGE, MOST_WIDE = 0, 4  # functions over these limits today; the numbers only fall
+WIDE = {  # a library calls these and passes their parameters by keyword
+    "recipes/recipekit/kernels/attention.py: attend",
+    "recipes/recipekit/optim/adafactor.py: __init__",
+    "recipes/recipekit/optim/adagrad.py: __init__",
+    "recipes/recipekit/optim/muon.py: __init__",
+}
 # functions that take a whole one; what an engine does not read are eight fields, so its check is
 # one of them
 MOST_RECIPES = 20
@@ -291,19 +296,17 @@ def test_a_function_does_one_thing():
         for name, node in functions()
         if (count := sum(1 for _ in ast.walk(node))) > NODES
     ]
-    assert len(large) <= MOST_LARGE, f"at most {NODES} nodes a function:\n" + "\n".join(large)
+    assert not large, f"at most {NODES} nodes a function:\n" + "\n".join(large)
 
 
 def test_a_function_has_few_parameters():
-    wide = []
+    wide = set()
     for name, node in functions():
-        names = [
-            each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
-        ]
-        count = len(names) - (names[:1] in (["self"], ["cls"]))
-        if count > PARAMETERS:
-            wide.append(f"{name} has {count} parameters")
-    assert len(wide) <= MOST_WIDE, f"at most {PARAMETERS} a function:\n" + "\n".join(wide)
+        given = node.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        if len(names) - (names[:1] in (["self"], ["cls"])) > PARAMETERS:
+            wide.add(name)
+    assert wide == WIDE, f"at most {PARAMETERS} parameters a function"
 
 
 def test_few_functions_take_a_whole_recipe():
