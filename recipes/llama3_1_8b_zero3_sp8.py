@@ -7,12 +7,16 @@ Each GPU holds an eighth of the tokens. Inside attention, it holds all tokens of
 heads instead. Documents packed in one row do not see each other, and this needs no mask
 (--attention varlen). The logits are never all in memory at once (--loss chunked).
 Needs: 8 x 80 GB GPUs with NVLink (16.9 GiB of states each). The predicted peak is 28 GiB, while
-gradients arrive, with 16,384 tokens on a GPU; `--dry_run` prints the terms: 16.9 GiB states 2.0
-gathered weights and a bucket, at most 4.0 inputs of 32 recomputed layers: 32 x 16,384 x 4096 x 2 B
-0.5 the last norm and its result: 16,384 x 4096 x 8 B 3.2 a recomputed layer, each token: norms
-65,536 B, attention 28,800, MLP 4 x 14,336 x 2 = 114,688 1.3 gradients within its MLP, at most: 3 x
-16,384 x 14,336 x 2 B So the MLP needs no tiles. In the loss: a block of logits (0.2), gradients of
-its input (0.3) and of the head (1.0). Gated model: see recipes/README.md. Measured: not measured.
+gradients arrive, with 16,384 tokens on a GPU; `--dry_run` prints the terms:
+    16.9 GiB  states
+     2.0      gathered weights and a bucket, at most
+     4.0      inputs of 32 recomputed layers: 32 x 16,384 x 4096 x 2 B
+     0.5      the last norm and its result: 16,384 x 4096 x 8 B
+     3.2      a recomputed layer, each token:
+              norms 65,536 B, attention 28,800, MLP 4 x 14,336 x 2 = 114,688
+     1.3      gradients within its MLP, at most: 3 x 16,384 x 14,336 x 2 B
+So the MLP needs no tiles. In the loss: a block of logits (0.2), gradients of its input (0.3) and of
+the head (1.0). Gated model: see recipes/README.md. Measured: not measured.
 Shorter rows fit on fewer GPUs: --sp 2 --seq_len 32768.
 """
 

@@ -258,14 +258,14 @@ def test_the_cases_are_rows_of_the_gpu_bench():
         bench_gpu.LORA_FLAGS,
     )
     for case, name in zip(roofline.cases(), ("1b", "3b_4096", "8b_lora"), strict=True):
-        row = bench_gpu.BY_NAME[name].measure.keywords  # type: ignore[attr-defined]
-        assert (case.recipe, case.model) == (row["recipe"], row["model"])
+        run = bench_gpu.BY_NAME[name].measure.keywords["run"]  # type: ignore[attr-defined]
+        assert (case.recipe, case.model) == (run.recipe, run.model)
         assert case.flags[:6] == tuple(
             bench_gpu.flags(
-                dict(zip(("seq_len", "micro_batch", "global_batch"), row["shape"], strict=True))
+                dict(zip(("seq_len", "micro_batch", "global_batch"), run.shape, strict=True))
             )
         )
-        assert list(case.flags[6:]) == list(row["more"])
+        assert list(case.flags[6:]) == list(run.flags)
 
 
 def test_the_written_page_is_of_this_tool():

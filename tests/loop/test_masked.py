@@ -30,7 +30,7 @@ from recipekit.data.stream import open_stream
 from recipekit.kernels.documents import with_documents, with_starts
 from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
-from recipekit.model.initial import fill
+from recipekit.model.initial import FirstValues, Target, fill
 from recipekit.model.weights import open_weights
 from recipekit.parallel import pipeline
 from recipekit.plan import make_plan
@@ -396,14 +396,9 @@ def test_a_head_that_is_the_embedding_is_drawn_once(tmp_path, model_type):
         )
         fill(
             model,
-            plan.recipe.seed,
-            None,
-            {},
-            torch.device("cpu"),
-            torch.float32,
-            {},
-            None,
-            whole=uncut,
+            FirstValues(plan.recipe.seed, whole=uncut),
+            Target(torch.device("cpu"), torch.float32, None, {}),
+            cuts={},
         )
         embeddings = [
             name

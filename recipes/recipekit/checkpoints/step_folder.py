@@ -159,7 +159,7 @@ def target_layout(
     degrees = change.degrees(was.mesh)
     zero = change.zero if change.zero is not None else was.zero_stage
     problems = _check_degrees(degrees, zero)
-    problems += _check_plans(blueprint, degrees, model_config)
+    problems += _check_plans(blueprint, degrees, check_tp(degrees["tp"], model_config))
     if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, degrees["pp"]):
         problems.append(
             Problem(
@@ -210,9 +210,11 @@ def _check_degrees(degrees: dict[str, int], zero: int) -> list[Problem]:
 
 
 def _check_plans(
-    blueprint: Blueprint, degrees: dict[str, int], model_config: dict[str, Any] | None
+    blueprint: Blueprint, degrees: dict[str, int], sizes: list[Problem]
 ) -> list[Problem]:
-    """Refuse tensor-parallel and pipeline degrees that the model's plans and sizes do not allow."""
+    """Refuse tensor-parallel and pipeline degrees that the model's plans do not allow; `sizes` are
+    the problems of the tensor-parallel degree with the sizes of the model.
+    """
     tp, pp, layers = degrees["tp"], degrees["pp"], blueprint.num_layers
     problems = []
     if tp > 1 and not blueprint.can_tp:
@@ -220,7 +222,7 @@ def _check_plans(
             Problem(f"tp = {tp}", "this model publishes no tensor-parallel plan", "use --tp 1")
         )
     else:
-        problems += check_tp(tp, model_config)
+        problems += sizes
     if pp > max(1, layers):
         rule = (
             f"the model has {layers} layers" if layers else "this model publishes no pipeline plan"

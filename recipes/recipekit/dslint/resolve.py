@@ -119,10 +119,23 @@ def _allow_optimizer(resolved: dict[str, Any]) -> None:
 def _fill_in_zero(
     resolved: dict[str, Any], model_config: dict[str, Any] | None, mesh: Mesh
 ) -> None:
-    """Fill in the ZeRO stage, and the sizes that an "auto" stands for."""
+    """Fill in the ZeRO stage, and the sizes (in elements) that an "auto" stands for."""
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
-    sizes = _sizes(model_config, zero["stage"], mesh.tp)
+
+    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
+    bucket = max(hidden, 4096) ** 2  # smaller buckets waste the network on many short messages
+    widest = 0
+    if zero["stage"] == 2:
+        # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed
+        # 0.19.8: copy_grads_in_partition)
+        inner = shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim")
+        widest = hidden * (inner or 4 * hidden) // mesh.tp
+    sizes = {
+        "reduce_bucket_size": max(bucket, widest),
+        "stage3_prefetch_bucket_size": int(0.9 * bucket),
+        "stage3_param_persistence_threshold": 10 * (hidden or 4096),
+    }
     zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
 
 
@@ -137,23 +150,3 @@ def _set_degrees(resolved: dict[str, Any], mesh: Mesh, schedule: str) -> None:
         resolved["sequence_parallel_size"] = mesh.sp
     if mesh.ep > 1:
         resolved["expert_parallel"] = {"enabled": True, "autoep_size": mesh.ep}
-
-
-def _sizes(model_config: dict[str, Any] | None, stage: int, tp: int) -> dict[str, int]:
-    """Gives the numbers, in elements, that an "auto" stands for."""
-    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
-    bucket = max(hidden, 4096) ** 2  # smaller buckets waste the network on many short messages
-    # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed
-    # 0.19.8: copy_grads_in_partition)
-    widest = (
-        hidden
-        * (shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * hidden)
-        // tp
-        if stage == 2
-        else 0
-    )
-    return {
-        "reduce_bucket_size": max(bucket, widest),
-        "stage3_prefetch_bucket_size": int(0.9 * bucket),
-        "stage3_param_persistence_threshold": 10 * (hidden or 4096),
-    }

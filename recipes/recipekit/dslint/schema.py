@@ -161,7 +161,7 @@ def walk(
     for block in ("optimizer", "scheduler"):
         if "keys" not in root["keys"][block]["keys"]["params"]:
             clean.get(block, {}).pop("params", None)
-    return _with_fixes_by_the_file(found, config), clean
+    return _with_fixes(found, _fixes_by_the_file(config)), clean
 
 
 def _fill_in_params(node: Node, block: str, config: dict[str, Any]) -> list[Problem]:
@@ -195,9 +195,8 @@ def _fill_in_params(node: Node, block: str, config: dict[str, Any]) -> list[Prob
     return [Problem(f"{block}.params = (missing)", f"{name} requires it", fix, FAILS)]
 
 
-def _with_fixes_by_the_file(found: list[Problem], config: dict[str, Any]) -> list[Problem]:
-    """Return the problems, with other fixes where a fix depends on the rest of the file."""
-    fixes = _fixes_by_the_file(config)
+def _with_fixes(found: list[Problem], fixes: dict[tuple[str, bool], str]) -> list[Problem]:
+    """Return the problems with the fixes that depend on the rest of the file."""
     fixed = []
     for problem in found:
         place = (problem.where.partition(" = ")[0], problem.where.endswith(' = "auto"'))

@@ -1,6 +1,8 @@
 """Which attention a run computes with, found by running a tiny copy of its model."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +105,7 @@ def unfit(model_config: dict[str, Any], name: str = "") -> str:
             if tiny.get("initializer_range"):
                 # Initial weights must be large enough for the difference to be seen.
                 tiny = tiny | {"initializer_range": 0.1}
-            return _difference(tiny, name)
+            return _difference(partial(_drawn, tiny, name))
     except Unfit as found:
         return f"it has {found}"
     except WRONG_VALUE as error:
@@ -117,12 +119,12 @@ def unfit(model_config: dict[str, Any], name: str = "") -> str:
         return f"a tiny copy of it does not run with it ({said})"
 
 
-def _difference(tiny: dict[str, Any], name: str) -> str:
+def _difference(draw: Callable[[str], nn.Module]) -> str:
     """Compare a tiny model's logits with varlen and with sdpa; return the difference, or "".
 
     Raises `Unfit` if its attention asks for something that varlen does not compute.
     """
-    model = _drawn(tiny, VARLEN, name)
+    model = draw(VARLEN)
     ids = torch.randint(3, VOCABULARY - 1, (1, sum(LENGTHS)))
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
 
@@ -138,7 +140,7 @@ def _difference(tiny: dict[str, Any], name: str) -> str:
         return "the logits of a tiny copy do not tell what its attention reads"
 
     # Each document by itself with sdpa, and packed as sdpa reads it.
-    plain = _drawn(tiny, "sdpa", name)
+    plain = draw("sdpa")
     documents = zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)
     alone = torch.cat([_read(plain, *document) for document in documents], dim=1)
     if _equal(logits, alone) or _equal(logits, _read(plain, ids, positions)):
@@ -146,7 +148,7 @@ def _difference(tiny: dict[str, Any], name: str) -> str:
     return "a tiny copy of it computes something else with it"
 
 
-def _drawn(tiny: dict[str, Any], attention: str, name: str) -> nn.Module:
+def _drawn(tiny: dict[str, Any], name: str, attention: str) -> nn.Module:
     torch.default_generator.manual_seed(0)
     return construct(config_of(tiny, name), attention, name).eval()
 

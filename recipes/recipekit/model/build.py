@@ -304,7 +304,7 @@ def _final_blueprint(
 ) -> Blueprint:
     """Return the blueprint of a built model, with its adapter's keys or its places in the files."""
     if outline.recipe.adapt is not None:
-        return _described(model, outline.plans)
+        return _described(model, adapted_plans(model, outline.plans))
     # Files with another head do not show how this model is written.
     if weights is not None and not outline.recipe.labels:
         return with_files(outline.blueprint, weights)
@@ -363,7 +363,7 @@ def _with_adapter(
 
 def _described(model: PreTrainedModel, plans: Plans) -> Blueprint:
     """Draft the blueprint of a model with an adapter, with the keys of the adapter's file."""
-    blueprint = draft(model, adapted_plans(model, plans))
+    blueprint = draft(model, plans)
     keys = {
         key: blueprint.aliases.get(name, (name,))[0] for key, name in published_keys(model).items()
     }

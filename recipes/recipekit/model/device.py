@@ -32,16 +32,15 @@ def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.d
         torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0)
     ):
         return "FlashAttention 2 is for NVIDIA's cards of compute capability 8.0 and above"
-    if (size := largest_head(model_config)) > MOST_HEAD_DIM:
+    if (size := largest_head(config_of(model_config))) > MOST_HEAD_DIM:
         return f"heads of {size} numbers, and FlashAttention takes {MOST_HEAD_DIM}"
     return ""
 
 
-def largest_head(model_config: dict[str, Any]) -> int:
+def largest_head(config: Any) -> int:
     """Finds the most numbers that a head of the model has, under whatever name its config.json has
     them.
     """
-    config: Any = config_of(model_config)
     inner = config.get_text_config(decoder=True)
     text: dict[str, Any] = inner.to_dict()
     named = [

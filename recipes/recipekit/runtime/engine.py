@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..checkpoints import load
 from ..checkpoints.state import State
@@ -154,9 +155,10 @@ def load_model(
     inputs = open_inputs(plan, task, published_config, source, say)
     plan, model_config = inputs.plan, inputs.model_config
 
-    built = build(plan, model_config, groups, device)
-    for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
-        say(note)
+    divide = divider_of(plan, groups, device)
+    built = build_model(plan.recipe, model_config, groups, plan.ds_config, device, divide)
+    refuse_values(built)  # on every rank, if one of them has read a value that is not finite
+    log_notes(separate, built, say)
     task = with_loss_path(task, built, say)
     sums = sums_of(plan, device)
 
@@ -242,20 +244,19 @@ def open_inputs(
     return ModelInputs(plan, model_config, processor, epochs)
 
 
-def build(plan: Plan, model_config: dict[str, Any], groups: Groups, device: torch.device) -> Built:
-    """Build the model with its weights on this rank's device (a collective).
+def divider_of(
+    plan: Plan, groups: Groups, device: torch.device
+) -> Callable[[nn.Module], Any] | None:
+    """Return what shards a layer as it is built; None for engines that shard a built model."""
+    if plan.recipe.engine != "fsdp2":
+        return None
+    return torch_engine.divider(groups, plan.recipe.precision, device.type)
 
-    Raises `Refusal` on every rank if one of them has read a value that is not finite.
-    """
-    recipe = plan.recipe
-    divide = (
-        torch_engine.divider(groups, recipe.precision, device.type)
-        if recipe.engine == "fsdp2"
-        else None
-    )
-    built = build_model(recipe, model_config, groups, plan.ds_config, device, divide)
-    refuse_values(built)
-    return built
+
+def log_notes(separate: str, built: Built, say: Say) -> None:
+    """Log the notes of a built model, and whether its head differs from its embedding."""
+    for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
+        say(note)
 
 
 def with_loss_path(task: Task, built: Built, say: Say) -> Task:
