@@ -136,7 +136,9 @@ def lint(
 
     found = check_on(world)
     if recipe and world:
-        found = divisions.name_worlds(found, world, _divisor(vars(recipe), config), check_on)
+        found = divisions.name_worlds(
+            found, world, _divisor(_degrees(vars(recipe), config)), check_on
+        )
 
     # The recipe and the JSON may both set the degree that a problem is about.
     problems, notes = _without_advice(list(dict.fromkeys(problems + found)), json_only, filled_by)
@@ -148,15 +150,15 @@ def lint(
             " checked"
         )
     if recipe and world and not problems:
-        lines += _decisions(config, recipe, world, shape)
+        mesh = make_mesh(world, **_degrees(vars(recipe), config))
+        lines += _decisions(config, recipe, mesh, shape)
     return problems, lines
 
 
 def _decisions(
-    config: dict[str, Any], recipe: Recipe, world: int, shape: dict[str, Any] | None
+    config: dict[str, Any], recipe: Recipe, mesh: Mesh, shape: dict[str, Any] | None
 ) -> list[str]:
     """Return a line for each value that the recipe and the ranks decide."""
-    mesh = make_mesh(world, **_degrees(vars(recipe), config))
     resolved, notes = resolve.resolve(config, recipe, mesh, shape)
     return [*notes, *batches(mesh, resolved, recipe.ramp)]
 
@@ -233,9 +235,9 @@ def _degrees(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
     return {axis: fields[axis] for axis in DEGREES} | numbers.degrees(config)
 
 
-def _divisor(fields: dict[str, Any], config: dict[str, Any]) -> int:
+def _divisor(degrees: dict[str, int]) -> int:
     """Return the number that divides every world size that fits the parallel degrees."""
-    return math.prod(max(1, degree) for degree in _degrees(fields, config).values())
+    return math.prod(max(1, degree) for degree in degrees.values())
 
 
 def fix(

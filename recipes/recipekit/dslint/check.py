@@ -166,7 +166,9 @@ def _walk_for_recipes(
     found, clean = walk(config)
 
     # The rules judge the value that "auto" will become.
-    for path, value in meant_by_auto(config).items():
+    for path, value in meant_by_auto(
+        at(config, "fp16.enabled"), at(config, "bf16.enabled")
+    ).items():
         block = path.partition(".")[0]
         if at(config, path) == "auto":
             clean = clean | {block: clean.get(block, {}) | {"enabled": value}}
@@ -358,17 +360,17 @@ def _contradictions(clean: dict[str, Any], recipe: Recipe, typed: frozenset[str]
     """Refuses typed flags that a literal of the JSON contradicts, or that nothing would read."""
     flags = {field: value for field, value in vars(recipe).items() if field in typed}
     return [
-        *_against_literals(clean, flags),
+        *_against_literals(literals(clean) | degrees_in(clean), flags),
         *_against_scheduler(clean, flags),
         *_unread_factors(clean, recipe.lr_scale, recipe.layer_decay),
         *_unread_by_optimizer(clean, flags),
     ]
 
 
-def _against_literals(clean: dict[str, Any], flags: Mapping[str, Any]) -> list[Problem]:
-    """Refuse typed numbers that differ from a number of the JSON."""
+def _against_literals(stated: dict[str, Any], flags: Mapping[str, Any]) -> list[Problem]:
+    """Refuse typed numbers that differ from a number that the JSON states."""
     found = []
-    for field, value in (literals(clean) | degrees_in(clean)).items():
+    for field, value in stated.items():
         if field not in flags or value == flags[field]:
             continue
         path = (SHARED | DEGREES)[field]

@@ -204,11 +204,10 @@ def _with_fixes(found: list[Problem], fixes: dict[tuple[str, bool], str]) -> lis
     return fixed
 
 
-def meant_by_auto(config: dict[str, Any]) -> dict[str, bool]:
-    """Returns what "auto" stands for in bf16.enabled and fp16.enabled: whoever wrote it trains in
-    one of the two.
+def meant_by_auto(fp16: Any, bf16: Any) -> dict[str, bool]:
+    """Return what "auto" stands for in bf16.enabled and fp16.enabled, from the values of
+    fp16.enabled and bf16.enabled: whoever wrote it trains in one of the two.
     """
-    fp16, bf16 = (at(config, f"{name}.enabled") for name in ("fp16", "bf16"))
     return {"bf16.enabled": fp16 is not True, "fp16.enabled": bf16 not in (True, "auto")}
 
 
@@ -221,9 +220,8 @@ def _fixes_by_the_file(config: dict[str, Any]) -> dict[tuple[str, bool], str]:
         key.startswith(("stage3_", "offload_param")) for key in zero
     )
     number = isinstance(lr, (int, float))
-    fixes = {
-        path: f"set it to {json.dumps(value)}" for path, value in meant_by_auto(config).items()
-    }
+    meant = meant_by_auto(at(config, "fp16.enabled"), at(config, "bf16.enabled"))
+    fixes = {path: f"set it to {json.dumps(value)}" for path, value in meant.items()}
     fixes |= dict.fromkeys(("optimizer.params.betas", "optimizer.params.eps"), "delete it")
     fixes |= {"zero_optimization.stage": f"set it to {3 if stage3 else 2}"}
     # then the rows of a step are known

@@ -117,7 +117,10 @@ def build_model(
     loss_path = stages.loss_path or outline.give_losses([whole])
     make_trainable(models)
 
-    blueprint = _final_blueprint(outline, models[0], weights)
+    if recipe.adapt is not None:
+        blueprint = _described(models[0], adapted_plans(models[0], outline.plans))
+    else:
+        blueprint = _final_blueprint(outline, weights)
     check_named(blueprint.trained, outline.plans, recipe.matrices)
     return Built(
         outline.architecture,
@@ -299,12 +302,8 @@ def _materialised(
     return cuts, filled
 
 
-def _final_blueprint(
-    outline: Outline, model: PreTrainedModel, weights: Weights | None
-) -> Blueprint:
-    """Return the blueprint of a built model, with its adapter's keys or its places in the files."""
-    if outline.recipe.adapt is not None:
-        return _described(model, adapted_plans(model, outline.plans))
+def _final_blueprint(outline: Outline, weights: Weights | None) -> Blueprint:
+    """Return the blueprint of a model without an adapter, with its places in the files."""
     # Files with another head do not show how this model is written.
     if weights is not None and not outline.recipe.labels:
         return with_files(outline.blueprint, weights)

@@ -1,1 +1,1 @@
-"""The ground floor: what a run is, in light modules that import only each other."""
+"""The ground floor: the description of a run, in light modules that import only each other."""
