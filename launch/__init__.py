@@ -1,12 +1,12 @@
-"""Starts jobs: `python -m launch` finds out where it runs and who forks the ranks, prints one
-command, and runs it.
+"""Job launcher, which uses only the standard library.
 
-Standard library only.
+`python -m launch` finds out where it runs and which program forks the ranks, prints one command,
+and runs it.
 """
 
 import sys
 
 if sys.argv[0] == "-m" and not sys.flags.safe_path:
-    # `python -m` searches the current folder first, and a file random.py there would hide the
-    # library
+    # `python -m` searches the current folder first, where a file random.py would shadow the
+    # library's module.
     del sys.path[0]

@@ -40,15 +40,16 @@ from typing import Any
 from . import allocation, environment, hosts, kubernetes, restart, slurm, spawn
 from .connection import REPOSITORY
 from .cores import usable_cores
+from .errors import LaunchError
 from .hosts import Host
 from .job import Job, Start, new_logs
-from .refused import Refused
 from .screen import SCREEN
 
 DOCTOR = REPOSITORY / "launch" / "doctor.py"
-# set by another command that starts launch: its own words, as in recipekit/commands/run.py
+# The words of a different command that starts launch, which sets this variable
+# (recipekit/commands/run.py).
 TYPED_AS = "LAUNCH_TYPED_AS"
-# The shipped recipes: beside this package in a clone, inside recipekit in an installed wheel
+# The shipped recipes: next to this package in a clone, inside recipekit in an installed wheel
 RECIPES = next(
     (
         folder
@@ -61,7 +62,7 @@ RECIPES = next(
 
 def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # a byte of a file's name that is not UTF-8 is printed as an escape
+        # Print a byte of a file name that is not UTF-8 as an escape.
         sys.stdout.reconfigure(errors="backslashreplace")
     parser = make_parser()
     given = sys.argv[1:] if argv is None else argv
@@ -79,9 +80,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--max_restarts {arguments.max_restarts}: must be 0 or more")
     try:
         return launch(arguments, given)
-    except Refused as refused:
-        print(refused, file=sys.stderr)
-        return refused.code
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return error.code
     except KeyboardInterrupt:  # before anything has started
         return 130
 
@@ -225,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """One line for each flag where it fits, with one of its two spellings."""
+    """Formatter that prints each flag on one line if it fits, in only one of its two spellings."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(
@@ -248,11 +249,10 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def split(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into launch's own flags and everything from the recipe on. argparse must
-    not see the rest: it drops a `--`.
+    """Split a command line into launch's own flags, and the recipe with everything after it.
 
-    `--sbatch --time=10` becomes one word, because argparse takes no value that begins with a
-    hyphen.
+    argparse must not see the second part, because it would drop a `--`. `--sbatch --time=10`
+    becomes one word, because argparse accepts no value that starts with a hyphen.
     """
     own, index = list[str](), 0
     while index < len(argv) and argv[index].startswith("-"):
@@ -279,7 +279,7 @@ def meant(parser: argparse.ArgumentParser, flag: str) -> str:
 
 
 def nearest(missing: Path) -> str:
-    """Suggests the file that was meant by one that is not there."""
+    """Suggest an existing file that the user may have meant."""
     shipped = {path.name: path.stem for path in sorted(RECIPES.glob("*.py"))}
     there = shipped | {
         path.name: path
@@ -295,8 +295,9 @@ def nearest(missing: Path) -> str:
 
 
 def script(word: str) -> str:
-    """Return the file that a word names: as typed, or the shipped recipe of that name if there is
-    no such file.
+    """Return the file that a word names.
+
+    This is the word itself or, if no such file exists, the shipped recipe with that name.
     """
     shipped = RECIPES / f"{word.removesuffix('.py')}.py"
     return (
@@ -325,14 +326,14 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
     if arguments.doctor and (
         late := next((word for word in arguments.words if word in ("--dry-run", "--dry_run")), "")
     ):
-        raise Refused(
+        raise LaunchError(
             f"{late}: must come before --doctor, because the doctor reads the rest of the line."
             " Move it before --doctor"
         )
     if problems := misplaced(arguments, where, variables):
-        raise Refused(*problems)
+        raise LaunchError(*problems)
     if arguments.hostfile and where != "hostfile":
-        raise Refused(
+        raise LaunchError(
             f"--hostfile {arguments.hostfile}: cannot be combined with --where {where}, which finds"
             " its hosts itself. Leave out one of the two flags"
         )
@@ -351,16 +352,19 @@ def launch(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 
 def check_script(file: str, arguments: argparse.Namespace, argv: list[str]) -> None:
-    """Raise `Refused` if the script does not exist, with the flag or the file that was meant."""
+    """Raise `LaunchError` if the script does not exist.
+
+    The error suggests the flag or file that the user may have meant.
+    """
     if Path(file).is_file():
         return
     before = argv[: len(argv) - len(arguments.words)]
     if arguments.sbatch and before[-1].endswith(flag := arguments.sbatch[-1]) and "=" not in flag:
-        raise Refused(
+        raise LaunchError(
             f"{file}: the file does not exist. If it is the value of {flag}, write both as"
             " one word for sbatch, for example --sbatch=--partition=gpu"
         )
-    raise Refused(f"{file}: the file does not exist. {nearest(Path(file))}")
+    raise LaunchError(f"{file}: the file does not exist. {nearest(Path(file))}")
 
 
 READ_BY = {
@@ -368,14 +372,15 @@ READ_BY = {
     "sbatch": ("slurm",),
     "wait_hosts": ("hostfile", "slurm"),
     **dict.fromkeys(("image", "folder", "claim", "name"), ("k8s",)),
-    # an image has its own Python, and the first pod is found by its name
+    # an image contains its own Python, and the first pod is found by its name
     **dict.fromkeys(("python", "master_addr"), ("local", "hostfile", "slurm")),
 }
 
 
 def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, str]) -> list[str]:
-    """Lists flags that were given but would not be read in this place, and variables that cannot
-    travel there.
+    """Return the errors for flags and variables that do not fit this place.
+
+    Such a flag has no effect here, and such a variable cannot be passed on.
     """
     problems = [
         f"--{flag}: is not read with --where {where}, only with {' and '.join(places)}. Leave"
@@ -435,7 +440,7 @@ def misplaced(arguments: argparse.Namespace, where: str, variables: dict[str, st
 def plan(
     arguments: argparse.Namespace, words: tuple[str, ...], where: str, variables: dict[str, str]
 ) -> Job:
-    """Plan the job for this place. Raises `Refused`."""
+    """Plan the job for this place. Raises `LaunchError` if no plan is possible."""
     node, master_addr, master_port = None, arguments.master_addr, arguments.master_port
     if where == "k8s":
         machines, node, master_addr, master_port = kubernetes.pods(arguments, variables)
@@ -468,10 +473,10 @@ def plan(
 
 
 def machines_of(arguments: argparse.Namespace, where: str, variables: dict[str, str]) -> list[Host]:
-    """Return the hosts of a job outside Kubernetes. Raises `Refused`."""
+    """Return a job's hosts outside Kubernetes. Raises `LaunchError` if they cannot be found."""
     if where == "hostfile":
         if not arguments.hostfile:
-            raise Refused(
+            raise LaunchError(
                 "--where hostfile: requires a hostfile. Name it with --hostfile FILE (example:"
                 " launch/hostfile.example)"
             )
@@ -479,13 +484,13 @@ def machines_of(arguments: argparse.Namespace, where: str, variables: dict[str, 
     if where == "slurm":
         machines = hosts.slurm_hosts(variables, arguments.gpus)
         if arguments.nodes and arguments.nodes != len(machines):
-            raise Refused(
+            raise LaunchError(
                 f"--nodes {arguments.nodes}: the job has {len(machines)}. Give the number to sbatch"
                 " instead"
             )
         return machines
     if arguments.nodes not in (None, 1):
-        raise Refused(
+        raise LaunchError(
             f"--nodes {arguments.nodes}: requires several hosts. Name them with --hostfile"
             " FILE, or use --where slurm or k8s"
         )
@@ -493,12 +498,13 @@ def machines_of(arguments: argparse.Namespace, where: str, variables: dict[str, 
 
 
 def granted(variables: dict[str, str]) -> dict[str, str]:
-    """Return the variable that tells ranks how long Slurm waits after its warning; report a time
-    limit that is too short for the warning.
+    """Return the variable with the seconds between Slurm's warning and the job's end.
+
+    If the time limit is too short for the warning, this is reported.
     """
     try:
         told = allocation.allocation(variables["SLURM_JOB_ID"])
-    except Refused:
+    except LaunchError:
         return {}
     warning = allocation.seconds_in(variables.get(allocation.GRACE, "")) or told.warning
     if short := allocation.short_limit(told.limit, warning):
@@ -507,15 +513,13 @@ def granted(variables: dict[str, str]) -> dict[str, str]:
 
 
 def typed() -> tuple[str, ...]:
-    """Return this command as it was typed."""
+    """Return this command as the user typed it."""
     name = os.environ.get(TYPED_AS)
     return (*name.split(), *sys.argv[1:]) if name else tuple(sys.orig_argv)
 
 
 def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> None:
-    """Print what will run: each host's command, and the names of the variables that travel to the
-    host.
-    """
+    """Print each host's command, and the names of the variables that are passed to the host."""
     ranks, cores = sum(host.slots for host in job.hosts), usable_cores()
     who = (
         "once on each host"
@@ -546,7 +550,7 @@ def show(job: Job, arguments: argparse.Namespace, variables: dict[str, str]) -> 
 
 
 def command_on(job: Job, node: int) -> str:
-    """Return the command that starts the ranks of a host, and how launch reaches the host."""
+    """Return the command that starts a host's ranks, with the prefix that reaches the host."""
     host = job.hosts[node]
     meeting = spawn.Meeting(
         tuple(machine.slots for machine in job.hosts),
@@ -568,7 +572,7 @@ def command_on(job: Job, node: int) -> str:
 
 
 def once(job: Job) -> int:
-    """Runs the script once on each host, and prints its output, host by host."""
+    """Run the script once on each host, print its output and return the exit code."""
     began = time.monotonic()
     logs = new_logs(Path(job.folder) / "runs" / f"{Path(job.words[0]).stem}.logs")
     outcome = Start(job, logs, say).run()
@@ -586,10 +590,10 @@ def say(text: Any) -> None:
 
 
 if __name__ == "__main__":
-    # in a pod this is the first process, which without a handler does not notice SIGTERM
+    # In a pod this is process 1, which ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # ranks print UTF-8, whatever the locale
+            # ranks print UTF-8 in every locale
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Finds the addresses, interfaces and ports of this host."""
+"""Addresses, network interfaces and ports of this host."""
 
 import contextlib
 import fcntl
@@ -21,8 +21,9 @@ def is_free(port: int) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """Finds the address of this host that the host `towards` (name or address) sees; "" if that
-    cannot be found out.
+    """Return the address under which the host `towards` (name or address) sees this host.
+
+    The result is "" if the address cannot be found.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
@@ -34,26 +35,28 @@ def own_address(towards: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an address that no other host reaches, as Debian's /etc/hosts gives it to a
-    host's own name.
+    """Return True for an address that no other host can reach.
+
+    Debian's /etc/hosts assigns such an address to a host's own name.
     """
     return address.startswith(("127.", "::ffff:127.")) or address == "::1"
 
 
 def interface_to(address: str) -> str:
-    """Finds the network interface through which this host reaches another; "" for the host itself,
-    or if that cannot be found out.
+    """Return the network interface through which this host reaches a different host.
+
+    The result is "" if `address` is this host itself, or if the interface cannot be found.
     """
     own = own_address(address).partition("%")[0]
     return "" if is_loopback(own) else interfaces().get(own.removeprefix("::ffff:"), "")
 
 
 def interfaces() -> dict[str, str]:
-    """Return address -> network interface of this host, for its IPv4 and IPv6 addresses."""
+    """Return a map of this host's IPv4 and IPv6 addresses to their network interfaces."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address of IPv4
+            with contextlib.suppress(OSError):  # this interface has no IPv4 address
                 # SIOCGIFADDR
                 packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()))
                 found[socket.inet_ntoa(packed[20:24])] = name

@@ -1,32 +1,37 @@
-"""Reads what Slurm grants the job that launch runs in: its time limit, and the time between its
-warning signal and the kill.
+"""The limits of the Slurm job in which launch runs.
+
+They are the job's time limit, and the time between the warning signal and the kill.
 """
 
 import re
 from dataclasses import dataclass
 
+from .errors import LaunchError
 from .hosts import scontrol
-from .refused import Refused
 
-# an environment variable: seconds between the scheduler's signal and its kill, read by
-# recipekit/runtime/stopping.py
+# Environment variable with the seconds between the scheduler's signal and its kill.
+# recipekit/runtime/stopping.py reads it.
 GRACE = "LAUNCH_GRACE"
 SIGNAL = re.compile(r"(?:[BR]+:)?\w+(?:@(\d+))?")  # value of sbatch's --signal
-DEFAULT_WARNING = 60.0  # seconds of a --signal without @SECONDS, by sbatch's manual
+DEFAULT_WARNING = 60.0  # seconds for a --signal without @SECONDS, from sbatch's manual
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A running Slurm job; times in seconds, None if there is no limit or it is not known."""
+    """A running Slurm job.
+
+    Times are in seconds. `limit` is None if there is no limit. Either time is None if it is
+    unknown.
+    """
 
     state: str
-    batch: bool  # submitted with sbatch, so that Slurm can start it again
+    batch: bool  # True if submitted with sbatch, so that Slurm can start it again
     limit: float | None
     warning: float | None
 
 
 def allocation(job: str) -> Allocation:
-    """Ask Slurm about a job. Raises `Refused`."""
+    """Query a job's limits from Slurm. Raises `LaunchError` if the query fails."""
     told = dict(
         word.split("=", 1)
         for word in scontrol("show", "job", "--oneliner", job).split()
@@ -35,7 +40,7 @@ def allocation(job: str) -> Allocation:
     batch = told.get("BatchFlag", "1") != "0"
     try:
         script = scontrol("write", "batch_script", job, "-") if batch else ""
-    except Refused:  # only the owner and operators may read it
+    except LaunchError:  # only the owner and operators may read it
         script = ""
     return Allocation(
         told.get("JobState", ""), batch, seconds(told.get("TimeLimit", "")), warning_in(script)
@@ -43,37 +48,38 @@ def allocation(job: str) -> Allocation:
 
 
 def warning_in(script: str) -> float | None:
-    """Return the seconds of `#SBATCH --signal` in a batch script; None if it asks for no signal."""
+    """Return the seconds in a batch script's `#SBATCH --signal`, or None without this directive."""
     found = None
     for line in script.splitlines():
         if line.strip() and not line.startswith("#"):
-            break  # sbatch reads no directive below the first command
+            break  # sbatch ignores directives after the first command
         if directive := re.match(r"#SBATCH\s+(.*)", line):
             found = warning_of(directive[1].split()) or found
     return found
 
 
 def warning_of(flags: list[str]) -> float | None:
-    """Return the seconds of sbatch's `--signal` among its flags; None if there is none."""
+    """Return the seconds of `--signal` among sbatch's flags, or None if the flag is missing."""
     value = _value(flags, "--signal")
     signal = SIGNAL.fullmatch(value) if value else None
     return (float(signal[1]) if signal[1] else DEFAULT_WARNING) if signal else None
 
 
 def limit_of(flags: list[str]) -> float | None:
-    """Return the seconds of sbatch's `--time` or `-t` among its flags; None if there is none."""
+    """Return the seconds of `--time` or `-t` among sbatch's flags, or None without the flag."""
     short = next((flag[2:].lstrip("=") for flag in flags if re.match(r"-t=?\d", flag)), "")
     return seconds(_value(flags, "--time") or _value(flags, "-t") or short)
 
 
 def seconds_in(text: str) -> float | None:
-    """Return the seconds of LAUNCH_GRACE; None if it holds no positive number."""
+    """Return the seconds in LAUNCH_GRACE, or None if its text is not a positive number."""
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII) and float(text) > 0 else None
 
 
 def _value(flags: list[str], name: str) -> str:
-    """Return the last value of a flag, written as `--NAME=VALUE` or as two words; "" if it is not
-    there.
+    """Return the last value of a flag, written as `--NAME=VALUE` or as two words.
+
+    The result is "" if the flag is missing.
     """
     found = ""
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
@@ -85,8 +91,9 @@ def _value(flags: list[str], name: str) -> str:
 
 
 def seconds(text: str) -> float | None:
-    """Return the seconds of a time as Slurm writes it: MIN, MIN:SEC, H:MIN:SEC, DAYS-H, DAYS-H:MIN
-    or DAYS-H:MIN:SEC; None for UNLIMITED and the like.
+    """Return the seconds of a time in Slurm's format, or None for UNLIMITED and other words.
+
+    The formats are MIN, MIN:SEC, H:MIN:SEC, DAYS-H, DAYS-H:MIN and DAYS-H:MIN:SEC.
     """
     days, dash, rest = text.rpartition("-")
     parts = rest.split(":")
@@ -103,8 +110,9 @@ def seconds(text: str) -> float | None:
 
 
 def short_limit(limit: float | None, warning: float | None) -> str:
-    """Return a line about a time limit that leaves little time for training before the warning; ""
-    if it is long enough.
+    """Return a warning if a time limit allows little training before the warning signal.
+
+    Otherwise the result is "".
     """
     if limit is None or warning is None or limit >= 2 * warning:
         return ""

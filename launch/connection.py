@@ -1,5 +1,6 @@
-"""The connection to the agent of one host: what it prints becomes events, and commands go to its
-stdin.
+"""The connection to one host's agent.
+
+The agent's output lines become events, and commands are written to its stdin.
 """
 
 import contextlib
@@ -10,16 +11,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .refused import Refused
+from .errors import LaunchError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class Connection:
-    """Connects to a host's agent, whose lines arrive in `events` as (node, message); a message None
-    is the end.
+    """A connection to a host's agent.
 
-    Raises `Refused` if the agent cannot be started.
+    It adds the agent's messages to `events` as (node, message). If the message is None, the
+    connection has ended. Raises `LaunchError` if the agent cannot be started.
     """
 
     def __init__(self, node: int, argv: list[str], events: "queue.SimpleQueue[tuple[int, Any]]"):
@@ -38,7 +39,7 @@ class Connection:
                 "ssh": "Install the OpenSSH client",
                 "srun": "Start the job on a machine of the cluster",
             }.get(argv[0], "Give an interpreter with --python")
-            raise Refused(f"{argv[0]} cannot be started: {error.strerror}. {fix}") from None
+            raise LaunchError(f"{argv[0]} cannot be started: {error.strerror}. {fix}") from None
         self.errors: list[str] = []
         self.open = True
         self.events = events

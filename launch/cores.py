@@ -1,6 +1,4 @@
-"""Finds the cores of a host that the ranks may use, and deals them, so that each rank computes
-beside its GPU.
-"""
+"""Assignment of a host's CPU cores to ranks, so that each rank computes close to its GPU."""
 
 import contextlib
 import os
@@ -11,24 +9,26 @@ ROOT = Path("/")
 SYSTEM = Path("/sys")
 
 
-# The next four functions are also in recipekit/spec/cores.py: launch imports nothing of recipekit.
+# The next four functions are also in recipekit/spec/cores.py, because launch does not import
+# recipekit.
 def usable_cores(root: Path = ROOT) -> int:
-    """Return how many cores this process may keep busy, at least 1."""
+    """Return how many cores this process may keep busy, which is at least 1."""
     return min(len(os.sched_getaffinity(0)), whole_cores(cpu_limit(root)))
 
 
 def whole_cores(limit: float) -> int:
-    """Return a limit as whole cores, at least 1: with one thread more than the limit, the kernel
-    stops all threads for a while.
+    """Round a limit down to full cores, but to at least 1.
+
+    If one thread more than the limit were running, the kernel would pause all threads for a while.
     """
     return max(1, int(min(limit, 1 << 20)))
 
 
 def cpu_limit(root: Path = ROOT) -> float:
-    """Return the cores that the cgroups of this process allow (quota / period, versions 1 and 2);
-    infinity without a limit.
+    """Return the number of cores that this process's cgroups allow, or infinity without a limit.
 
-    Kubernetes, Docker and systemd set such limits. A limit of any parent group also holds.
+    A limit is quota / period, in cgroup versions 1 and 2. Kubernetes, Docker and systemd set such
+    limits. Every parent group's limit also applies.
     """
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -40,9 +40,10 @@ def cpu_limit(root: Path = ROOT) -> float:
 
 
 def _limits(mounts: Path, line: str) -> Iterator[float]:
-    """Yield the limits of a group and of its parents.
+    """Yield the limits of a cgroup and of its parents.
 
-    `line` is of /proc/self/cgroup: ID:CONTROLLERS:PATH, without controllers in version 2.
+    `line` is a line of /proc/self/cgroup: ID:CONTROLLERS:PATH. In version 2 there are no
+    controllers.
     """
     _, controllers, path = line.split(":", 2)
     if controllers and "cpu" not in controllers.split(","):
@@ -50,8 +51,8 @@ def _limits(mounts: Path, line: str) -> Iterator[float]:
     for mount in (
         (mounts / controllers, mounts / "cpu") if controllers else (mounts, mounts / "unified")
     ):
-        # inside a container the path may be the host's, while the mount shows the container's own
-        # group
+        # Inside a container the path may be the host's path, while the mount shows the container's
+        # own group.
         for group in [mount, *(mount / part for part in _parts(path))]:
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 quota, period = map(int, (group / "cpu.max").read_text().split())
@@ -65,7 +66,7 @@ def _limits(mounts: Path, line: str) -> Iterator[float]:
 
 
 def _parts(path: str) -> Iterator[str]:
-    """Yield a group's path and its parents, without the root: a/b yields a, a/b."""
+    """Yield a group's path and its parents, without the root. For example, a/b yields a, a/b."""
     names = [name for name in path.split("/") if name]
     for end in range(1, len(names) + 1):
         if ".." not in names:
@@ -75,13 +76,16 @@ def _parts(path: str) -> Iterator[str]:
 def deal(
     visible: list[str], allowed: Iterable[int], gpus: int, system: Path = SYSTEM
 ) -> list[list[int]]:
-    """Deals `allowed` cores to the ranks of the GPUs `visible` (numbers in PCI order): each gets
-    its part of those of the GPU's NUMA node.
+    """Assign the `allowed` cores to ranks.
 
-    Where a GPU or its node is not known (a CPU host, a UUID, one node for all), the rank shares all
-    allowed cores. So it does where this process finds other than the host's number of `gpus`: a
-    container that has a few of them numbers these anew. The two threads of a core go to one rank
-    where they can; with fewer cores than ranks, ranks share a core.
+    Each rank receives its share of the cores in its GPU's NUMA node. `visible` lists each rank's
+    GPU as a number in PCI order. If the GPU or its node is unknown (a CPU host, a UUID, one node
+    for all GPUs), the rank shares all allowed cores. The same applies if the number of GPUs that
+    this process sees differs from `gpus`, the host's number. A container with some of the GPUs
+    renumbers them.
+
+    Both threads of a core are assigned to the same rank if possible. If there are fewer cores than
+    ranks, ranks share a core.
     """
     allowed, nodes = sorted(allowed), numa_nodes(system)
     nodes = nodes if len(nodes) == gpus else []
@@ -105,8 +109,9 @@ def deal(
 
 
 def numa_nodes(system: Path) -> list[int]:
-    """Reads the NUMA node of each NVIDIA GPU, in the order of their PCI addresses; -1: the host
-    says none.
+    """Read the NUMA node of each NVIDIA GPU, in the order of their PCI addresses.
+
+    A node is -1 if the host does not report it.
     """
     return [
         int((device / "numa_node").read_text())
@@ -115,19 +120,19 @@ def numa_nodes(system: Path) -> list[int]:
 
 
 def cores_of_node(node: int, system: Path) -> set[int]:
-    """Reads the cores of a NUMA node; none of node -1."""
+    """Read the cores in a NUMA node. The result is an empty set for node -1."""
     listed = system / f"devices/system/node/node{node}/cpulist"
     return set(numbers(listed.read_text())) if listed.exists() else set()
 
 
 def first_thread(core: int, system: Path) -> int:
-    """Returns the first of the hardware threads that share a core with this one."""
+    """Return the first hardware thread on the physical core of the thread `core`."""
     listed = system / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
     return min(numbers(listed.read_text())) if listed.exists() else core
 
 
 def numbers(text: str) -> list[int]:
-    """Reads Linux's lists of numbers, such as 0-3,8."""
+    """Parse a Linux list of numbers, such as 0-3,8."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return [
         number for first, _, last in ends for number in range(int(first), int(last or first) + 1)

@@ -1,9 +1,9 @@
-"""Chooses the environment variables that reach the ranks, and those that nobody may see.
+"""The environment variables that reach the ranks, and the variables that must stay secret.
 
-There is one list for ssh, `--where slurm`, slurm.sbatch and Kubernetes: NAMES and the patterns of
-FAMILIES. Variables of the list that stay behind are reported by name. Everything else comes from
-the login on each host, so that a path or a display of this machine does not travel. sbatch itself
-knows no patterns, so slurm.sbatch names the known variables of each family.
+ssh, `--where slurm`, slurm.sbatch and Kubernetes share one list: NAMES and the patterns in
+FAMILIES. Listed variables that are not passed on are reported by name. All other variables come
+from the login on each host, so paths or displays of this machine are not passed on. sbatch itself
+supports no patterns, so slurm.sbatch lists the known variables of each family.
 """
 
 import fnmatch
@@ -67,8 +67,8 @@ FAMILIES = (
 )
 # Each host has its own devices. WANDB_SERVICE is the socket of a process on this machine.
 OF_ONE_HOST = ("CUDA_VISIBLE_DEVICES", "WANDB_SERVICE")
-# Secrets that recipes read. They travel on the same encrypted stdin as the rest, and their values
-# are never printed or written.
+# Secrets that recipes read. They are sent over the same encrypted stdin as all other variables.
+# Their values are never printed or written.
 SECRETS = (
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
@@ -80,14 +80,14 @@ SECRETS = (
 SECRET = re.compile(
     r"(^|_)(TOKENS?|SECRETS?|PASSWORDS?|PASSWD|PASS|PASSPHRASE|CREDENTIALS?|AUTH|APIKEYS?|KEYS?)\d*(_|$)"
 )
-# the path of a file that holds a secret is not a secret
+# The path of a file that contains a secret is not a secret.
 PLACE = re.compile(r"_(PATH|FILE|DIR|HOME)$")
 SWITCH = re.compile(r"[01]?|true|false|yes|no|on|off", re.IGNORECASE)
-# https://TOKEN@host, https://user:pass/word@host, user:password@proxy:3128; but
-# https://host:443/a@b is none
+# Matches https://TOKEN@host, https://user:pass/word@host and user:password@proxy:3128, but not
+# https://host:443/a@b.
 USER = re.compile(r"://(?:[^/\s]*@|[^/\s:]*:(?!\d+/)\S*@)|^[^/\s@]+:(?!//)[^\s@]+@")
-# ?key=VALUE in an address; `x-api-key: VALUE` in a list of headers; a token of the hub or an id of
-# AWS in a path
+# These patterns match ?key=VALUE in an address, `x-api-key: VALUE` in a list of headers, and a hub
+# token or an AWS id in a path.
 PARAMETER = re.compile(
     r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIAL|KEY|AUTH|SIG|SIGNATURE)=[^\s&;,]",
     re.IGNORECASE,
@@ -104,27 +104,30 @@ def is_listed(name: str) -> bool:
 
 
 def holds_secret(value: str) -> bool:
-    """Return True for a value with a user, a password, a key or a token in it, as in an address."""
+    """Return True for a value, such as an address, that contains a user, password, key or token."""
     return any(pattern.search(value) for pattern in (USER, PARAMETER, HEADER, SHAPE))
 
 
 def shown(word: str) -> str:
-    """Return a word of a command line as it may be printed: an address with a key or a password
-    ends after its scheme.
+    """Return a word of a command line in a form that may be printed.
+
+    An address with a key or password is shortened to its scheme.
     """
     return re.sub(r"://\S*", "://...", word) if "://" in word and holds_secret(word) else word
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Return True for a variable whose value nobody may see: by its name, or by a key or password
-    in its value.
+    """Return True for a variable whose value must not be shown.
+
+    Either its name indicates a secret, or its value contains a key or password.
     """
     return name in SECRETS or _is_called_secret(name, value) or holds_secret(value)
 
 
 def _is_called_secret(name: str, value: str) -> bool:
-    """Return True for a variable with a secret's name; a path and a switch, such as
-    HF_HUB_DISABLE_IMPLICIT_TOKEN=1, are not secret.
+    """Return True for a variable whose name indicates a secret.
+
+    Paths and switches, such as HF_HUB_DISABLE_IMPLICIT_TOKEN=1, are not secret.
     """
     return (
         bool(SECRET.search(name.upper()))
@@ -134,8 +137,9 @@ def _is_called_secret(name: str, value: str) -> bool:
 
 
 def needed(variables: dict[str, str], more: list[str]) -> dict[str, str]:
-    """Select the variables that a run needs on every host, without secrets; `more`: names that the
-    user added.
+    """Select the variables that a run needs on every host, without secrets.
+
+    `more` lists names that the user added.
     """
     return {
         name: value
@@ -147,8 +151,10 @@ def needed(variables: dict[str, str], more: list[str]) -> dict[str, str]:
 
 
 def secrets(variables: dict[str, str], more: list[str]) -> dict[str, str]:
-    """Select the secrets that recipes read or the user named, and the listed addresses with a
-    password.
+    """Select the secrets to pass on.
+
+    They are the secrets that recipes read, the secrets that the user named, and listed addresses
+    that contain a password.
     """
     return {
         name: value
@@ -165,9 +171,9 @@ def secrets(variables: dict[str, str], more: list[str]) -> dict[str, str]:
 
 
 def left_behind(variables: dict[str, str], passed: dict[str, str], way: str) -> list[str]:
-    """Return a line about the listed variables that are not `passed`; [] if all are.
+    """Return a line about the listed variables that are not `passed`, or [] if all are passed.
 
-    `way`: how a secret gets there.
+    `way` explains how a secret can reach the hosts.
     """
     names = [name for name in sorted(variables) if is_listed(name) and name not in passed]
     secret = [name for name in names if is_secret(name, variables[name])]

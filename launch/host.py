@@ -1,9 +1,10 @@
-"""Runs on each host of a job: starts the ranks, watches them, and ends every process that they
-started.
+"""The agent on each host of a job.
+
+It starts the ranks, watches them, and ends every process that they started.
 
     python -m launch.host      started by `python -m launch`: over ssh, srun, or on the same machine
 
-Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdout:
+Commands arrive as lines of JSON on stdin. Reports are written as lines of JSON to stdout:
 
     in    the specification
           {"start": {"master_addr", "master_port"}}
@@ -15,8 +16,8 @@ Commands come as lines of JSON on stdin, reports leave as lines of JSON on stdou
           {"ended": ...} for each rank; {"launcher": exit code}
           {"done": processes killed}
 
-Linux only: exit states are read from the process table, because the ranks are children of their
-launcher, not of this process.
+The agent supports only Linux. It reads exit codes from the process table, because the ranks are
+children of their launcher, not of the agent.
 """
 
 import codecs
@@ -41,45 +42,45 @@ from .hosts import devices, visible_devices
 from .processes import MARK, code_from, descendants, end_leftovers, exit_code
 from .rank import STOPS
 
-LEFT = 5.0  # seconds that helpers of the ranks (compilers, W&B's service) may outlive the ranks
+LEFT = 5.0  # seconds that helper processes (compilers, W&B's service) may outlive the ranks
 TRACEBACK_BEGINS = "Traceback (most recent call last):"
-# lines of a failed rank that are shown: without, and with its last traceback
+# number of lines shown of a failed rank: without and with its last traceback
 TAIL, TRACEBACK = 25, 200
-NO_GPUS_FROM_SLURM = "NoDevFiles"  # a recipe refuses it on a host with GPUs
+NO_GPUS_FROM_SLURM = "NoDevFiles"  # a recipe rejects this value on a host with GPUs
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class Agent:
-    """Carries out one host's part of one start."""
+    """The agent that runs one host's part of one start."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.commands = b""
-        self.reports = b""  # the beginning of a line in the pipe
+        self.reports = b""  # the incomplete last line read from the pipe
         self.spec: dict[str, Any] = {}
         self.launcher: subprocess.Popen[bytes] | None = None
         self.launcher_ended: int | None = None
         self.running: dict[int, tuple[int, int]] = {}  # pid -> (rank, pidfd)
         self.reported: dict[int, int | None] = {}  # rank -> exit code
-        # ranks whose exit code their launcher took before this process looked
+        # ranks whose launcher collected their exit code before this process read it
         self.unknown: list[int] = []
-        self.shown_rank: int | None = None  # whose output goes to the console
+        self.shown_rank: int | None = None  # the rank whose output goes to the console
         self.stopping = ""
         self.killing = False
-        self.console: Any = None  # rank 0's file
+        self.console: Any = None  # log file of rank 0
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     # messages
 
     def tell(self, **message: Any) -> None:
-        # nobody listens any more, which the end of stdin says too
+        # If nobody reads stdout any more, stdin has also ended, which stops the ranks.
         with contextlib.suppress(OSError):
             data = json.dumps(message).encode() + b"\n"
             while data:
                 data = data[os.write(1, data) :]
 
     def hear(self) -> list[dict[str, Any]]:
-        """Reads the commands that have come; {"stop"} at the end of stdin."""
+        """Read the commands that have arrived. The end of stdin counts as a "stop" command."""
         chunk = os.read(0, 1 << 16)
         if not chunk:
             self.selector.unregister(0)
@@ -100,7 +101,10 @@ class Agent:
     # before the start
 
     def prepare(self, spec: dict[str, Any]) -> None:
-        """Says hello, with everything that would keep the ranks of this host from starting."""
+        """Send the hello message.
+
+        The message contains every problem that would keep this host's ranks from starting.
+        """
         self.spec, problems = spec, []
         end_leftovers(spec["mark"])
         try:
@@ -133,7 +137,7 @@ class Agent:
             )
         over_ssh = os.environ.get("SSH_CONNECTION", "").split()
         address = over_ssh[2] if len(over_ssh) == 4 else ""
-        if not address or is_loopback(address):  # the connection comes from this host itself
+        if not address or is_loopback(address):  # this host connected to itself
             address = next((own for name in spec["others"] if (own := own_address(name))), address)
         self.tell(
             hello={"problems": problems, "address": address, "port": free_port(), "gpus": found}
@@ -142,8 +146,9 @@ class Agent:
     def environment(
         self, meeting: spawn.Meeting, folder: str, visible: list[str]
     ) -> dict[str, str]:
-        """Build the environment of this host's launcher, and so of every rank; `visible` are the
-        devices of the ranks.
+        """Build the environment of this host's launcher, which all its ranks inherit.
+
+        `visible` lists the devices of the ranks.
         """
         slots = meeting.slots[meeting.node]
         variables = os.environ | self.spec["environment"]
@@ -153,11 +158,12 @@ class Agent:
             "LAUNCH_PIPE": f"{folder}/pipe",
             "LAUNCH_LOCAL_WORLD_SIZE": str(slots),
         }
-        variables |= self.spec["for_rank_0"]  # what its progress line and its last line need
+        variables |= self.spec["for_rank_0"]  # for rank 0's progress line and last line
         if locale.getencoding().lower() != "utf-8":
-            # torch 2.13 cannot be imported where text is ASCII, and launchers import it
+            # torch 2.13 cannot be imported if the locale's encoding is ASCII, and launchers import
+            # torch.
             variables["PYTHONUTF8"] = "1"
-        # ninja, for compiled ops
+        # compiled ops need ninja
         variables["PATH"] = os.pathsep.join(
             [str(Path(self.spec["python"]).parent), variables.get("PATH", os.defpath)]
         )
@@ -168,23 +174,26 @@ class Agent:
         return variables
 
     def add_cores(self, variables: dict[str, str], slots: int, visible: list[str]) -> None:
-        """Add the cores of each rank with --bind_cores, and the threads that fit them."""
+        """With --bind_cores, add each rank's cores and a number of threads that fits them."""
         allowed, limit = os.sched_getaffinity(0), cores.whole_cores(cores.cpu_limit())
         threads = min(len(allowed), limit) // slots
         if self.spec["bind_cores"]:
-            # the order in which the GPUs are looked up; CUDA's own begins with the fastest
+            # The GPUs are looked up in this order. CUDA's default order starts with the fastest
+            # GPU.
             variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             dealt = cores.deal(visible, allowed, devices({}))
             variables["LAUNCH_CORES"] = ";".join(",".join(map(str, own)) for own in dealt)
             threads = min(limit // slots, *map(len, dealt))
-        # else deepspeed's launcher leaves all cores to each rank, and torchrun one
+        # Without this variable, each rank would start threads for all cores under deepspeed, but
+        # only one thread under torchrun.
         variables.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
     def add_interface(self, variables: dict[str, str], meeting: spawn.Meeting) -> None:
         """Add the network interface that leads to the other hosts, unless the user chose one.
 
-        Otherwise gloo takes the address of this host's name in /etc/hosts, often 127.0.1.1, which
-        no other host reaches, and NCCL may take a bridge of virtual machines or containers.
+        Without this variable, gloo uses the address of this host's name in /etc/hosts. This address
+        is often 127.0.1.1, which no other host can reach. NCCL may choose the bridge of a virtual
+        machine or container.
         """
         ways = (
             interface_to(host)
@@ -193,7 +202,7 @@ class Agent:
         )
         if name := next(filter(None, ways), ""):
             variables.setdefault("GLOO_SOCKET_IFNAME", name)
-            # The = says that the name is whole.
+            # The = requests an exact match of the name instead of a prefix.
             variables.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
     # the run
@@ -208,7 +217,7 @@ class Agent:
         words = spawn.command(
             self.spec["spawn"], self.spec["python"], meeting, visible, self.spec["words"]
         )
-        # a process that loses its parent becomes a child of this process
+        # A process that loses its parent becomes a child of this process.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
         self.launcher_log = Path(self.spec["logs"]) / f"launcher_{meeting.node}.log"
@@ -223,10 +232,10 @@ class Agent:
         prctl = ctypes.CDLL(None).prctl
 
         def in_child() -> None:
-            # only this process reacts: launchers would kill ranks that are saving (rank.py
-            # unblocks)
+            # Only this process reacts to stop signals, because launchers would kill ranks that are
+            # saving. rank.py unblocks the signals for the rank.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
-            # without this process the ranks must notice that their launcher has gone
+            # If this process dies, its launcher must also end, so that the ranks notice.
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
         with self.launcher_log.open("wb") as log:
@@ -241,10 +250,10 @@ class Agent:
             )
 
     def open_pipe(self) -> None:
-        """Make the pipe through which the ranks report, and watch it."""
+        """Create the pipe through which the ranks report, and watch it."""
         self.folder = tempfile.mkdtemp(prefix="launch_")
         os.mkfifo(f"{self.folder}/pipe")
-        # open for writing too, so that reading never meets its end
+        # Open the pipe for writing as well, so that a read never returns end of file.
         self.pipe = os.open(f"{self.folder}/pipe", os.O_RDWR | os.O_NONBLOCK)
         self.selector.register(self.pipe, selectors.EVENT_READ, "pipe")
 
@@ -252,11 +261,10 @@ class Agent:
         return Path(self.spec["logs"]) / f"rank_{rank}.log"
 
     def meet_ranks(self) -> None:
-        """Watch ranks that have just started, and pass on the run folder and the progress line that
-        they report.
+        """Watch ranks that have just started, and forward rank 0's run folder and progress line.
 
-        Programs that a rank starts inherit the name of the pipe: a report counts only if it comes
-        from a rank itself.
+        Programs that a rank starts inherit the name of the pipe. A report therefore counts only if
+        a rank itself wrote it.
         """
         with contextlib.suppress(BlockingIOError):
             *lines, self.reports = (self.reports + os.read(self.pipe, 1 << 16)).split(b"\n")
@@ -273,8 +281,9 @@ class Agent:
                         os.kill(report["pid"], signal.Signals[self.stopping])
 
     def rank_ended(self, pid: int) -> None:
-        """Reports a rank with its exit code, which is read while the rank is a zombie, before its
-        launcher looks.
+        """Report the end of a rank with its exit code.
+
+        The code is read while the rank is a zombie, before its launcher collects it.
         """
         rank, watched = self.running.pop(pid)
         code = exit_code(pid)
@@ -284,15 +293,16 @@ class Agent:
             adopted = self.reap().get(pid)
             code = code_from(self.launcher_log, pid) if adopted is None else adopted
         self.reported[rank] = code
-        self.show()  # what it has printed comes before its end
+        self.show()  # report the rank's output before its end
         if code is None:
             self.unknown.append(rank)
         else:
             self.report(rank, code)
 
     def report_unknown(self) -> None:
-        """Report ranks whose exit code was lost, once their launcher has ended: it ends with 0 only
-        if all of its ranks did.
+        """Report ranks whose exit code was lost, once their launcher has ended.
+
+        A launcher exits with 0 only if all its ranks exited with 0.
         """
         while self.unknown and self.launcher_ended is not None:
             self.report(self.unknown.pop(), 0 if self.launcher_ended == 0 else None)
@@ -310,9 +320,7 @@ class Agent:
         )
 
     def reap(self) -> dict[int, int]:
-        """Collects the exit codes of this process's children that have ended, inherited ones
-        included.
-        """
+        """Collect the exit codes of child processes that have ended, including adopted ones."""
         codes = {}
         while True:
             try:
@@ -326,8 +334,9 @@ class Agent:
                 self.launcher_ended = self.launcher.returncode = codes[pid]
 
     def stop(self, reason: str) -> None:
-        """Asks every rank to save a checkpoint and end; ranks that have not begun yet end with the
-        launcher.
+        """Ask every rank to save a checkpoint and end.
+
+        If no rank has started, kill the launcher.
         """
         if not self.stopping:
             self.stopping = reason
@@ -344,7 +353,7 @@ class Agent:
                 os.kill(pid, signal.SIGKILL)
 
     def show(self) -> None:
-        """Passes on what rank 0 has printed since the last time."""
+        """Forward rank 0's new output."""
         if self.shown_rank is None:
             return
         if self.console is None:
@@ -356,7 +365,7 @@ class Agent:
             self.tell(out=text)
 
     def run(self) -> int:
-        """Run until every process of this host has ended."""
+        """Run until every process on this host has ended."""
         self.listen()
         over_since: float | None = None
         killed = 0
@@ -371,7 +380,7 @@ class Agent:
             self.follow_launcher()
             if self.launcher_ended is None or self.running:
                 if self.killing:
-                    self.kill()  # processes forked meanwhile
+                    self.kill()  # processes forked since the last kill
                 continue
 
             over_since = over_since or time.monotonic()
@@ -387,7 +396,7 @@ class Agent:
                 return 0
 
     def listen(self) -> None:
-        """Watch for commands, and for signals that ask for a stop."""
+        """Watch for commands and for stop signals."""
         self.selector.register(0, selectors.EVENT_READ, "commands")
         self.woken, self.waker = socket.socketpair()
         self.woken.setblocking(False)
@@ -398,7 +407,7 @@ class Agent:
         self.selector.register(self.woken, selectors.EVENT_READ, "signals")
 
     def react(self, event: Any) -> None:
-        """React to what the selector reports: commands, signals, the pipe, or a rank's pid."""
+        """Handle a selector event: commands, signals, the pipe, or the pid of an ended rank."""
         if event == "commands":
             for message in self.hear():
                 self.obey(message)
@@ -413,7 +422,7 @@ class Agent:
             self.rank_ended(event)
 
     def follow_launcher(self) -> None:
-        """Pass on new output of rank 0, and report the launcher once it has ended."""
+        """Forward rank 0's new output, and report the launcher once it has ended."""
         self.show()
         before = self.launcher_ended
         self.reap()
@@ -431,17 +440,17 @@ class Agent:
 
 
 def devices_of_ranks(slots: int) -> list[str]:
-    """Return the CUDA device of each rank of this host; -1 on the CPU."""
+    """Return the CUDA device of each rank on this host, or -1 for the CPU."""
     visible = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES", ""))[:slots]
     if "CUDA_VISIBLE_DEVICES" in os.environ and not visible:
         unseen = os.environ["CUDA_VISIBLE_DEVICES"].strip()
-        # the user wants the CPU, or Slurm gave the job no GPU
+        # The user wants the CPU, or Slurm assigned no GPU to the job.
         visible = [unseen if unseen == NO_GPUS_FROM_SLURM else "-1"] * slots
     return visible if len(visible) == slots else [str(index) for index in range(slots)]
 
 
 def place_of_once(meeting: spawn.Meeting) -> dict[str, str]:
-    """Return the variables of a script that runs once on this host."""
+    """Return the environment variables for a script that runs once on this host."""
     place = {
         "RANK": meeting.first_rank,
         "LOCAL_RANK": 0,
@@ -455,8 +464,9 @@ def place_of_once(meeting: spawn.Meeting) -> dict[str, str]:
 
 
 def last_lines(log: Path, most: int = TAIL) -> list[str]:
-    """Returns the last lines of a file, each cut to a readable length; more lines if a Python
-    traceback began before them.
+    """Return the last lines of a file, each shortened to 1,000 characters.
+
+    If a Python traceback starts earlier, the result contains more lines, beginning with its start.
     """
     lines = _end(log).splitlines()
     traceback = max(
@@ -470,8 +480,9 @@ def last_lines(log: Path, most: int = TAIL) -> list[str]:
 
 
 def named_error(log: Path) -> str:
-    """Returns the last Python exception in a file, or the first line of a refusal; "" if there is
-    neither.
+    """Return the last Python exception in a file, or the first line of a config error.
+
+    The result is "" if the file contains neither.
     """
     lines = _end(log).splitlines()
     if told := [line for line in lines if line.startswith("refused")]:

@@ -1,4 +1,4 @@
-"""Finds out where launch runs, and which hosts with how many ranks the job has."""
+"""The place where launch runs, and the job's hosts with their numbers of ranks."""
 
 import codecs
 import contextlib
@@ -9,30 +9,31 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from .refused import Refused
+from .errors import LaunchError
 
-# May follow `ssh` as one word: never a flag, never anything that a shell interprets
+# Safe as one word after `ssh`: never a flag, and without characters that a shell interprets
 NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 DEVICE = re.compile(r"[0-9]+|(?:GPU|MIG)-[0-9A-Za-z/-]+")
 SLOTS = re.compile(r"slots=([1-9][0-9]{0,3})", re.ASCII)
 
 
-# Programs that start processes -> the variable with their number
+# Programs that start processes -> the variable that contains the number of processes
 STARTED_BY = (
     ("mpirun", "OMPI_COMM_WORLD_SIZE"),
     ("mpiexec", "PMI_SIZE"),
     ("flux run", "FLUX_JOB_SIZE"),
     ("srun", "SLURM_STEP_NUM_TASKS"),
 )
-ANSWER = 60.0  # seconds for scontrol
-RESERVED_STEPS = 0xFFFFFF00  # Slurm's numbers from here on are no steps of srun (slurm.h)
+ANSWER = 60.0  # seconds within which scontrol must answer
+RESERVED_STEPS = 0xFFFFFF00  # step ids from here on do not come from srun (slurm.h)
 
 
 @dataclass(frozen=True)
 class Host:
-    """Describes one machine of the job.
+    """One machine of the job.
 
-    `address` is where the other hosts reach it, "" if the machine reports that itself.
+    The other hosts reach this machine at `address`. "" means that the machine reports its address
+    itself.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Host:
 
 
 def detect(variables: dict[str, str], hostfile: str | None) -> str:
-    """Finds out where launch runs: local, hostfile, slurm or k8s."""
+    """Return the place where launch runs: local, hostfile, slurm or k8s."""
     if "SLURM_JOB_ID" in variables:
         return "slurm"
     if "KUBERNETES_SERVICE_HOST" in variables and "JOB_COMPLETION_INDEX" in variables:
@@ -50,11 +51,10 @@ def detect(variables: dict[str, str], hostfile: str | None) -> str:
 
 
 def check_alone(variables: dict[str, str]) -> None:
-    """Raise `Refused` under srun or mpirun that has started launch several times: each would start
-    a run of its own.
+    """Raise `LaunchError` if srun or mpirun has started launch several times.
 
-    A batch script and the terminal of `srun --pty` are one process, whatever the number of tasks
-    is.
+    Otherwise each process would start its own run. A batch script is one process for any number of
+    tasks. The same applies to the terminal of `srun --pty`.
     """
     for name, variable in STARTED_BY:
         count = variables.get(variable, "")
@@ -63,27 +63,27 @@ def check_alone(variables: dict[str, str]) -> None:
                 f"Start launch without {name}, because launch starts the ranks of all hosts itself,"
                 " or start the recipe without launch"
             )
-            raise Refused(f"{name}: has started launch {count} times. {fix}")
+            raise LaunchError(f"{name}: has started launch {count} times. {fix}")
 
 
 def in_step(variables: dict[str, str]) -> bool:
-    """Return True for a task of srun.
+    """Return True for a task that srun started.
 
-    The batch script and the shell of salloc have the reserved numbers of steps.
+    The batch script and the shell of salloc have reserved step ids.
     """
     step = variables.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < RESERVED_STEPS
 
 
 def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) -> list[Host]:
-    """Reads the first `most` hosts of a DeepSpeed hostfile (`NAME slots=N`, `#` begins a comment).
+    """Read the first `most` hosts from a DeepSpeed hostfile (`NAME slots=N`, `#` starts a comment).
 
-    `gpus` replaces the slots. Raises `Refused` with the number of every wrong line.
+    `gpus` replaces the slots. Raises `LaunchError` with the number of every wrong line.
     """
     try:
         text = decoded(path.read_bytes())
     except OSError as error:
-        raise Refused(
+        raise LaunchError(
             f"--hostfile {path}: {error.strerror}. Give a file in the format of"
             " launch/hostfile.example"
         ) from None
@@ -113,14 +113,15 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
             f"--nodes {most}: {path} has {len(hosts)} hosts. Use --nodes {len(hosts)} or add hosts"
         )
     if problems:
-        raise Refused(*problems)
+        raise LaunchError(*problems)
     return hosts[:most]
 
 
 def _wrong_line(words: list[str], name: str, before: int | None) -> str:
-    """Return the rule that a line of a hostfile breaks, with its fix.
+    """Return the rule that a line in a hostfile breaks, with its fix.
 
-    `name` is "" if the first word names no host. `before`: the line that has the host already.
+    `name` is "" if the first word is not a host name. `before` is the number of an earlier line
+    with the same host.
     """
     if ":" in words[0] and not name:
         return (
@@ -140,8 +141,8 @@ def _wrong_line(words: list[str], name: str, before: int | None) -> str:
 def decoded(data: bytes) -> str:
     """Decode a text file.
 
-    Editors and shells of Windows write a byte order mark, and UTF-16; joined files have marks
-    inside.
+    Windows editors and shells write a byte order mark, or UTF-16. Concatenated files may contain
+    several marks.
     """
     for mark, encoding in ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")):
         if data.startswith(mark):
@@ -150,8 +151,9 @@ def decoded(data: bytes) -> str:
 
 
 def same_name(word: str) -> str:
-    """Return a host name in lower case, or an address of IPv6 in its shortest form; "" for
-    neither.
+    """Return a host name in lower case, or an IPv6 address in its shortest form.
+
+    The result is "" for anything else.
     """
     if NAME.fullmatch(word):
         return word.lower()
@@ -161,7 +163,7 @@ def same_name(word: str) -> str:
 
 
 def devices(variables: dict[str, str]) -> int:
-    """Counts the GPUs that a process started here sees."""
+    """Count the GPUs that a process started here would see."""
     if "CUDA_VISIBLE_DEVICES" in variables:
         return len(visible_devices(variables["CUDA_VISIBLE_DEVICES"]))
     return len(
@@ -174,10 +176,10 @@ def devices(variables: dict[str, str]) -> int:
 
 
 def visible_devices(listed: str) -> list[str]:
-    """Return the devices that CUDA takes from CUDA_VISIBLE_DEVICES: those before the first word
-    that is no device.
+    """Return the devices that CUDA reads from CUDA_VISIBLE_DEVICES.
 
-    Such words are -1, NoDevFiles (from Slurm) and none or void (from containers).
+    They are all words before the first word that is not a device, such as -1, NoDevFiles (from
+    Slurm) and none or void (from containers).
     """
     found = []
     for word in map(str.strip, listed.split(",")):
@@ -188,14 +190,13 @@ def visible_devices(listed: str) -> list[str]:
 
 
 def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
-    """Lists the nodes of the allocation that this process runs in, with the addresses that Slurm
-    itself uses.
+    """List the nodes of this process's Slurm allocation, with the addresses that Slurm itself uses.
 
-    Raises `Refused`.
+    Raises `LaunchError` if Slurm does not answer or if a node's name is not a host name.
     """
     names = scontrol("show", "hostnames", variables.get("SLURM_JOB_NODELIST", "")).split()
     if strange := [name for name in names if not NAME.fullmatch(name)]:
-        raise Refused(
+        raise LaunchError(
             f"SLURM_JOB_NODELIST: {strange[0]!r} is not a host name. Start the job with sbatch"
         )
     found = {}
@@ -207,7 +208,7 @@ def slurm_hosts(variables: dict[str, str], gpus: int | None) -> list[Host]:
 
 
 def scontrol(*words: str) -> str:
-    """Returns what scontrol prints. Raises `Refused`."""
+    """Return the output of scontrol. Raises `LaunchError` if the command fails."""
     asked = f"scontrol {' '.join(words)}"
     try:
         return subprocess.run(
@@ -219,16 +220,16 @@ def scontrol(*words: str) -> str:
             env=os.environ | {"LC_ALL": "C"},
         ).stdout
     except subprocess.TimeoutExpired as error:
-        raise Refused(
+        raise LaunchError(
             f"--where slurm: {asked} did not answer in {error.timeout:g} s. Check slurmctld with"
             " `scontrol ping`"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise Refused(
+        raise LaunchError(
             f"--where slurm: {asked} failed: {error.stderr.strip()}. Start the job with sbatch"
         ) from None
     except OSError as error:
-        raise Refused(
+        raise LaunchError(
             f"--where slurm: scontrol cannot be started: {error.strerror}. Start the job on a"
             " machine of the cluster"
         ) from None

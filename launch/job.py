@@ -1,5 +1,6 @@
-"""Runs one start of a job: connects to each host, follows all ranks from beginning to end, and
-finds out why they ended.
+"""One start of a job.
+
+It connects to each host, follows all ranks to their end, and finds out why they ended.
 """
 
 import contextlib
@@ -17,21 +18,21 @@ from typing import Any
 
 from .addresses import is_loopback
 from .connection import REPOSITORY, Connection
+from .errors import START_AGAIN, LaunchError
 from .hosts import Host
 from .rank import STOPS
-from .refused import START_AGAIN, Refused
 from .screen import SCREEN
 
-HELLO = 120.0  # seconds in which every host must have answered
-SETTLE = 2.0  # seconds that ranks may still print why they fail, after one has failed
-# the same if the ranks that have ended only lost a peer: the rank that failed first may still have
-# to print why
+HELLO = 120.0  # seconds within which every host must answer
+SETTLE = 2.0  # seconds that other ranks may still print their errors after one has failed
+# The same limit if every failed rank only lost a peer. The rank that failed first may not have
+# printed its error yet.
 SETTLE_LOST = 15.0
-SETTLE_STOP = 60.0  # the same if a rank ended because it was asked to: the others are ending too
+SETTLE_STOP = 60.0  # the same limit if a rank ended because of a stop signal
 STOP_CODES = {128 + number: number.name for number in STOPS}
-LAST_LINES = ". The last lines of"  # before the name of a file: its last lines follow
-# Last words of a rank when another rank has failed: of recipekit/runtime/failure.py, whose exit
-# codes are 75 or 1; gloo, sockets, torch's stores and NCCL
+LAST_LINES = ". The last lines of"  # precedes the name of a log file, whose last lines follow
+# Last words of a rank after a different rank has failed. They come from
+# recipekit/runtime/failure.py (exit code 75 or 1), gloo, sockets, torch's stores and NCCL.
 OUR_WORDS = ("ended, because rank ", "failed after rank ", ": lost rank")
 LOST_PEER = (
     *(
@@ -58,15 +59,15 @@ LOST_PEER = (
     ),
     *OUR_WORDS,
 )
-# printed by torch's watchdog of NCCL, in C++, with many lines after it
+# torch's NCCL watchdog prints this line in C++, followed by many more lines
 ABORTED = ("Watchdog caught collective", "atchdog thread terminated with exception")
 
 
 @dataclass(frozen=True)
 class Job:
-    """Says what is to run, and where.
+    """The ranks to run and their hosts.
 
-    `connect` comes before the command of a host: [], ssh with its flags, or srun with its flags.
+    `connect` is the prefix of a host's command: [], ssh with its flags, or srun with its flags.
     """
 
     hosts: tuple[Host, ...]
@@ -74,23 +75,24 @@ class Job:
     words: tuple[str, ...]  # script and arguments
     python: str
     folder: str
-    environment: dict[str, str] = field(repr=False)  # holds secrets
+    environment: dict[str, str] = field(repr=False)  # contains secrets
     where: str = "local"
     ssh_config: str = ""
     master_addr: str = ""
-    master_port: int = 0  # 0: a free one of the first host
-    node: int | None = None  # this host only; on Kubernetes every host starts its own part
-    bind_cores: bool = False  # each rank keeps to cores beside its GPU
-    # launch is itself a task of srun: its own steps must share the cores and GPUs of that step, or
-    # wait for ever
+    master_port: int = 0  # 0: a free port on the first host
+    node: int | None = None  # only this host: on Kubernetes every host starts its own part
+    bind_cores: bool = False  # pin each rank to CPU cores close to its GPU
+    # True if launch is itself a task of srun. Its own steps must then share the cores and GPUs of
+    # the outer step, because otherwise they would wait forever.
     overlap: bool = False
     typed: tuple[str, ...] = ()  # the command line of launch, if typing it again continues the run
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # marks this job's processes
 
     def connection(self, host: Host) -> list[str]:
-        """Returns the argv that starts the agent of a host.
+        """Return the argv that starts a host's agent.
 
-        It says nothing about the job: everything about the job goes through stdin.
+        The argv contains nothing about the job, because the agent reads the job's specification
+        from stdin.
         """
         agent = [self.python, "-m", "launch.host"]
         if self.where == "hostfile":
@@ -101,7 +103,7 @@ class Job:
         return [*self._reach(host), *agent]
 
     def by_hand(self, host: Host) -> list[str]:
-        """Return a command with which the user can try whether a host answers."""
+        """Return a command with which the user can check that a host answers."""
         return (
             [*self._reach(host), "hostname"]
             if self.where in ("hostfile", "slurm")
@@ -109,8 +111,9 @@ class Job:
         )
 
     def _reach(self, host: Host) -> list[str]:
-        """Return the argv before a command on a host: ssh or srun with flags; [] on this
-        machine.
+        """Return the prefix of a command on a host.
+
+        The prefix is ssh or srun with flags, or [] on this machine.
         """
         if self.where == "hostfile":
             flags = [
@@ -133,7 +136,7 @@ class Job:
                 host.name,
             ]
         if self.where == "slurm":
-            # a single task, which may use every core of its node
+            # one task, which may use every core of its node
             flags = [
                 "--nodes=1",
                 "--ntasks=1",
@@ -147,14 +150,16 @@ class Job:
         return []
 
     def _for_rank_0(self) -> dict[str, str]:
-        """Return variables for rank 0: the width of this terminal, which draws its progress line,
-        and the command that continues the run.
+        """Return the variables for rank 0.
+
+        They contain the terminal width for the progress line, and the command that continues the
+        run.
         """
         columns = {"LAUNCH_TERMINAL": str(width)} if (width := SCREEN.columns()) else {}
         return columns | ({"LAUNCH_COMMAND": json.dumps(self.typed)} if self.typed else {})
 
     def specification(self, node: int, logs: Path) -> dict[str, Any]:
-        """Returns the specification that an agent gets on its stdin."""
+        """Return the specification that an agent reads from its stdin."""
         return {
             "slots": [host.slots for host in self.hosts],
             "node": node,
@@ -176,21 +181,21 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended.
+    """The end of one start.
 
-    `kind`: done, stopped, refused (another start would be refused again), failed, or away (a host
-    did not come back).
+    `kind` is one of: done, stopped, refused (a further start would fail the same way), failed, or
+    away (a host did not come back).
     """
 
     kind: str
     code: int
     text: str = ""
-    reason: str = ""  # the signal that asked for a stop, however the start ended
+    reason: str = ""  # name of the stop signal, if there was one, for every `kind`
 
 
 @contextlib.contextmanager
 def signals_to(handler: Any) -> Iterator[None]:
-    """Sends signals that ask for a stop to `handler`, which is called as by signal.signal."""
+    """Send stop signals to `handler`, which accepts the arguments of a signal.signal handler."""
     before = {number: signal.signal(number, handler) for number in STOPS}
     try:
         yield
@@ -200,10 +205,10 @@ def signals_to(handler: Any) -> Iterator[None]:
 
 
 class Start:
-    """Follows one start, event by event.
+    """One start, followed event by event.
 
-    `asked` holds the signals that came before the start; `learn` is called with the run folder that
-    rank 0 reports; every host must answer within `patience` seconds.
+    `asked` contains the stop signals that arrived before the start. `learn` is called with the run
+    folder that rank 0 reports. Every host must answer within `patience` seconds.
     """
 
     def __init__(
@@ -217,25 +222,25 @@ class Start:
     ):
         self.job, self.logs, self.say, self.learn, self.patience = job, logs, say, learn, patience
         self.asked = asked or queue.SimpleQueue()
-        # may be used inside a signal handler
+        # safe to use inside a signal handler
         self.events: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.nodes = [job.node] if job.node is not None else list(range(len(job.hosts)))
         self.connections: dict[int, Connection] = {}
-        # (how telling, seconds, what, last lines, exit code)
+        # (priority as a cause, lowest first; seconds; description; last lines; exit code)
         self.failures: list[tuple[int, float, str, list[str], int]] = []
-        # the failure that was printed as soon as it came
+        # the failure that was printed as soon as it was found
         self.shown: tuple[int, float, str, list[str], int] | None = None
         self.codes: dict[int, int | None] = {}  # rank -> exit code
-        self.told = ""  # the signal that asks for a stop
+        self.told = ""  # name of the stop signal, or ""
         self.presses = 0
         self.killed = False
         self.kill_at: float | None = None
         self.began = time.monotonic()
 
     def run(self) -> Outcome:
-        """Runs from the first connection until no process is left on any host.
+        """Run from the first connection until no process is left on any host.
 
-        Raises `Refused` if a host cannot start its part.
+        Raises `LaunchError` if a host cannot start its part.
         """
         with signals_to(self.on_signal):
             while not self.asked.empty():
@@ -262,7 +267,7 @@ class Start:
                     and self.job.where == "hostfile"
                     and is_loopback(address)
                 ):
-                    raise Refused(
+                    raise LaunchError(
                         f"{self.job.hosts[0].name}: was reached at {address}, which the other hosts"
                         " cannot reach. Set --master_addr to an address that all hosts can reach"
                     )
@@ -281,9 +286,9 @@ class Start:
         self.events.put((-1, signal.Signals(number).name))
 
     def greet(self) -> dict[int, dict[str, Any]]:
-        """Collect the hello of each host.
+        """Collect each host's hello message.
 
-        Raises `Refused` with every host that did not answer or cannot start its part.
+        Raises `LaunchError` that lists all hosts that did not answer or cannot start their part.
         """
         hellos: dict[int, dict[str, Any]] = {}
         problems: list[str] = []
@@ -319,12 +324,13 @@ class Start:
                 ]
         problems += self.without_gpus({node: hello["gpus"] for node, hello in hellos.items()})
         if problems:
-            raise Refused(*problems)
+            raise LaunchError(*problems)
         return hellos
 
     def named(self, silent: set[int]) -> str:
-        """Return the names of hosts that have not answered, with the last error line of one: srun,
-        for example, reports that other steps of the job hold the cores.
+        """Return the names of the hosts that have not answered, with one host's last error line.
+
+        For example, srun reports that other steps of the job occupy the cores.
         """
         names = ", ".join(self.job.hosts[node].name for node in sorted(silent))
         last = next(
@@ -334,7 +340,7 @@ class Start:
         return names + (f" ({last})" if last else "")
 
     def unreachable(self, node: int) -> str:
-        """Return the problem of a host whose connection ended before its hello."""
+        """Return the problem of a host whose connection ended before its hello message."""
         told = (
             "; ".join(line for line in self.connections[node].errors[-3:] if line)
             or f"the connection ended with {self.connections[node].process.poll()}"
@@ -345,8 +351,9 @@ class Start:
         )
 
     def without_gpus(self, gpus: dict[int, int]) -> list[str]:
-        """Name the hosts on which no GPU is visible while others have some, as after a reboot until
-        the driver is loaded.
+        """Return an error for each host without a visible GPU if other hosts have visible GPUs.
+
+        This happens after a reboot, until the driver is loaded.
         """
         most = max(gpus, key=lambda node: gpus[node], default=0)
         if self.job.spawn == "once" or not gpus.get(most):
@@ -360,8 +367,9 @@ class Start:
         ]
 
     def follow(self) -> None:
-        """Follows every host to its end: passes on a stop, and ends all ranks once one has
-        failed.
+        """Follow every host to its end.
+
+        Stop signals are passed on. All ranks are ended once one rank has failed.
         """
         while any(connection.open for connection in self.connections.values()):
             with contextlib.suppress(queue.Empty):
@@ -421,7 +429,7 @@ class Start:
             for connection in self.connections.values():
                 connection.send(stop=self.told)
         elif "run_folder" in message:
-            if node == self.nodes[0]:  # every host reports the same one
+            if node == self.nodes[0]:  # every host reports the same folder
                 self.learn(Path(message["run_folder"]))
         elif "ended" in message:
             self.rank_ended(node, **message["ended"])
@@ -460,7 +468,7 @@ class Start:
             what += f"{f': {error}' if error else ''}{LAST_LINES} {log}"
         if self.told and (code in STOP_CODES or code in (-15, -2, -1)):
             return
-        # a CUDA error is this rank's own
+        # a CUDA error comes from this rank itself, not from a lost peer
         aborted = [
             line
             for line in [error, *tail]
@@ -472,11 +480,11 @@ class Start:
         if code in STOP_CODES:
             telling = 5
         elif code in (-15, -2, -1):
-            # Its launcher ended it because another rank had failed, unless no other failure is
-            # known.
+            # Either the rank's launcher ended it because a different rank had failed, or no other
+            # failure is known.
             telling = 4
         elif lost:
-            # A peer of the rank that failed. Often it is reported first.
+            # A peer of the rank that failed first. Peers are often reported before that rank.
             telling = 3
         else:
             telling = 1 if code is not None and code < 0 else 2
@@ -485,7 +493,7 @@ class Start:
 
     def fail(self, telling: int, what: str, tail: list[str], code: int) -> None:
         if self.killed:
-            return  # we ended it
+            return  # this launcher ended it
         failure = (telling, time.monotonic() - self.began, what, tail, code)
         self.failures.append(failure)
         if telling <= 2 and not self.shown:
@@ -503,7 +511,7 @@ class Start:
                 else len(self.nodes)
             )
             if len(self.codes) == ranks and all(code == 0 for code in self.codes.values()):
-                return Outcome("done", 0, "", self.told)  # a stop in the last step stopped nothing
+                return Outcome("done", 0, "", self.told)  # a stop in the last step changed nothing
             if self.told:
                 return Outcome("stopped", 128 + signal.Signals[self.told], "", self.told)
             return Outcome(
@@ -529,7 +537,7 @@ class Start:
 
 
 def told(failure: tuple[int, float, str, list[str], int]) -> str:
-    """Writes a failure as it is printed."""
+    """Return the text that is printed for a failure."""
     _, seconds, what, tail, _ = failure
     tail = tail if LAST_LINES in what else []
     return "\n".join(
@@ -541,8 +549,9 @@ def told(failure: tuple[int, float, str, list[str], int]) -> str:
 
 
 def exit_code(code: int | None) -> int:
-    """Return the exit code of launch after a process that ended with `code`; a signal or an unknown
-    end is a fault from outside.
+    """Return launch's exit code, given the exit code of a process.
+
+    A signal or an unknown code counts as a fault from outside.
     """
     if code is None or code < 0:
         return START_AGAIN
@@ -550,7 +559,7 @@ def exit_code(code: int | None) -> int:
 
 
 def how(code: int | None) -> str:
-    """Says how a process ended, for example: ended with 1; was ended by SIGKILL."""
+    """Return how a process ended, for example "ended with 1" or "was ended by SIGKILL"."""
     if code is None:
         return "ended"
     if code >= 0:
@@ -566,9 +575,7 @@ def how(code: int | None) -> str:
 
 
 def new_logs(parent: Path) -> Path:
-    """Makes a new folder for the output of the next start. Raises `Refused` if that cannot be
-    done.
-    """
+    """Create a new folder for the next start's output. Raises `LaunchError` if this fails."""
     while True:
         taken = [
             int(path.name.removeprefix("start_"))
@@ -580,13 +587,13 @@ def new_logs(parent: Path) -> Path:
             os.makedirs(logs)
             return logs
         except FileExistsError:
-            continue  # another host of the job was first
+            continue  # a different host of the job created it first
         except OSError as error:
             raise cannot_make(parent, error) from None
 
 
-def cannot_make(folder: Path, error: OSError) -> Refused:
-    return Refused(
+def cannot_make(folder: Path, error: OSError) -> LaunchError:
+    return LaunchError(
         f"{folder} cannot be created: {error.strerror}. Choose another run folder with --out, or"
         " start from another folder"
     )

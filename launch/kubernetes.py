@@ -1,4 +1,4 @@
-"""Writes the Kubernetes manifest of an Indexed Job, and finds the other pods from inside one."""
+"""The Kubernetes manifest of an Indexed Job, and the search for other pods from inside a pod."""
 
 import argparse
 import json
@@ -12,24 +12,26 @@ from pathlib import Path
 
 from . import environment, run_folder
 from .connection import REPOSITORY
+from .errors import START_AGAIN, LaunchError
 from .hosts import Host, devices
-from .refused import START_AGAIN, Refused
 
 TEMPLATE = Path(__file__).with_name("k8s.yaml")
 FOLDER = "/opt/recipes"
 PORT = 29500
-# The image has its own Python and libraries, and the folders of this machine are not in it
+# Variables of this machine. The image contains its own Python and libraries, and it does not
+# contain this machine's folders.
 OF_HERE = ("PYTHON", "LD_", "CUDA_", "TORCH_EXTENSIONS_DIR", "SCRATCH", "WORK")
-# The same for all pods of a Job, another for each Job: `--out runs/{job_id}`
+# The same for all pods of a Job, and different for each Job. It replaces {job_id} in `--out
+# runs/{job_id}`.
 JOB_ID = {
     "name": "LAUNCH_JOB_ID",
     "valueFrom": {
         "fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}
     },
 }
-# seconds between a pod's SIGTERM and its end: for the step in progress and the checkpoint
+# Seconds between a pod's SIGTERM and its end, for the step in progress and the checkpoint.
 GRACE = 600
-WAIT = 600.0  # seconds in which the first pod must have an address
+WAIT = 600.0  # seconds within which the first pod must have an address
 
 
 def add_flags(parser: argparse._ArgumentGroup) -> None:
@@ -72,7 +74,7 @@ def add_flags(parser: argparse._ArgumentGroup) -> None:
 
 
 def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]) -> int:
-    """Prints the manifest, or gives it to kubectl. Raises `Refused`."""
+    """Print the manifest or pass it to kubectl. Raises `LaunchError` for an invalid request."""
     text = manifest(arguments, words, variables)
     way = (
         "put it into the job's Secret, kubectl create secret generic"
@@ -89,7 +91,7 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
             ["kubectl", "apply", "-f", "-"], input=text, text=True, check=False
         ).returncode
     except FileNotFoundError:
-        raise Refused(
+        raise LaunchError(
             "--where k8s: kubectl is not on PATH. Add --dry-run, and apply the printed manifest on"
             " a machine that has kubectl"
         ) from None
@@ -98,11 +100,14 @@ def render(arguments: argparse.Namespace, words: tuple[str, ...], variables: dic
 def manifest(
     arguments: argparse.Namespace, words: tuple[str, ...], variables: dict[str, str]
 ) -> str:
-    """Write the Service and the Indexed Job as YAML. Raises `Refused`."""
+    """Return the Service and the Indexed Job as YAML.
+
+    Raises `LaunchError` for an invalid request.
+    """
     name, folder = job_name(arguments, words), arguments.folder or FOLDER
     nodes, runs = arguments.nodes or 1, posixpath.join(folder, "runs")
     if problems := check_manifest(arguments, words, name, folder):
-        raise Refused(*problems)
+        raise LaunchError(*problems)
 
     words = (in_image(words[0], folder), *words[1:])
     passed = passed_on(arguments, variables) | {
@@ -132,8 +137,10 @@ def manifest(
 def check_manifest(
     arguments: argparse.Namespace, words: tuple[str, ...], name: str, folder: str
 ) -> list[str]:
-    """Refuse a name that is none for Kubernetes, a missing image or number of GPUs, and a run
-    folder that would be lost.
+    """Return the errors in the request for a manifest.
+
+    An error is an invalid Kubernetes name, a missing image or number of GPUs, or a run folder that
+    would be lost.
     """
     problems: list[str] = []
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,50}[a-z0-9])?", name):
@@ -154,7 +161,7 @@ def check_manifest(
 
 
 def command_in_pod(arguments: argparse.Namespace, words: tuple[str, ...]) -> list[str]:
-    """Return the command of each pod: launch once more, there for its own part."""
+    """Return the command for each pod: launch again, which starts the pod's own part."""
     own = [
         "--where",
         "k8s",
@@ -183,7 +190,7 @@ def job_name(arguments: argparse.Namespace, words: tuple[str, ...]) -> str:
 
 
 def passed_on(arguments: argparse.Namespace, variables: dict[str, str]) -> dict[str, str]:
-    """Select the variables that the manifest states."""
+    """Select the variables that the manifest contains."""
     found = environment.needed(variables, arguments.env)
     return {
         name: value
@@ -193,7 +200,10 @@ def passed_on(arguments: argparse.Namespace, variables: dict[str, str]) -> dict[
 
 
 def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
-    """Refuse a run folder outside the mounted claim: it would be lost with the pod."""
+    """Return an error for a run folder outside the mounted claim.
+
+    Such a folder would be lost together with the pod.
+    """
     text = run_folder.stated_out(words)
     fix = "Use --out runs/NAME"
     if text is None:
@@ -212,34 +222,37 @@ def check_out(words: tuple[str, ...], folder: str, runs: str) -> list[str]:
 
 
 def in_image(script: str, folder: str) -> str:
-    """Return the path of a script in the image, relative to the repository in it.
+    """Return a script's path in the image, relative to the repository there.
 
-    Raise `Refused` for a file elsewhere.
+    Raises `LaunchError` for a file outside the repository.
     """
     path = Path(script).resolve()
     for root in (REPOSITORY, Path(folder)):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
-    raise Refused(
+    raise LaunchError(
         f"{script}: is outside the repository, and the image contains only the repository. Copy it"
         " into recipes/ and build the image with it"
     )
 
 
 def unexpanded(word: str) -> str:
-    """Escapes a word for Kubernetes, which expands `$(NAME)` in commands and variables, and turns
-    `$$` into `$`.
+    """Escape a word for Kubernetes.
+
+    Kubernetes expands `$(NAME)` in commands and variables, and converts `$$` to `$`.
     """
     return word.replace("$", "$$")
 
 
 def scalar(value: object) -> str:
-    """Writes a value as JSON that every YAML reader takes: characters that YAML does not print are
-    escaped one by one (JSON's surrogate pairs are not YAML).
+    """Return a value as JSON that every YAML reader accepts.
+
+    Characters outside printable ASCII are escaped one by one, because JSON's surrogate pairs are
+    not valid YAML.
     """
     text = json.dumps(value, ensure_ascii=False)
     if lone := re.search("[\ud800-\udfff]", text):
-        raise Refused(
+        raise LaunchError(
             f"--where k8s: an argument contains the byte {ord(lone[0]) - 0xDC00:#x}, which is not"
             " valid text. Remove it, because a manifest cannot contain it"
         )
@@ -251,7 +264,7 @@ def scalar(value: object) -> str:
 
 def number(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
-        raise Refused(
+        raise LaunchError(
             f"--where k8s: {name} = {value!r} must be a number. Create the Job from the manifest"
             " that --dry-run prints"
         )
@@ -261,9 +274,9 @@ def number(name: str, value: str) -> int:
 def pods(
     arguments: argparse.Namespace, variables: dict[str, str]
 ) -> tuple[list[Host], int, str, int]:
-    """Returns the hosts of this pod's Job, the pod's place among them, and where the ranks meet.
+    """Return the hosts of this pod's Job, the pod's index, the master address and the port.
 
-    Waits until the first pod has an address.
+    The function waits until the first pod has an address.
     """
     nodes = arguments.nodes or 1
     try:
@@ -272,12 +285,12 @@ def pods(
             *(number(name, variables[name]) for name in ("JOB_COMPLETION_INDEX", "MASTER_PORT")),
         )
     except KeyError as error:
-        raise Refused(
+        raise LaunchError(
             f"--where k8s: {error.args[0]} must be set. Create the Job from the manifest that"
             " --dry-run prints"
         ) from None
     if not 0 <= index < nodes:
-        raise Refused(
+        raise LaunchError(
             f"JOB_COMPLETION_INDEX = {index}: --nodes is {nodes}. Completions and parallelism of"
             " the Job must equal it"
         )
@@ -289,7 +302,7 @@ def pods(
         except OSError:
             now = time.monotonic()
             if now - began > WAIT:
-                raise Refused(
+                raise LaunchError(
                     f"MASTER_ADDR = {address}: did not resolve to an address within {WAIT:g} s."
                     " Check that the Service exists and that pod 0 is running",
                     code=START_AGAIN,

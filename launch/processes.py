@@ -1,5 +1,6 @@
-"""Reads the process table of a Linux host: exit codes, descendants, and what an earlier start left
-behind.
+"""The process table of a Linux host.
+
+It provides exit codes, descendants, and processes that an earlier start did not end.
 """
 
 import contextlib
@@ -13,8 +14,9 @@ MARK = "LAUNCH_JOB"  # an environment variable that every process of a job has o
 
 
 def stat(pid: int) -> list[str]:
-    """Reads the fields of /proc/PID/stat from the third on (state, parent, ...); [] if the process
-    is gone.
+    """Read the fields of /proc/PID/stat from the third on (state, parent, ...).
+
+    The result is [] if the process is gone.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -23,18 +25,21 @@ def stat(pid: int) -> list[str]:
 
 
 def exit_code(pid: int) -> int | None:
-    """Reads the exit code of a process that has ended and was not waited for yet: 0 to 255, or
-    minus the signal; None if it is too late.
+    """Read the exit code of a process that has ended but was not waited for.
+
+    The code is 0 to 255, or minus the signal number. It is None if a process has already waited for
+    it.
     """
     fields = stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields and fields[0] == "Z" else None
 
 
 def code_from(log: Path, pid: int) -> int | None:
-    """Reads a rank's exit code from the log of torchrun or deepspeed, if they had waited for the
-    rank before we looked.
+    """Read a rank's exit code from the log of torchrun or deepspeed.
+
+    This is needed for a rank for which the launcher waited first.
     """
-    time.sleep(1.5)  # deepspeed looks once a second
+    time.sleep(1.5)  # deepspeed checks its ranks once a second
     text = log.read_text(errors="replace")
     found = re.findall(rf"exitcode\s*:\s*(-?\d+)\s*\(pid: {pid}\)", text) or re.findall(
         r"exits with return code = (-?\d+)", text
@@ -43,7 +48,7 @@ def code_from(log: Path, pid: int) -> int | None:
 
 
 def descendants(of: int) -> list[int]:
-    """Lists the living processes below a process; zombies do not count."""
+    """List the living descendants of a process, without zombies."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := stat(int(entry))) and fields[0] != "Z":
@@ -55,8 +60,10 @@ def descendants(of: int) -> list[int]:
 
 
 def end_leftovers(mark: str) -> None:
-    """Ends processes that an earlier start of this job left on this host when its connection was
-    lost: the next start would meet them in the run folder.
+    """End processes that an earlier start of this job left on this host.
+
+    They remain if the earlier start lost its connection. Without this function they would still
+    write to the next start's run folder.
     """
     wanted = f"{MARK}={mark}".encode()
     while True:

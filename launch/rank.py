@@ -1,10 +1,9 @@
-"""Becomes one rank: the launcher starts this program, which sends its output to a file and turns
-into the script.
+"""The program that the launcher starts as one rank.
 
     python rank.py SCRIPT ARGUMENTS...
 
-The process id and the parent stay, so that launcher and rank see each other as if nothing stood
-between them.
+It redirects its output to a file and then becomes the script. The process id and the parent stay
+the same, so launcher and rank see each other as if this program did not exist.
 """
 
 import json
@@ -12,7 +11,8 @@ import os
 import signal
 import sys
 
-# Ask for a checkpoint and an end; schedulers announce with the last three that the time is over
+# These signals request a checkpoint and an end. Schedulers send the last three signals when the
+# time limit is near.
 STOPS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -31,11 +31,11 @@ def main() -> None:
         0o666,
     )
     nothing = os.open(os.devnull, os.O_RDONLY)
-    # torchrun sets it, deepspeed does not
+    # torchrun sets this variable, but deepspeed does not.
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["LAUNCH_LOCAL_WORLD_SIZE"]
-    # so that a crash in C++ leaves Python's stacks in the file
+    # After a crash in C++, Python's stacks are then written to the file.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    # by cores.py; the rank, and what it starts, keeps to them
+    # cores.py has assigned these cores. The rank and its child processes use only these cores.
     if dealt := os.environ.get("LAUNCH_CORES"):
         os.sched_setaffinity(
             0, [int(core) for core in dealt.split(";")[int(local_rank)].split(",")]
@@ -44,8 +44,8 @@ def main() -> None:
         pipe.write(json.dumps({"rank": int(rank), "pid": os.getpid()}) + "\n")
     for own, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(own, target)
-    # the launchers block these signals: a signal to all processes of a host must not make a
-    # launcher kill a rank that is saving
+    # The launchers block these signals, because a signal to all processes on a host must not make a
+    # launcher kill a rank that is saving.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])
 

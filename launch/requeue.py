@@ -1,7 +1,6 @@
-"""Hands a job that did not finish back to its scheduler, but not for ever.
+"""Requeueing of an unfinished job, with a limit on repeated starts without progress.
 
-Slurm: the job goes back into the queue after a warning signal and after a fault from outside (exit
-code 75).
+Slurm: the job is requeued after a warning signal and after a fault from outside (exit code 75).
 Kubernetes: the exit code decides (podFailurePolicy in k8s.yaml).
 """
 
@@ -11,27 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .allocation import Allocation, allocation
+from .errors import START_AGAIN, LaunchError
 from .hosts import scontrol
-from .refused import START_AGAIN, Refused
 
-# starts by the scheduler without a new checkpoint, after which the next one would bring none either
+# After this many scheduler starts without a new checkpoint, the next start would not produce one
+# either.
 WITHOUT_STEP = 3
 A_PERSON = ("SIGINT", "SIGHUP")  # Ctrl-C and a closed terminal end the job for good
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The starts of one job by its scheduler; `note` keeps the newest checkpoint at the end of each
-    start, a line a start.
+    """The starts of one job by its scheduler.
+
+    `note` is a file that records the newest checkpoint at the end of each start, one line per
+    start.
     """
 
     note: Path
-    first: bool  # this is the job's first start, so an old note belongs to another job
+    first: bool  # True on the job's first start, when an old note belongs to a different job
 
     def without_step(self, checkpoint: str) -> int:
-        """Note the newest checkpoint at the end of this start.
+        """Record the newest checkpoint at the end of this start.
 
-        Return how many starts in a row have added none, the first start excepted.
+        Return how many consecutive starts have added no checkpoint, not counting the first start.
         """
         try:
             before = (
@@ -50,11 +52,11 @@ class Chain:
 def hand_back(
     code: int, reason: str, checkpoint: str | None, logs: Path, say: Callable[[str], None]
 ) -> int:
-    """Return the exit code of launch for a job that ended with `code`, once Slurm has put the job
-    back into the queue if another start helps.
+    """Return launch's exit code for a job that ended with `code`.
 
-    `reason` is the signal that asked for a stop. `checkpoint` is the newest one, "" before the
-    first, None for a script that writes none.
+    A Slurm job is requeued if a further start can help. `reason` is the signal that requested a
+    stop. `checkpoint` is the newest checkpoint. It is "" before the first checkpoint, and None for
+    a script that writes no checkpoints.
     """
     slurm_job = os.environ.get("SLURM_JOB_ID", "")
     if code == 0 or reason in A_PERSON or not (reason or code == START_AGAIN):
@@ -68,7 +70,7 @@ def hand_back(
         pod = f"{os.environ.get('LAUNCH_JOB_ID', 'pod')}_{os.environ['JOB_COMPLETION_INDEX']}"
         chain = Chain(logs / f".chain_{pod}", False)
         if _starts_without_step(chain, code, checkpoint) >= WITHOUT_STEP:
-            chain.note.unlink(missing_ok=True)  # another Job may use this folder
+            chain.note.unlink(missing_ok=True)  # a different Job may use this folder
             say(f"exit code 1 instead of {START_AGAIN}: {_no_step()}")
             return 1
     return code
@@ -76,7 +78,7 @@ def hand_back(
 
 def _starts_without_step(chain: Chain, code: int, checkpoint: str | None) -> int:
     if checkpoint is None and code != START_AGAIN:
-        return 0  # the progress of a script that was only asked to stop is not known
+        return 0  # The progress of a script is unknown if it was only asked to stop.
     return chain.without_step(checkpoint or "")
 
 
@@ -88,14 +90,16 @@ def _no_step() -> str:
 
 
 def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], None]) -> int:
-    """Put a Slurm job back into the queue, unless somebody is cancelling it or the last requeues
-    brought no new step.
+    """Requeue a Slurm job, with two exceptions.
+
+    The job is not requeued if somebody is cancelling it, or if the last requeues brought no new
+    checkpoint.
     """
     try:
         told: Allocation = allocation(job)
         if not told.batch:
-            return code  # of salloc or srun: its terminal is the user's
-        if told.state != "RUNNING":  # Slurm 22.05 also requeues a job that is being cancelled
+            return code  # started by salloc or srun: the terminal belongs to the user
+        if told.state != "RUNNING":  # Slurm 22.05 would also requeue a job that is being cancelled
             say(f"job {job} is {told.state}, so it is not put back into the queue")
             return code
         if without_step >= WITHOUT_STEP:
@@ -103,6 +107,6 @@ def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], Non
             return 1
         scontrol("requeue", job)
         say(f"job {job} is back in the queue")
-    except Refused as refused:
-        say(f"job {job} could not be put back into the queue: {'; '.join(refused.problems)}")
+    except LaunchError as error:
+        say(f"job {job} could not be put back into the queue: {'; '.join(error.problems)}")
     return code

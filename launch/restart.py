@@ -1,5 +1,7 @@
-"""Starts a job until it is done: after a crash from the newest complete checkpoint, but not for
-ever.
+"""Repeated starts of a job until it is done.
+
+After a crash, the job continues from the newest complete checkpoint. The number of restarts is
+limited.
 """
 
 import contextlib
@@ -13,21 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from . import run_folder
+from .errors import START_AGAIN, LaunchError
 from .job import HELLO, Job, Outcome, Start, cannot_make, new_logs, signals_to
-from .refused import START_AGAIN, Refused
 from .requeue import hand_back
 
-SAME_STEP = 3  # failures at one step after which another start would only fail again
+SAME_STEP = 3  # failures at the same step after which a further start would only fail again
 LONGEST_PAUSE = 60.0  # seconds
-WAIT_HOSTS = 600.0  # seconds that a restart waits for hosts that are away
+WAIT_HOSTS = 600.0  # seconds that a restart waits for unreachable hosts
 LONGEST_LOOK, SHORTEST_ANSWER, SHOW_AGAIN = 10.0, 5.0, 60.0  # seconds
 
 
 class Progress:
-    """The run folder of a job, and how far the run was when the job began.
+    """The run folder of a job, and the run's step when the job began.
 
-    Until rank 0 reports the folder, it is read off the command line. A requeued Slurm job is a new
-    process, which reads the report of the first start from a file beside the logs.
+    The folder is guessed from the command line until rank 0 reports it. A requeued Slurm job is a
+    new process. It reads the folder that the first start reported from a file in the log folder.
     """
 
     def __init__(self, job: Job, say: Any):
@@ -38,19 +40,19 @@ class Progress:
         self.began_at = run_folder.last_step(self.out)  # a step
 
     def learn(self, out: Path) -> None:
-        """Note the run folder that rank 0 has reported."""
+        """Record the run folder that rank 0 has reported."""
         if out == self.out:
             return
         self.out, self.began_at = out, run_folder.last_step(out)
         self.say(
             f"the run folder is {shown(out)}; the output of each rank stays in {shown(self.logs)}"
         )
-        with contextlib.suppress(OSError):  # only a requeue of Slurm reads it
+        with contextlib.suppress(OSError):  # only a requeued Slurm job reads this file
             self.note.write_bytes(os.fsencode(out))
             os.utime(self.note, (self.since, self.since))
 
     def goodput(self, wall: float, starts: int) -> str:
-        """Return which part of the wall time went into steps that the run has kept."""
+        """Return the fraction of the wall time that was spent on steps that the run has kept."""
         kept = [line for line in run_folder.metrics(self.out) if line["step"] > self.began_at]
         useful = sum(line["step_s"] for line in kept)
         return (
@@ -60,13 +62,13 @@ class Progress:
 
 
 def run(job: Job, max_restarts: int, say: Any, wait_hosts: float = WAIT_HOSTS) -> int:
-    """Runs the job with at most `max_restarts` further starts; returns its exit code.
+    """Run the job with at most `max_restarts` restarts, and return its exit code.
 
-    Raises `Refused` if the first start cannot begin.
-
-    A restart waits up to `wait_hosts` seconds for hosts that are away.
+    A restart waits up to `wait_hosts` seconds for unreachable hosts. Raises `LaunchError` if the
+    first start cannot begin.
     """
-    # signals that come while no start is running; may be used inside a signal handler
+    # Stop signals that arrive while no start is running. The queue is safe to use inside a signal
+    # handler.
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     with signals_to(lambda number, _: asked.put(signal.Signals(number).name)):
         return _run(job, max_restarts, say, asked, wait_hosts)
@@ -119,7 +121,7 @@ def _run(
 
 
 def newest_of_recipe(words: tuple[str, ...], out: Path) -> str | None:
-    """Return the newest complete checkpoint of a run; None for a script that is not a recipe."""
+    """Return a run's newest complete checkpoint, or None for a script that is not a recipe."""
     return run_folder.newest_checkpoint(out) if run_folder.is_recipe(words) else None
 
 
@@ -130,8 +132,9 @@ def _one_start(
     asked: "queue.SimpleQueue[str]",
     wait_hosts: float,
 ) -> Outcome:
-    """Start the job for the `number`-th time; return how the start ended. A restart waits for
-    hosts.
+    """Start the job for the `number`-th time, and return how the start ended.
+
+    A restart waits for hosts.
     """
     logs = new_logs(progress.logs)
     progress.say(f"start {number}: output of each rank in {shown(logs)}")
@@ -144,18 +147,18 @@ def _one_start(
 
 
 def is_stuck(failures: list[int]) -> bool:
-    """Return True if the last SAME_STEP starts have failed at one step."""
+    """Return True if the last SAME_STEP starts have failed at the same step."""
     return len(failures) >= SAME_STEP and len(set(failures[-SAME_STEP:])) == 1
 
 
 def origin(out: Path) -> str:
-    """Return where the next start of a run continues, for a line on the screen."""
+    """Return the checkpoint from which the next start continues, as text to print."""
     newest = run_folder.newest_checkpoint(out)
     return newest or "the beginning: no checkpoint is complete yet"
 
 
 def pause_after(failures: list[int]) -> float:
-    """Return the seconds before the next start, which double with each failure at the same step."""
+    """Return the seconds before the next start. They double with each failure at the same step."""
     step = failures[-1]
     same = next(
         (number for number, other in enumerate(reversed(failures)) if other != step),
@@ -169,15 +172,15 @@ def after_wait(
 ) -> Outcome:
     """Begin a start, and wait up to `wait` seconds until every host can take part.
 
-    `begin` gets the seconds in which the hosts must answer, and raises `Refused` while a host is
-    away.
+    The argument of `begin` is the number of seconds within which the hosts must answer. `begin`
+    raises `LaunchError` while a host is unreachable.
     """
     deadline, shown_at, pause = time.monotonic() + wait, 0.0, min(1.0, LONGEST_LOOK)
     while True:
         try:
             return begin(min(HELLO, max(SHORTEST_ANSWER, deadline - time.monotonic())))
-        except Refused as refused:
-            why, now = "; ".join(refused.problems), time.monotonic()
+        except LaunchError as error:
+            why, now = "; ".join(error.problems), time.monotonic()
         if now >= deadline:
             return Outcome(
                 "away",
@@ -193,8 +196,9 @@ def after_wait(
 
 
 def asked_to_stop(asked: "queue.SimpleQueue[str]", pause: float) -> Outcome | None:
-    """Wait for `pause` seconds; return at once how the job ends if a signal asks for a stop
-    meanwhile.
+    """Wait for `pause` seconds.
+
+    If a stop signal arrives in this time, return the job's outcome at once.
     """
     with contextlib.suppress(queue.Empty):
         name = asked.get(timeout=pause)
@@ -203,7 +207,7 @@ def asked_to_stop(asked: "queue.SimpleQueue[str]", pause: float) -> Outcome | No
 
 
 def stopped(outcome: Outcome, out: Path, say: Any) -> None:
-    """Prints how a job ended that was asked to stop; such a job is not started again here."""
+    """Print the end of a job that was asked to stop. Such a job is not started again here."""
     what = (
         f"stopped by {outcome.reason}"
         if outcome.kind == "stopped"
@@ -213,10 +217,10 @@ def stopped(outcome: Outcome, out: Path, say: Any) -> None:
 
 
 def first_start(logs: Path) -> tuple[Path, float]:
-    """Return a file of this job beside its logs, and when the job began, by the clock of their disk
-    (seconds since 1970).
+    """Return a file of this job in the log folder, and the time when the job began.
 
-    A requeued Slurm job began with its first start.
+    The time is in seconds since 1970, by the clock of the disk with the logs. A requeued Slurm job
+    began with its first start.
     """
     note = logs / f".began_{os.environ.get('SLURM_JOB_ID', 'here')}"
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" or not note.exists():
@@ -230,10 +234,11 @@ def first_start(logs: Path) -> tuple[Path, float]:
 
 
 def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
-    """Turns an end with 0 into a failure unless the run folder confirms the end: a killed launcher
-    ends with 0, and a rank may.
+    """Convert exit code 0 to a failure unless the run folder confirms that the run is complete.
+
+    A killed launcher exits with 0, and a rank may do the same.
     """
-    # None: not a recipe, or nothing to do
+    # None: not a recipe, or no step was left to train
     goal = run_folder.goal(out) if run_folder.written(out) >= since else None
     step = run_folder.last_step(out)
     if outcome.kind != "done" or goal is None:
@@ -259,5 +264,5 @@ def judged(outcome: Outcome, out: Path, since: float) -> Outcome:
 
 
 def shown(path: Path) -> str:
-    """Returns a path as short as it can be typed here."""
+    """Return the shortest form of a path that can be typed in the current folder."""
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)

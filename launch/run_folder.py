@@ -1,4 +1,4 @@
-"""Reads from outside what a recipe's run folder says about the run."""
+"""A recipe's run folder, read from outside the run."""
 
 import ast
 import contextlib
@@ -8,24 +8,27 @@ import re
 from pathlib import Path
 from typing import Any
 
-# As in recipekit/spec/paths.py
+# These values are the same as in recipekit/spec/paths.py.
 JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 ADDRESS = r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:"
-# NotADirectoryError if `runs` is a file
+# Errors that a missing file raises. NotADirectoryError occurs if `runs` is a file.
 NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def out_of(words: tuple[str, ...]) -> Path:
-    """Returns the run folder of a recipe's command line: its --out, the `out` that the recipe's
-    file writes as plain text, or runs/<recipe>, which is runs/<recipe>_tiny with --tiny.
+    """Return the run folder for a recipe's command line.
+
+    The folder is --out, the `out` that the recipe's file states as plain text, or runs/<recipe>.
+    With --tiny, the default is runs/<recipe>_tiny.
     """
     default = "runs/" + Path(words[0]).stem + ("_tiny" if "--tiny" in words[1:] else "")
     return Path(_filled(stated_out(words) or "", default, dict(os.environ)) or default)
 
 
 def stated_out(words: tuple[str, ...]) -> str | None:
-    """Return the --out of a command line, or the `out` of the recipe's file; "" without one, None
-    if the file computes it.
+    """Return the --out of a command line, or the `out` in the recipe's file.
+
+    The result is "" if neither is set, and None if the file computes the value.
     """
     out = ""
     for index, word in enumerate(words):
@@ -37,13 +40,14 @@ def stated_out(words: tuple[str, ...]) -> str | None:
 
 
 def is_address(text: str) -> bool:
-    """Return True for s3://bucket, host:/folder and the like."""
+    """Return True for s3://bucket, host:/folder and similar addresses."""
     return bool(re.match(ADDRESS, text))
 
 
 def _filled(out: str, default: str, variables: dict[str, str]) -> str:
-    """Return the run folder as recipekit/spec/paths.py reads it; "" for a text that it refuses, so
-    that rank 0 can report it.
+    """Return the run folder in the way that recipekit/spec/paths.py reads it.
+
+    The result is "" for a string that recipekit rejects, so that rank 0 can report the error.
     """
     text = out or default
     if (sweep := variables.get("WANDB_SWEEP_ID")) and "{wandb_run_id}" not in text.lower():
@@ -65,7 +69,10 @@ def _filled(out: str, default: str, variables: dict[str, str]) -> str:
 
 
 def is_recipe(words: tuple[str, ...]) -> bool:
-    """Return True for a script that uses recipekit, and so has a run folder with checkpoints."""
+    """Return True for a script that uses recipekit.
+
+    Such a script has a run folder with checkpoints.
+    """
     try:
         return b"recipekit" in Path(words[0]).read_bytes()
     except OSError:
@@ -73,13 +80,14 @@ def is_recipe(words: tuple[str, ...]) -> bool:
 
 
 def _out_in(recipe: Path) -> str | None:
-    """Read the `out` of `RECIPE = Recipe(...)` without running the file; "" if the recipe sets
-    none, None if it is not plain text.
+    """Read the `out` in `RECIPE = Recipe(...)` without running the file.
+
+    The result is "" if the recipe does not set `out`, and None if the value is not plain text.
     """
     try:
         tree = ast.parse(recipe.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return ""  # the ranks report what is wrong with the file
+        return ""  # the ranks will report the error in the file
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Recipe":
             for given in node.keywords:
@@ -92,7 +100,7 @@ def _out_in(recipe: Path) -> str | None:
 def metrics(out: Path) -> list[dict[str, Any]]:
     """Return the complete lines of metrics.jsonl.
 
-    A line that a crash has damaged is left out; the next start removes it.
+    Lines that a crash has damaged are omitted. The next start removes them.
     """
     try:
         content = (out / "metrics.jsonl").read_bytes()
@@ -107,17 +115,17 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def last_step(out: Path) -> int:
-    """Reads the last step in metrics.jsonl; 0 if there is none."""
+    """Return the last step in metrics.jsonl, or 0 if there is no step."""
     lines = metrics(out)
     return lines[-1]["step"] if lines else 0
 
 
 def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ...]:
-    """Returns the command line of a job's next start, which continues what the job has written
-    since `since` (seconds since 1970).
+    """Return the command line for a job's next start.
 
-    A typed `--resume never` would begin anew again, and `--resume PATH` would go back to PATH;
-    `--resume PATH` is kept until there is a checkpoint.
+    The next start continues from the files that the job has written since `since` (seconds since
+    1970). A typed `--resume never` would start from scratch again, and `--resume PATH` would return
+    to PATH. Therefore `--resume PATH` is kept only until the job has written a checkpoint.
     """
     began_anew = _recipe(out).get("resume") == "never"
     saved = (
@@ -131,22 +139,22 @@ def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ..
 
 
 def goal(out: Path) -> int | None:
-    """Reads the step at which the run in `out` is to end; None if no run was begun there."""
+    """Return the step at which the run in `out` ends, or None if no run has started there."""
     recipe = _recipe(out)
     return recipe.get("stop_at") or recipe.get("steps")
 
 
 def _recipe(out: Path) -> dict[str, Any]:
-    """Return the recipe that run.json states; {} if there is no such file, or it is damaged."""
+    """Return the recipe recorded in run.json, or {} if the file is missing or damaged."""
     with contextlib.suppress(*NONE, ValueError, KeyError, TypeError):
         return dict(json.loads((out / "run.json").read_bytes())["recipe"])
     return {}
 
 
 def newest_checkpoint(out: Path) -> str:
-    """Return the name of the newest step folder with a manifest; "" without one.
+    """Return the name of the newest step folder with a manifest, or "" if there is no such folder.
 
-    `latest` may be a link, or late after a full disk.
+    `latest` is not used, because it may be a link, or out of date after a full disk.
     """
     try:
         names = [name for name in os.listdir(out / "checkpoints") if step_of(name) is not None]
@@ -157,15 +165,16 @@ def newest_checkpoint(out: Path) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """Return the number of the step folder `name`, by the rule of recipekit/spec/step_names.py;
-    None for any other name.
+    """Return the step number of the folder `name`, or None if it is not a step folder.
+
+    The rule is the same as in recipekit/spec/step_names.py.
     """
     found = re.fullmatch(r"step_([0-9]{8,})", name)
     return int(found[1]) if found and f"step_{int(found[1]):08d}" == name else None
 
 
 def written(out: Path) -> float:
-    """Returns when run.json was last written (seconds since 1970); 0 if there is none."""
+    """Return the time of the last write to run.json (seconds since 1970), or 0 if it is missing."""
     return _changed(out / "run.json")
 
 

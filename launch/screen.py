@@ -1,6 +1,4 @@
-"""The standard output of launch: text, and on a terminal the progress line of rank 0 below the
-text.
-"""
+"""The standard output of launch: text and, on a terminal, rank 0's progress line below the text."""
 
 import os
 import sys
@@ -10,29 +8,32 @@ class Screen:
     """Standard output of this process."""
 
     def __init__(self) -> None:
-        self._line = ""  # of rank 0
-        # the line is on the terminal; the text does not end with a line break
+        self._line = ""  # the progress line of rank 0
+        # _shown: the progress line is on the terminal. _unended: the text does not end with a line
+        # break.
         self._shown = self._unended = False
 
     def columns(self) -> int:
-        """Return the width of the terminal; 0 if standard output is no terminal that can redraw a
-        line.
+        """Return the width of the terminal.
+
+        The width is 0 if standard output is not a terminal that can redraw a line.
         """
         if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
             return 0
         try:
             return os.get_terminal_size(sys.stdout.fileno()).columns or 80
-        except OSError:  # the terminal has gone
+        except OSError:  # the terminal is gone
             return 0
 
     def write(self, text: str) -> None:
-        """Print text above the line."""
+        """Print text above the progress line."""
         if text:
             self._put(text)
 
     def draw(self, line: str) -> None:
-        """Show the line instead of the one before, cut to the terminal as it is now; "" removes
-        it.
+        """Replace the progress line with `line`, shortened to the terminal's current width.
+
+        "" removes the progress line.
         """
         self._line = line
         self._put("")

@@ -1,4 +1,7 @@
-"""Submits a job to Slurm; inside the allocation `python -m launch` finds its hosts itself."""
+"""Submission of a job to Slurm.
+
+Inside the allocation, `python -m launch` finds its hosts itself.
+"""
 
 import argparse
 import re
@@ -7,9 +10,9 @@ import subprocess
 
 from . import allocation, environment
 from .connection import REPOSITORY
-from .refused import Refused
+from .errors import LaunchError
 
-GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # in a list of resources
+GPU = re.compile(r"(?:^|,)(?:gres[/:])?gpu(?:[:=,]|$)")  # a GPU in a list of resources
 WAY = (
     "log in once on the cluster, because all nodes read its login files. Give a proxy or server"
     " without a password"
@@ -19,10 +22,10 @@ LOGIN = ("PATH", "HOME", "USER", "LANG", "VIRTUAL_ENV")
 
 
 def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, str]) -> int:
-    """Prints and runs sbatch.
+    """Print and run the sbatch command.
 
-    The command holds names of variables only, and no secret's name: Slurm keeps exported variables
-    in files.
+    The command contains the names of variables and never secret values, because Slurm stores
+    exported variables in files.
     """
     if warning := allocation.warning_of(arguments.sbatch):
         variables = variables | {allocation.GRACE: f"{warning:g}"}
@@ -53,18 +56,17 @@ def submit(arguments: argparse.Namespace, argv: list[str], variables: dict[str, 
     try:
         return subprocess.run(words, env=variables, check=False).returncode
     except FileNotFoundError:
-        raise Refused(
+        raise LaunchError(
             "--where slurm: sbatch is not on PATH. Submit from a login node of the cluster"
         ) from None
 
 
 def asks_for_gpus(flags: list[str]) -> bool:
-    """Return True if flags of sbatch request GPUs.
+    """Return True if sbatch flags request GPUs.
 
-    The name of a flag decides: a partition or an account may be called anything.
-
-    A value is part of its flag's word (--gres=gpu:8, -G8) or the next word. sbatch also accepts the
-    beginning of a long name.
+    Only a flag's name counts, because a partition or an account may have any name. A value is part
+    of its flag's word (--gres=gpu:8, -G8) or the next word. sbatch also accepts an abbreviated long
+    name.
     """
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         name, equals, value = flag.partition("=")

@@ -1,6 +1,4 @@
-"""Writes the command line with which a launcher, torchrun or deepspeed, forks all ranks of one
-host.
-"""
+"""The command line with which a launcher, torchrun or deepspeed, forks all ranks on one host."""
 
 import base64
 import json
@@ -12,12 +10,13 @@ RANK = Path(__file__).resolve().with_name("rank.py")
 
 @dataclass(frozen=True)
 class Meeting:
-    """Says where the ranks find each other: this host's place among all hosts, and the address of
-    the first.
+    """The rendezvous of the ranks.
+
+    It contains this host's position among all hosts, and the address of the first host.
     """
 
-    slots: tuple[int, ...]  # ranks of each host
-    node: int  # this host is slots[node]
+    slots: tuple[int, ...]  # number of ranks on each host
+    node: int  # index of this host in `slots`
     master_addr: str
     master_port: int
 
@@ -29,20 +28,20 @@ class Meeting:
 def command(
     spawn: str, python: str, meeting: Meeting, visible: list[str], words: list[str]
 ) -> list[str]:
-    """Returns the argv that starts the ranks of one host; each rank gets `words` (script and
-    arguments) exactly as they are.
+    """Return the argv that starts the ranks of one host.
 
-    `visible` are the devices of this host, one for each rank.
+    Each rank receives `words` (script and arguments) unchanged. `visible` lists this host's
+    devices, one for each rank.
     """
-    # -P: a file torch.py in the current folder must not hide the library from the program that
-    # forks the ranks
+    # -P prevents a file named torch.py in the current folder from shadowing the library in the
+    # program that forks the ranks.
     module = [python, "-u", "-P", "-m"]
     port = meeting.master_port or "A_FREE_PORT"
     if spawn == "once":
         return [python, "-u", str(RANK), *words]
     if spawn == "deepspeed":
-        # the program that `deepspeed` itself starts on every host: it takes the devices by name,
-        # and needs no hostfile
+        # This is the program that `deepspeed` itself starts on every host. It accepts devices by
+        # name and needs no hostfile.
         world: dict[str, list[int | str]] = {
             f"node{node}": list(range(slots)) for node, slots in enumerate(meeting.slots)
         }
@@ -65,7 +64,8 @@ def command(
 
 
 def for_torchrun(word: str) -> str:
-    """Escapes a word for torchrun, which expands `$local_rank` in every argument and turns `$$`
-    into `$` (torch 2.13, elastic/utils/api.py).
+    """Escape a word for torchrun (torch 2.13, elastic/utils/api.py).
+
+    torchrun expands `$local_rank` in every argument and converts `$$` to `$`.
     """
     return word.replace("$", "$$")

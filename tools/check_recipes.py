@@ -29,11 +29,11 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.hosts.ports import free_port
 from recipekit.spec import shipped
+from recipekit.spec.atomic_write import write_atomic
 from recipekit.spec.packages import require_packages
-from recipekit.spec.whole_file import write_whole
 
 README = ROOT / "README.md"
-# as in test_recipe_trains_tiny_by_its_command
+# the same flags as in test_recipe_trains_tiny_by_its_command
 TINY = ("--tiny", "--steps", "3", "--eval_every", "1")
 ON_CPU = {
     "OMP_NUM_THREADS": "1",
@@ -46,10 +46,10 @@ ON_CPU = {
 MEASURED = re.compile(
     r"\bMeasured: (\d{4}-\d\d-\d\d), (\d+ x [A-Z][\w-]*)[^:]*: .*?([\d,.]+ (?:tokens|samples)/s)"
 )
-# of a recipe in README.md; `checked` is the last of 5 cells
+# A recipe's row in README.md; `checked` is the last of the 5 cells.
 ROW = re.compile(r"^(\| `(\w+)` \|(?:[^|\n]+\|){3}) [^|\n]+ \|$", re.MULTILINE)
-LIMIT = 480.0  # seconds of a recipe; offload compiles its operators in the first run
-LAST_LINES = 20  # of the output of a recipe that failed
+LIMIT = 480.0  # seconds per recipe; offload compiles its ops in the first run
+LAST_LINES = 20  # number of characters of a failed recipe's output that are printed
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -109,7 +109,7 @@ def command(recipe: Path, out: Path) -> list[str]:
 
 
 def run_tiny(recipe: Path, seconds: float = LIMIT) -> str:
-    """Run a recipe with --tiny in a temporary folder; return the problem, or "" after a success."""
+    """Run a recipe with --tiny in a temporary folder; return the problem, or "" if it succeeds."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with tempfile.TemporaryDirectory(prefix="check_") as folder:
         log = Path(folder) / "output.log"
@@ -121,7 +121,8 @@ def run_tiny(recipe: Path, seconds: float = LIMIT) -> str:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # the launcher and its ranks are one process group, which ends with the time limit
+                # The launcher and its ranks form one process group, which is ended at the time
+                # limit.
                 start_new_session=True,
             )
             try:
@@ -140,10 +141,10 @@ def run_tiny(recipe: Path, seconds: float = LIMIT) -> str:
 
 
 def record(dates: dict[str, str]) -> None:
-    """Write new CPU dates, all GPU figures and the table; recipes that were removed lose their
-    entry.
+    """Write the new CPU dates, all GPU figures and the table; remove entries of recipes that no
+    longer exist.
     """
-    known = json.loads(shipped.CHECKED.read_text()) if shipped.CHECKED.exists() else {}
+    known = json.loads(shipped.CHECK_RECORDS.read_text()) if shipped.CHECK_RECORDS.exists() else {}
     entries = {
         name: {
             "cpu": dates.get(name) or known.get(name, {}).get("cpu", shipped.NOT_CHECKED),
@@ -151,12 +152,12 @@ def record(dates: dict[str, str]) -> None:
         }
         for name, file in shipped.recipes().items()
     }
-    write_whole(shipped.CHECKED, json.dumps(entries, indent=1) + "\n")
-    write_whole(README, with_column(README.read_text()))
+    write_atomic(shipped.CHECK_RECORDS, json.dumps(entries, indent=1) + "\n")
+    write_atomic(README, with_column(README.read_text()))
 
 
 def gpu_figure(program: str) -> str:
-    """Return card, speed and date of the measurement in a recipe's docstring, or "-"."""
+    """Return the card, speed and date of the measurement in a recipe's docstring, or "-"."""
     for paragraph in (ast.get_docstring(ast.parse(program)) or "").split("\n\n"):
         if found := MEASURED.search(" ".join(paragraph.split())):
             return f"{found[2]}: {found[3]} ({found[1]})"
@@ -164,12 +165,12 @@ def gpu_figure(program: str) -> str:
 
 
 def cell(name: str) -> str:
-    """Return the cell of a recipe in the column `checked`."""
+    """Return a recipe's cell in the column `checked`."""
     return "; ".join(shipped.last_check(name))
 
 
 def with_column(page: str) -> str:
-    """Return README.md with the present cells in the column `checked`."""
+    """Return README.md's text with the current cells in the column `checked`."""
     return ROW.sub(lambda row: f"{row[1]} {cell(row[2])} |", page)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 
-from recipekit.__main__ import call
+from recipekit.__main__ import run_subcommand
 
 if __name__ == "__main__":
-    sys.exit(call("convert", sys.argv[1:], "convert_checkpoint.py"))
+    sys.exit(run_subcommand("convert", sys.argv[1:], "convert_checkpoint.py"))

@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from recipekit.hosts.ports import launcher_port
 from recipekit.spec.packages import require_packages
-from recipekit.spec.paths import path_of
+from recipekit.spec.paths import path_argument
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 PROMPT, CONTINUATION = 60, 120  # tokens of a sample
-# relative: the engine and transformers run the same weights, on other batch shapes
+# Relative tolerance. The engine and transformers use the same weights, but different batch shapes.
 TOLERANCE = 2e-3
 
 
@@ -40,7 +40,7 @@ def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--out",
-        type=path_of,
+        type=path_argument,
         default=Path("runs/quickstart"),
         metavar="FOLDER",
         help="Run folder. If it has a finished run, that run is used. (default: %(default)s)",
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 def train(arguments: argparse.Namespace) -> bool:
-    """Train the recipe; return False, with a message on stderr, if that failed."""
+    """Train the recipe; if training failed, print a message on stderr and return False."""
     import torch
 
     deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
@@ -141,22 +141,22 @@ class FinishedRun:
 
 
 def load_run(out: Path) -> FinishedRun:
-    """Load the metrics and the export of a run, and the rows that it held out."""
+    """Load a run's metrics, its export, and its held-out rows."""
     from recipekit.architectures.export_folder import find_export
-    from recipekit.commands.sample import load
+    from recipekit.commands.sample import load_generator
+    from recipekit.data.batching import DataRank
     from recipekit.data.held_out import eval_rows
-    from recipekit.data.lanes import DataRank
-    from recipekit.data.request import request_of
+    from recipekit.data.request import request_from_recipe
     from recipekit.spec.recipe import Recipe
-    from recipekit.spec.run_folder import FACTS, read_metrics
+    from recipekit.spec.run_folder import RUN_JSON, read_metrics
 
-    facts = json.loads((out / FACTS).read_text())["recipe"]
+    facts = json.loads((out / RUN_JSON).read_text())["recipe"]
     recipe = Recipe(
         **{name: value for name, value in facts.items() if name in Recipe.__dataclass_fields__}
     )
     metrics = read_metrics(out)
-    generator = load(find_export(out))
-    rows = eval_rows(request_of(recipe), generator.tokenizer, rank=DataRank(1, 0))
+    generator = load_generator(find_export(out))
+    rows = eval_rows(request_from_recipe(recipe), generator.tokenizer, rank=DataRank(1, 0))
     return FinishedRun(metrics, generator, rows)
 
 
@@ -176,8 +176,8 @@ def losses_agree(run: FinishedRun) -> bool:
 
 
 def print_result(run: FinishedRun, out: Path, seconds: float) -> None:
-    """Print how far the loss fell, and the files of the run."""
-    from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, FACTS, METRICS, STRATEGY
+    """Print the decrease of the loss, and the files of the run."""
+    from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, METRICS, RUN_JSON, STRATEGY
 
     first, last = run.metrics[0]["loss"], run.metrics[-1]["loss"]
     uniform = math.log(len(run.generator.tokenizer))
@@ -186,13 +186,14 @@ def print_result(run: FinishedRun, out: Path, seconds: float) -> None:
         f" {last / uniform:.0%} of ln(vocabulary) = {uniform:.3f}"
     )
 
-    names = (METRICS, FACTS, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")
+    names = (METRICS, RUN_JSON, STRATEGY, f"{CHECKPOINTS}/", f"{EXPORT}/", "loss.png")
     print("what the run left: " + ", ".join(str(out / name) for name in names))
 
 
 def training(ranks: int, out: Path, steps: int | None) -> list[str]:
-    """Returns the words after `deepspeed` on the command line; raises a global batch that the ranks
-    cannot share evenly.
+    """Return the words after `deepspeed` on the command line.
+
+    If the ranks cannot share the global batch evenly, it is raised.
     """
     from recipekit.spec.command import recipe_of
     from recipekit.spec.mesh import fit_batch
@@ -212,7 +213,7 @@ def training(ranks: int, out: Path, steps: int | None) -> list[str]:
 
 
 def strategy_in_fp32(out: Path) -> Path:
-    """Write the recipe's DeepSpeed JSON without bf16 beside the run folder `out`, and return its
+    """Write the recipe's DeepSpeed JSON without bf16 to the parent folder of `out`; return its
     path.
     """
     from recipekit.spec.command import recipe_of
@@ -227,9 +228,7 @@ def strategy_in_fp32(out: Path) -> Path:
 
 
 def held_out_loss(model, rows) -> float:
-    """Compute the token-mean loss of a plain transformers model on the rows that the run held
-    out.
-    """
+    """Compute a plain transformers model's token-mean loss on a run's held-out rows."""
     import torch
 
     total, tokens = 0.0, 0
@@ -247,16 +246,16 @@ def held_out_loss(model, rows) -> float:
 
 
 def continue_excerpt(generator: Any, rows: list[Any]) -> None:
-    """Print a prompt from held-out text, what the model writes after it, and what the text
-    continues with.
+    """Print a prompt from held-out text, the model's continuation, and the original
+    continuation.
     """
     import torch
-    from recipekit.commands.sample import without_trailing_blanks, write
+    from recipekit.commands.sample import generate_sample, without_trailing_blanks
 
     torch.set_num_threads(1)  # one token at a time is too little work for several threads
     tokenizer = generator.tokenizer
     prompt, truth = excerpt(rows, tokenizer)
-    sample = write(generator, prompt, len(truth))
+    sample = generate_sample(generator, prompt, len(truth))
     print(
         "  prompt, from held-out text:\n"
         + textwrap.indent(without_trailing_blanks(tokenizer.decode(prompt)), "    ")
@@ -266,12 +265,13 @@ def continue_excerpt(generator: Any, rows: list[Any]) -> None:
         ("the model writes", sample.text),
         ("the text continues", without_trailing_blanks(tokenizer.decode(truth))),
     )
-    print(textwrap.indent(side_by_side(*texts), "    ") + f"\n\n  {sample.end}")
+    print(textwrap.indent(side_by_side(*texts), "    ") + f"\n\n  {sample.stop_message}")
 
 
 def excerpt(rows: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return (tokens of a prompt, the tokens that follow it) from one held-out document, if
-    possible from a line's start.
+    """Return (prompt tokens, the tokens that follow the prompt) from one held-out document.
+
+    The prompt starts at the beginning of a line if possible.
     """
     for batch in rows:
         for ids, positions in zip(
@@ -298,14 +298,14 @@ def excerpt(rows: list[Any], tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def side_by_side(left: tuple[str, str], right: tuple[str, str], width: int = 50) -> str:
-    """Return two texts, (title, text), in columns of `width` characters."""
+    """Return two texts, each given as (title, text), in columns of `width` characters."""
     columns = [[title, "-" * len(title), *cut(text, width)] for title, text in (left, right)]
     rows = itertools.zip_longest(*columns, fillvalue="")
     return "\n".join(f"{one:<{width}} | {other}".rstrip() for one, other in rows)
 
 
 def cut(text: str, width: int) -> list[str]:
-    """Cut a text into lines of at most `width` characters."""
+    """Split a text into lines of at most `width` characters."""
     lines = text.expandtabs(4).split("\n")
     return [
         line[start : start + width]

@@ -1,4 +1,4 @@
-"""The shared code of the recipes: `Recipe` says what to train, `run` trains it."""
+"""The recipes' shared code: `Recipe` defines a training run, and `run` starts it."""
 
 import sys
 
@@ -11,12 +11,12 @@ if sys.version_info < (3, 11):  # noqa: UP036 (told before a line that an older 
 
 from .spec.shadows import refuse_shadows
 
-refuse_shadows()  # before the first import of a module that a file of the user can hide
+refuse_shadows()  # must precede the first import of a module that a user's file can hide
 
 from .run import run  # noqa: E402
+from .spec.errors import report_config_errors  # noqa: E402
 from .spec.recipe import Recipe  # noqa: E402
-from .spec.refusal import report_refusals  # noqa: E402
 
-report_refusals()
+report_config_errors()
 
 __all__ = ["Recipe", "run"]

@@ -14,55 +14,59 @@ import os
 import sys
 from dataclasses import dataclass
 
-from .spec.packages import NEEDED, require_packages
-from .spec.refusal import Problem, Refusal
+from .spec.errors import ConfigError, Problem
+from .spec.packages import REQUIRED_PACKAGES, require_packages
 
 
 @dataclass(frozen=True)
-class Command:
-    """A subcommand: recipekit/commands/NAME.py, imported only when it is called."""
+class Subcommand:
+    """A subcommand: recipekit/commands/NAME.py, which is imported only when it is called."""
 
     about: str
-    packages: tuple[str, ...] = ()  # that its module imports
+    packages: tuple[str, ...] = ()  # packages that the subcommand's module imports
 
 
 COMMANDS = {
-    "ls": Command("list the recipes with layout, memory, hardware, last checks and goal"),
-    "cp": Command("copy a recipe or a JSON to a new file"),
-    "run": Command("start a recipe on one or several machines"),
-    "lint": Command("check a DeepSpeed JSON and write a fixed copy", ("hjson",)),
-    "doctor": Command("check this machine or all hosts of a run before you start it"),
-    "convert": Command("convert checkpoints between layouts and Hugging Face files", NEEDED),
-    "sample": Command("generate text with a trained model", NEEDED),
+    "ls": Subcommand("list the recipes with layout, memory, hardware, last checks and goal"),
+    "cp": Subcommand("copy a recipe or a JSON to a new file"),
+    "run": Subcommand("start a recipe on one or several machines"),
+    "lint": Subcommand("check a DeepSpeed JSON and write a fixed copy", ("hjson",)),
+    "doctor": Subcommand("check this machine or all hosts of a run before you start it"),
+    "convert": Subcommand(
+        "convert checkpoints between layouts and Hugging Face files", REQUIRED_PACKAGES
+    ),
+    "sample": Subcommand("generate text with a trained model", REQUIRED_PACKAGES),
 }
 SHELLS = ("bash", "zsh")
 
 
-def call(name: str, *arguments: object) -> int:
-    """Run a subcommand; return its exit code."""
+def run_subcommand(name: str, *arguments: object) -> int:
+    """Run a subcommand and return its exit code."""
     if COMMANDS[name].packages:
         require_packages(COMMANDS[name].packages)
     return importlib.import_module(f".commands.{name}", __package__).main(*arguments)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the subcommand of a command line; return the exit code."""
+    """Run the subcommand that a command line names, and return its exit code."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["ls"]
     try:
         if name in ("-h", "--help"):
             print(help_text())
             return 0
         if name == "--completion":
-            return complete(words)
+            return print_completion(words)
         if name not in COMMANDS:
-            return wrong(f"recipekit {name}", "is not a subcommand", nearest(name))
-        code = call(name, words)
+            return print_usage_error(
+                f"recipekit {name}", "is not a subcommand", suggest_subcommand(name)
+            )
+        code = run_subcommand(name, words)
         sys.stdout.flush()
         return code
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
-    except BrokenPipeError:  # recipekit ls | head -3
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # for example, recipekit ls | head -3
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -76,12 +80,12 @@ def help_text() -> str:
     )
 
 
-def wrong(where: str, rule: str, fix: str) -> int:
+def print_usage_error(where: str, rule: str, fix: str) -> int:
     print(Problem(where, rule, fix), file=sys.stderr)
     return 2
 
 
-def nearest(name: str) -> str:
+def suggest_subcommand(name: str) -> str:
     """Return the fix for a word that is not a subcommand."""
     if name.endswith(".py"):
         return f"did you mean recipekit run {name}?"
@@ -89,17 +93,17 @@ def nearest(name: str) -> str:
     return f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(COMMANDS)}"
 
 
-def complete(words: list[str]) -> int:
-    """Print the completion script of a shell."""
-    if len(words) != 1 or words[0] not in SHELLS:
-        return wrong(
-            " ".join(["--completion", *words]),
+def print_completion(argv: list[str]) -> int:
+    """Print a shell's completion script."""
+    if len(argv) != 1 or argv[0] not in SHELLS:
+        return print_usage_error(
+            " ".join(["--completion", *argv]),
             "requires the name of a shell",
             f"use one of {', '.join(SHELLS)}",
         )
     from .spec.completion import script
 
-    print(script(words[0], tuple(COMMANDS)), end="")
+    print(script(argv[0], tuple(COMMANDS)), end="")
     return 0
 
 

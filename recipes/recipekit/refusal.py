@@ -1,5 +1,5 @@
-"""`Refusal`, the error of a wrong command or input, for scripts that catch it."""
+"""`Refusal`, the former name of `ConfigError`, for scripts that import it from this module."""
 
-from .spec.refusal import Refusal
+from .spec.errors import ConfigError as Refusal
 
 __all__ = ["Refusal"]

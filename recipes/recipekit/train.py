@@ -1,6 +1,6 @@
-"""The training loop: read this first.
+"""The training loop: read this file first.
 
-Weights change in `train_step`; what we mend in DeepSpeed around the step is optim/repairs.py.
+Weights change in `train_step`. The workarounds around DeepSpeed's step are in optim/repairs.py.
 """
 
 import contextlib
@@ -14,46 +14,46 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 
-from .checkpoints.state import State
-from .data.sameness import StreamState, merge_states, roll
-from .engine import used
-from .kernels.documents import for_layers
+from .checkpoints.state import TrainState
+from .data.stream_state import StreamState, merge_states, roll_batch_hash
+from .engine import unused_parameters
+from .kernels.documents import as_attention_mask
 from .parallel import pipeline, plans, timeline
-from .parallel.sequence import own_part
-from .plan import Plan
-from .runtime import ending, references
-from .runtime.agree import check_peers, shared_problems
+from .parallel.sequence import local_sequence_chunk
+from .plan import RunPlan
+from .runtime import ending, reference_logprobs
 from .runtime.continuation import continue_command
-from .runtime.corpus import first_day
+from .runtime.corpus import first_start_date
 from .runtime.ending import Ending
-from .runtime.engine import Loaded, load_model, restore
+from .runtime.engine import TrainingModel, load_model, restore_checkpoint
 from .runtime.failure import Peers
-from .runtime.metrics import StepTimes, metrics_of, numbers_of_rank
-from .runtime.prepare import Ready, find_checkpoint, join, prepare
-from .runtime.sums import StepCounters, StepTotals, Sums, start_all_reduce
+from .runtime.metrics import StepTimes, extra_counts_of_rank, metrics_of
+from .runtime.prepare import TrainingRun, find_checkpoint, join_ranks, prepare_training
+from .runtime.rank_consistency import check_same_tokens, shared_problems
+from .runtime.step_metrics import StepCounters, StepMetrics, StepTotals, start_all_reduce
 from .spec.engine import Engine
+from .spec.errors import ConfigError, Say
 from .spec.mesh import Mesh
-from .spec.refusal import Refusal, Say
 from .spec.run_folder import EXPORT
 from .spec.schedules import lr_at
 from .spec.task import MicroBatch, Task
-from .tasks.find import task_called, with_numbers
+from .tasks.find import load_task, with_hyperparameters
 from .track.tracking import WANDB_ARTIFACT, NoTracker
 
-# steps between two proofs that the peers of a data-parallel rank were given the same tokens
-PEERS_EVERY = 10
-FAILED_SAVES = "failed saves"  # of the extra counts: 1 if a save in the background has failed
+# Number of steps between two checks that a data-parallel rank's peers received the same tokens.
+CHECK_TOKENS_EVERY = 10
+FAILED_SAVES = "failed saves"  # key in the extra counts; 1 if a background save has failed
 
 
 class StepResult(TypedDict):
-    """The results of a step over the global batch, equal on every rank."""
+    """A step's results over the global batch, equal on every rank."""
 
     loss: float
     grad_norm: float
-    tokens: int  # labels, or samples: the count that the loss is divided by
-    stop: str | None  # a reason of any rank
-    means: dict[str, float]  # further numbers that the task reports of each step
-    extra: dict[str, list[int]]  # the sums of the ranks' extra counts
+    tokens: int  # labels or samples: the divisor of the loss
+    stop: str | None  # a stop reason from any rank
+    means: dict[str, float]  # further metrics that the task reports at each step
+    extra: dict[str, list[int]]  # sums of the extra counts over the ranks
 
 
 def train_step(
@@ -62,26 +62,26 @@ def train_step(
     batches: list[MicroBatch],
     lr: float | None,
     counters: StepCounters,
-    sums: Sums | None = None,
+    step_metrics: StepMetrics | None = None,
 ) -> StepResult:
-    """Take one optimizer step (a collective).
+    """Take one optimizer step (a collective operation).
 
-    The loss is the mean over what the task counts in the global batch (tokens with a label),
-    however the batch is split into micro-batches and ranks. `lr` None leaves the learning rate to
-    the JSON's scheduler. `counters` are summed over the ranks, and `sums` is filled with what adds
-    up in addition to the loss.
+    The loss is the mean over the task's units in the global batch (tokens with a label, or
+    samples). It does not depend on how the batch is divided into micro-batches and ranks. If `lr`
+    is None, the JSON's scheduler sets the learning rate. `counters` are summed over the ranks, and
+    `step_metrics` receives the step's other sums.
     """
     mesh = counters.mesh
-    sums = sums or Sums()
-    num_measures = len(task.measures) if task.each_step else None
-    loss_and_measures = sums.start_step(num_measures, engine.device)
+    step_metrics = step_metrics or StepMetrics()
+    num_measures = len(task.measures) if task.reports_each_step else None
+    loss_and_measures = step_metrics.start_step(num_measures, engine.device)
     set_learning_rate(engine, lr)
 
-    # This sum runs during the first forward pass.
+    # This sum is computed during the first forward pass.
     num_labels = sum(int(task.count(batch).sum()) for batch in batches)
     totals = counters.start_sum(num_labels, engine.device)
     engine.accumulate(len(batches))
-    task.before(engine, batches)
+    task.before_step(engine, batches)
 
     if mesh.pp > 1:
         mean_loss = pipeline_step(engine, task, batches, totals, loss_and_measures)
@@ -90,19 +90,20 @@ def train_step(
         summing: dist.Work | None = None
         for batch in batches:
             batch = to_device(batch, engine.device)
-            loss = summed_loss(task, task.forward(engine, batch), batch, sums)
+            loss = summed_loss(task, task.forward(engine, batch), batch, step_metrics)
             loss_and_measures[0] += loss.detach()
 
-            # Undo the engine's mean over micro-batches and ranks, and divide by the labels instead.
+            # Undo the engine's mean over micro-batches and ranks, and divide by the number of
+            # labels instead.
             if weight is None:
                 totals.wait()
                 weight = len(batches) * mesh.dp * mesh.sp / totals.labels.clamp(min=1)
 
-            # The sum over the ranks runs during the last backward pass.
+            # The sum over the ranks is computed during the last backward pass.
             if engine.is_gradient_accumulation_boundary():
                 summing = start_all_reduce(loss_and_measures)
 
-            # With the last micro-batch of the step, the engine changes the weights.
+            # On the step's last micro-batch, the engine changes the weights.
             engine.backward(loss * weight)
             engine.step()
 
@@ -110,24 +111,24 @@ def train_step(
         summing.wait()
         mean_loss = loss_and_measures[0] / totals.labels_over_ranks.clamp(min=1)
 
-    task.after(engine)
-    sums.reduce()
-    return results_of(engine, task, mean_loss, loss_and_measures, totals)
+    task.after_step(engine)
+    step_metrics.reduce()
+    return step_result_of(engine, task, mean_loss, loss_and_measures, totals)
 
 
-def results_of(
+def step_result_of(
     engine: Engine,
     task: Task,
     mean_loss: torch.Tensor,
     loss_and_measures: torch.Tensor,
     totals: StepTotals,
 ) -> StepResult:
-    """Return the results of a finished step as plain numbers; the device is waited for."""
+    """Return a finished step's results as plain numbers. This call waits for the device."""
     counts = totals.unpack()
     means: dict[str, float] = {}
-    if task.each_step:
+    if task.reports_each_step:
         measured = loss_and_measures[1:] / totals.labels_over_ranks.clamp(min=1)
-        means = means_of(task, mean_loss.item(), measured.tolist())
+        means = reported_means(task, mean_loss.item(), measured.tolist())
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
@@ -139,7 +140,10 @@ def results_of(
 
 
 def set_learning_rate(engine: Engine, lr: float | None) -> None:
-    """Give each optimizer group its multiple of `lr`; None leaves the rates to DeepSpeed."""
+    """Set each optimizer group's learning rate to the group's multiple of `lr`.
+
+    If `lr` is None, DeepSpeed sets the rates.
+    """
     for group in engine.optimizer.param_groups if lr is not None else []:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -151,71 +155,79 @@ def pipeline_step(
     totals: StepTotals,
     loss_and_measures: torch.Tensor,
 ) -> torch.Tensor:
-    """Run all forwards, all backwards and the change of the weights in the order of the pipeline's
-    schedule; return the mean loss, () (a collective).
+    """Run a full step in the order of the pipeline's schedule (a collective operation).
+
+    The step includes all forward and backward passes and the weight update. Return the mean loss,
+    ().
     """
     mesh = totals.counters.mesh
     totals.wait()
-    # Undo DeepSpeed's mean over micro-batches and ranks, and divide by the labels instead.
+    # Undo DeepSpeed's mean over micro-batches and ranks, and divide by the number of labels
+    # instead.
     weight = len(batches) * mesh.dp / totals.labels.clamp(min=1)
-    mean_loss = engine.train_batch(for_stages(engine, task, batches, weight))
+    mean_loss = engine.train_batch(pipeline_inputs(engine, task, batches, weight))
 
-    # Only the ranks of the last stage have seen an output, but all ranks count labels.
-    if task.each_step:
+    # Only the last stage's ranks have seen an output, but all ranks count labels.
+    if task.reports_each_step:
         dist.all_reduce(loss_and_measures.mul_(mesh.pp))
     return mean_loss
 
 
-def summed_loss(task: Task, output: torch.Tensor, batch: MicroBatch, sums: Sums) -> torch.Tensor:
-    """Computes the task's loss, (), summed over a micro-batch, and adds to `sums` what these
-    keep.
-    """
-    if sums.measured is not None:
-        sums.measured += task.measure(output, batch)
-    if sums.scores is not None and task.score is not None:
-        sums.scores.append(task.score(output, batch))
-    if sums.by_domain is None or "domain" not in batch:
+def summed_loss(
+    task: Task, output: torch.Tensor, batch: MicroBatch, step_metrics: StepMetrics
+) -> torch.Tensor:
+    """Return the task's loss, (), summed over a micro-batch, and update `step_metrics`."""
+    if step_metrics.measures is not None:
+        step_metrics.measures += task.measure(output, batch)
+    if step_metrics.row_logprobs is not None and task.row_logprobs is not None:
+        step_metrics.row_logprobs.append(task.row_logprobs(output, batch))
+    if step_metrics.by_domain is None or "domain" not in batch:
         return task.loss(output, batch, False)
     rows = task.loss(output, batch, True)  # (B,)
-    sums.by_domain.index_add_(
+    step_metrics.by_domain.index_add_(
         1, batch["domain"], torch.stack([rows.detach(), task.count(batch)]).double()
     )
     return rows.sum()
 
 
-def means_of(task: Task, loss: float, measured: list[float]) -> dict[str, float]:
-    """Names what a task tells besides the mean loss: the means of its measures, and what follows
-    from all of these.
+def reported_means(task: Task, loss: float, measures: list[float]) -> dict[str, float]:
+    """Return the task's metrics, except the mean loss.
+
+    The result contains the means of the task's measures, and values derived from all means.
     """
-    means = dict(zip(task.measures, measured, strict=True))
+    means = dict(zip(task.measures, measures, strict=True))
     return means | task.report({"loss": loss} | means)
 
 
 def pipeline_loss(
-    task: Task, sums: Sums, output: torch.Tensor, target: tuple[torch.Tensor, ...]
+    task: Task, step_metrics: StepMetrics, output: torch.Tensor, target: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
-    """Computes the loss on the last stage; DeepSpeed takes its mean over micro-batches and
-    data-parallel ranks.
+    """Return the loss on the last stage.
+
+    DeepSpeed averages this loss over micro-batches and data-parallel ranks.
     """
     weight, *tensors = target
     batch = dict(zip((*task.targets, "domain"), tensors, strict=False))
-    return summed_loss(task, output, batch, sums) * weight
+    return summed_loss(task, output, batch, step_metrics) * weight
 
 
-def for_stages(
+def pipeline_inputs(
     engine: Engine, task: Task, batches: list[MicroBatch], weight: torch.Tensor
 ) -> Iterator[Any]:
-    """Hands the stages what does not travel between them, and returns the micro-batches that the
-    schedule asks for.
+    """Pass local inputs to the stages, and return the micro-batches for the schedule.
+
+    Local inputs are tensors that are not sent from stage to stage.
     """
     more = [
         to_device(
-            {name: batch[name] for name in batch if name not in task.facts.inputs}, engine.device
+            {name: batch[name] for name in batch if name not in task.spec.inputs}, engine.device
         )
         for batch in batches
     ]
-    pipeline.hand_over(
-        engine.module, lambda last: [task.handed(batch, last) for batch in more], engine.device
+    pipeline.set_stage_inputs(
+        engine.module,
+        lambda last: [task.stage_kwargs(batch, last) for batch in more],
+        engine.device,
     )
     return pipeline_batches(task, batches, weight, engine.device)
 
@@ -223,10 +235,10 @@ def for_stages(
 def pipeline_batches(
     task: Task, batches: list[MicroBatch], weight: torch.Tensor, device: torch.device
 ) -> Iterator[Any]:
-    """Cuts each micro-batch into (what the first stage takes, what the loss takes), on the device.
+    """For each micro-batch, yield (inputs of the first stage, inputs of the loss) on the device.
 
-    A micro-batch goes there when the schedule asks for it, without waiting. DeepSpeed 0.19.8 would
-    clone it on the host, out of pinned memory, and wait for each copy (pipe/engine.py,
+    When the schedule needs a micro-batch, it is copied asynchronously. DeepSpeed 0.19.8 would clone
+    it on the host, outside pinned memory, and wait for each copy (pipe/engine.py,
     _exec_load_micro_batch).
     """
     for batch in batches:
@@ -237,27 +249,27 @@ def pipeline_batches(
 
 @torch.no_grad()
 def evaluate(
-    engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, sums: Sums
+    engine: Engine, task: Task, batches: list[MicroBatch], mesh: Mesh, step_metrics: StepMetrics
 ) -> dict[str, float]:
-    """Computes eval_loss, the mean loss of the held-out rows, and eval_NAME of what the task tells
-    besides, the same on every rank and in every layout.
+    """Return eval_loss, the mean loss over held-out rows, and the task's metrics as eval_NAME.
 
-    A collective. Under a pipeline `sums` must be those that the loss of the last stage was made
-    with.
+    This is a collective operation, and its results are the same on every rank and in every layout.
+    Under a pipeline, `step_metrics` must be the object with which the last stage's loss was
+    created.
     """
     totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
     totals[1] = sum(int(task.count(batch).sum()) for batch in batches)
-    measured = sums.measured = torch.zeros(
+    measured = step_metrics.measures = torch.zeros(
         len(task.measures), dtype=torch.float64, device=engine.device
     )
     if mesh.pp > 1:
         dist.all_reduce(totals)
         counted = totals[1].clamp(min=1) / (mesh.tp * mesh.pp)
-        # not eval_batch's own num_micro_batches: with it DeepSpeed 0.19.8 mixes up DualPipeV's
-        # buffers and hangs (dualpipev.py, _phase1_buffer)
+        # Do not use the num_micro_batches argument of eval_batch, with which DeepSpeed 0.19.8
+        # confuses DualPipeV's buffers and hangs (dualpipev.py, _phase1_buffer).
         of_a_step, engine.micro_batches = engine.micro_batches, len(batches)
         loss = engine.eval_batch(
-            for_stages(engine, task, batches, len(batches) * mesh.dp / counted)
+            pipeline_inputs(engine, task, batches, len(batches) * mesh.dp / counted)
         )
         engine.micro_batches = of_a_step
         dist.all_reduce(measured)
@@ -266,45 +278,46 @@ def evaluate(
         engine.eval()
         for batch in batches:
             batch = to_device(batch, engine.device)
-            totals[0] += summed_loss(task, task.forward(engine, batch), batch, sums)
+            totals[0] += summed_loss(task, task.forward(engine, batch), batch, step_metrics)
         engine.train()
         dist.all_reduce(totals)
         dist.all_reduce(measured)
         loss = totals[0] / totals[1].clamp(min=1)
         measured /= totals[1].clamp(min=1)
-    sums.measured = None
-    means = {"loss": loss.item()} | means_of(task, loss.item(), measured.tolist())
+    step_metrics.measures = None
+    means = {"loss": loss.item()} | reported_means(task, loss.item(), measured.tolist())
     return {f"eval_{name}": value for name, value in means.items()}
 
 
-def main(plan: Plan, peers: Peers | None = None) -> int:
-    """Train as planned; return the exit code: 0 done, 1 the loss or a gradient was not finite, 143
-    or 130 stopped.
+def main(plan: RunPlan, peers: Peers | None = None) -> int:
+    """Train as planned and return the exit code.
 
-    With `peers`, the failure of one rank ends all ranks from the moment when they have met.
+    Exit codes: 0 success, 1 a loss or gradient that is not finite, or bad data in the next step. A
+    signal gives 128 plus its number, such as 143 or 130, and a lost launcher gives 143. With
+    `peers`, one rank's failure ends all ranks once they have met.
     """
     say: Say = print if plan.command.rank == 0 else lambda _: None
-    device = join(plan, peers, say)
-    # Now, because a launcher may end before its ranks.
-    again = command_to_continue(plan)
-    plan = replace(plan, day=first_day(plan.resume_from), again=again)
-    task = with_numbers(task_called(plan.recipe.task), plan.recipe)
+    device = join_ranks(plan, peers, say)
+    # Determine the command now, because a launcher may end before its ranks.
+    again = resume_command_of(plan)
+    plan = replace(plan, day=first_start_date(plan.resume_from), resume_command=again)
+    task = with_hyperparameters(load_task(plan.recipe.task), plan.recipe)
     source = find_checkpoint(plan, say)
 
-    # The reference model is the model that the run starts from, so it is asked before a checkpoint
-    # is restored.
+    # The reference model is the model from which the run starts, so its log-probabilities must be
+    # computed before a checkpoint is restored.
     loaded = load_model(plan, task, source, device, pipeline_loss, say)
-    if task.score:
-        references.fill(loaded, source, evaluate, say)
-    loaded = restore(loaded, source, say)
+    if task.row_logprobs:
+        reference_logprobs.run_reference_pass(loaded, source, evaluate, say)
+    loaded = restore_checkpoint(loaded, source, say)
 
     if loaded.state["step"] >= loaded.plan.last_step:
         finish_without_steps(loaded, say)
         return 0
 
-    ready = prepare(loaded, peers, say)
-    # `peers` is the first to see an exception: closing the stream or the tracker may wait for a
-    # server, and a save for other ranks.
+    ready = prepare_training(loaded, peers, say)
+    # `peers` must receive an exception first, because closing the stream or the tracker may wait
+    # for a server, and closing the saver may wait for other ranks.
     closed = contextlib.closing
     with (
         ready.stopper,
@@ -316,25 +329,27 @@ def main(plan: Plan, peers: Peers | None = None) -> int:
         ended = train_and_export(loaded, ready)
         if ready.plan.recipe.wandb_artifact:
             ready.stopper.boundary(next_within=WANDB_ARTIFACT)
-        ending.close(ready.plan, ready.tracker, ended)
+        ending.close_run(ready.plan, ready.tracker, ended)
         ready.engine.destroy()
     return ended.code
 
 
-def command_to_continue(plan: Plan) -> str:
-    """Return the command that continues this run."""
+def resume_command_of(plan: RunPlan) -> str:
+    """Return the command that resumes this run."""
     recipe = plan.recipe
     return continue_command(recipe.stop_at, recipe.resume, recipe.out, plan.command.typed, plan.out)
 
 
-def exports_at_end(plan: Plan) -> bool:
-    """Return True if the last step of this start is the last step of the run, which exports."""
+def exports_at_end(plan: RunPlan) -> bool:
+    """Return True if this start reaches the run's last step, after which the run exports."""
     return plan.recipe.export and plan.last_step == plan.recipe.steps
 
 
-def finish_without_steps(loaded: Loaded, say: Say) -> None:
-    """Report that no step is left to take; write the export if an earlier start was ended before it
-    could write it (a collective).
+def finish_without_steps(loaded: TrainingModel, say: Say) -> None:
+    """Report that no steps are left.
+
+    If an earlier start ended before it could write the export, write it now (a collective
+    operation).
     """
     plan, recipe, step = loaded.plan, loaded.plan.recipe, loaded.state["step"]
     if loaded.merge_finished(say):
@@ -346,7 +361,7 @@ def finish_without_steps(loaded: Loaded, say: Say) -> None:
 
     if exports_at_end(plan) and not (plan.out / EXPORT).exists():
         loaded.export(say)
-        ending.close(plan, NoTracker(), ending.finished(plan, step))
+        ending.close_run(plan, NoTracker(), ending.finished(plan, step))
         if recipe.wandb_artifact:
             say(
                 "W&B: this start has no step, so it uploads no artifact. Upload it with: wandb"
@@ -354,206 +369,210 @@ def finish_without_steps(loaded: Loaded, say: Say) -> None:
             )
 
 
-def train_and_export(loaded: Loaded, ready: Ready) -> Ending:
-    """Take all steps and export the model; return how the run ended."""
-    plan = ready.plan
+def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending:
+    """Take all steps and export the model. Return how the run ended."""
+    plan = run.plan
     try:
-        early = loop(ready)
+        early = loop(run)
         if early is None and exports_at_end(plan):
-            ready.stopper.boundary(next_within=3600)
-            with ready.tracker.doing("exporting"):
-                loaded.export(ready.tracker.say)
-    except Refusal as refusal:
+            run.stopper.boundary(next_within=3600)
+            with run.tracker.doing("exporting"):
+                loaded.export(run.tracker.say)
+    except ConfigError as error:
         if plan.command.rank == 0:
-            refusal.afterwards = partial(
-                ending.close_refused, plan, ready.tracker, refusal, ready.state["step"]
+            error.afterwards = partial(
+                ending.close_refused_run, plan, run.tracker, error, run.state["step"]
             )
         raise
-    return early or ending.finished(plan, ready.state["step"])
+    return early or ending.finished(plan, run.state["step"])
 
 
-def loop(ready: Ready) -> Ending | None:
-    """Step from `ready.state["step"]` to the last step, saving and evaluating on the way; return
-    how the run ended if it ended before.
+def loop(run: TrainingRun) -> Ending | None:
+    """Train from `run.state["step"]` to the last step, with evaluations and saves.
+
+    If the run ended early, return how it ended; otherwise return None.
     """
-    plan, engine = ready.plan, ready.engine
+    plan, engine = run.plan, run.engine
     recipe, mesh = plan.recipe, plan.mesh
-    first, last = ready.state["step"] + 1, plan.last_step
-    seen = 0  # a hash of all tokens that this rank was given
+    first, last = run.state["step"] + 1, plan.last_step
+    seen = 0  # a hash of all tokens that this rank has received
 
     for step in range(first, last + 1):
         begun = time.perf_counter()
-        data = next_data(ready, step)
-        seen = roll(seen, data.batches)
-        batches = own_parts(plan, data.batches)
+        data = read_step_data(run, step)
+        seen = roll_batch_hash(seen, data.batches)
+        batches = local_batches(plan, data.batches)
         lr = lr_at(recipe, step) if "scheduler" not in plan.ds_config else None
-        counters = counters_of(ready, batches, data)
+        counters = step_counters(run, batches, data)
 
-        with watched(ready, step, first) as spans:
-            result = train_step(engine, ready.task, batches, lr, counters, ready.sums)
+        with check_and_time_step(run, step, first) as spans:
+            result = train_step(engine, run.task, batches, lr, counters, run.step_metrics)
         times = StepTimes(time.perf_counter() - begun, data.wait)
-        ready.stopper.step_took(times.step)
+        run.stopper.record_step_time(times.step)
 
         if not is_finite(result, plan.precision):
-            return stop_diverged(ready, step, result)
+            return stop_diverged(run, step, result)
 
-        note_step(ready, step, result)
-        metrics = metrics_of(ready, step, result, data.state, times, lr)
-        evaluate_and_log(ready, step, metrics)
-        timeline.report(engine, spans, plan.command.name, step, plan.out, ready.tracker.say)
-        ready.stopper.boundary()
+        count_step(run, step, result)
+        metrics = metrics_of(run, step, result, data.state, times, lr)
+        evaluate_and_log(run, step, metrics)
+        timeline.report_bubble(engine, spans, plan.command.name, step, plan.out, run.tracker.say)
+        run.stopper.boundary()
 
-        if step % PEERS_EVERY == 0 or step == last:
-            check_peers(mesh, seen, step, engine.device)
-        save_if_due(ready, step, result, data.state)
+        if step % CHECK_TOKENS_EVERY == 0 or step == last:
+            check_same_tokens(mesh, seen, step, engine.device)
+        save_if_due(run, step, result, data.state)
 
-        # After the last step only the export is left to stop, and the next start repeats it after a
-        # kill.
+        # After the last step, a stop could only interrupt the export, which the next start would
+        # then have to repeat.
         if result["stop"] and step < last:
-            return stop_early(ready, result["stop"], data.broken)
+            return stop_early(run, result["stop"], data.error)
     return None
 
 
 @contextlib.contextmanager
-def watched(ready: Ready, step: int, first: int) -> Iterator[list[timeline.Span]]:
-    """Check in the first step of a start that the plans fit and that the ranks use the same
-    parameters, and time one step of a pipeline.
+def check_and_time_step(
+    run: TrainingRun, step: int, first: int
+) -> Iterator[list[timeline.InstructionSpan]]:
+    """Check the first step of a start, and record the schedule of one pipeline step.
+
+    The first step shows whether the plans fit and whether all ranks use the same parameters.
     """
-    plan, engine = ready.plan, ready.engine
-    # OUT/schedule.png shows this step: the first steps warm up.
+    plan, engine = run.plan, run.engine
+    # OUT/schedule.png shows a later step, because the first steps are a warm-up.
     drawn = min(first + 2, plan.last_step)
     with (
-        plans.fitting(plan.recipe.model, plan.mesh, step == first),
-        used.compared(engine, plan.mesh, step, on=step == first),
-        timeline.record(engine, on=step == drawn) as spans,
+        plans.explain_plan_errors(plan.recipe.model, plan.mesh, step == first),
+        unused_parameters.compare_parameters(engine, plan.mesh, step, on=step == first),
+        timeline.record_schedule(engine, enabled=step == drawn) as spans,
     ):
         yield spans
 
 
 @dataclass(frozen=True)
 class StepData:
-    """The data of one step for one data-parallel rank."""
+    """One step's data for one data-parallel rank."""
 
-    batches: list[MicroBatch]  # whole rows, also under sequence parallelism
-    state: StreamState  # after these rows
-    broken: BaseException | None  # why the stream has no further step
-    wait: float  # seconds
+    batches: list[MicroBatch]  # full rows, even under sequence parallelism
+    state: StreamState  # the stream's state after these rows
+    error: BaseException | None  # the reason why the stream has no next step
+    wait: float  # seconds spent waiting for data
 
 
-def next_data(ready: Ready, step: int) -> StepData:
-    """Read the micro-batches of a step, and look for the error of the step after it.
+def read_step_data(run: TrainingRun, step: int) -> StepData:
+    """Read a step's micro-batches, and check the next step for an error.
 
-    The error is found one step early, so that all ranks stop together. A rank that was asked to
-    stop does not wait for more data, and saves after this step.
+    An error is detected one step early, so that all ranks stop together. If this rank was asked to
+    stop, it does not wait for more data, and it saves after this step.
     """
     begun = time.perf_counter()
-    batches, state = next(ready.stream)
+    batches, state = next(run.stream)
     broken = None
-    if step < ready.plan.last_step:
-        broken = ready.stream.error_ahead(lambda: ready.stopper.requested)
+    if step < run.plan.last_step:
+        broken = run.stream.error_ahead(lambda: run.stopper.requested)
     return StepData(batches, state, broken, time.perf_counter() - begun)
 
 
-def own_parts(plan: Plan, batches: list[MicroBatch]) -> list[MicroBatch]:
+def local_batches(plan: RunPlan, batches: list[MicroBatch]) -> list[MicroBatch]:
     """Return this rank's parts of the micro-batches under sequence parallelism."""
     sp_rank = plan.mesh.coords(plan.command.rank)["sp"]
-    return [own_part(batch, plan.mesh.sp, sp_rank) for batch in batches]
+    return [local_sequence_chunk(batch, plan.mesh.sp, sp_rank) for batch in batches]
 
 
-def counters_of(ready: Ready, batches: list[MicroBatch], data: StepData) -> StepCounters:
-    """Return the counts that this rank adds to a step's sums."""
-    extra = numbers_of_rank(ready, batches) | {FAILED_SAVES: [int(ready.saver.broken)]}
-    stop = "bad data" if data.broken else ready.stopper.requested
-    return StepCounters(ready.plan.mesh, stop, extra)
+def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -> StepCounters:
+    """Return the counts that this rank contributes to a step's sums."""
+    extra = extra_counts_of_rank(run, batches) | {FAILED_SAVES: [int(run.saver.broken)]}
+    stop = "bad data" if data.error else run.stopper.requested
+    return StepCounters(run.plan.mesh, stop, extra)
 
 
 def is_finite(result: StepResult, precision: str) -> bool:
     """Return True if the run can continue after a step with this loss and gradient norm.
 
-    fp16 skips steps whose gradient overflows and lowers its loss scale, so only its loss has to be
-    finite.
+    In fp16, a step whose gradient overflows is skipped and the loss scale is lowered. Therefore
+    only the loss must be finite.
     """
     return math.isfinite(result["loss"]) and (
         math.isfinite(result["grad_norm"]) or precision == "fp16"
     )
 
 
-def note_step(ready: Ready, step: int, result: StepResult) -> None:
-    """Count a finished step in the state that checkpoints keep."""
-    state = ready.state
+def count_step(run: TrainingRun, step: int, result: StepResult) -> None:
+    """Count a finished step in the state that checkpoints store."""
+    state = run.state
     state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
-    if ready.task.samples:
-        rows = ready.plan.recipe.ramp.rows(step)
+    if run.task.samples:
+        rows = run.plan.recipe.ramp.rows(step)
         state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]
 
 
-def evaluate_and_log(ready: Ready, step: int, metrics: dict[str, Any]) -> None:
-    """Log the metrics of a step, with an evaluation of the held-out rows if one is due (a
-    collective).
+def evaluate_and_log(run: TrainingRun, step: int, metrics: dict[str, Any]) -> None:
+    """Log a step's metrics, including an evaluation if one is due (a collective operation).
+
+    The evaluation uses the held-out rows.
     """
-    recipe = ready.plan.recipe
-    if ready.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
-        ready.stopper.boundary(next_within=3600)
+    recipe = run.plan.recipe
+    if run.held_out and (step % recipe.eval_every == 0 or step == recipe.steps):
+        run.stopper.boundary(next_within=3600)
         begun = time.perf_counter()
-        with ready.tracker.doing("evaluating"):
-            metrics |= evaluate(
-                ready.engine, ready.task, ready.held_out, ready.plan.mesh, ready.sums
-            )
+        with run.tracker.doing("evaluating"):
+            metrics |= evaluate(run.engine, run.task, run.held_out, run.plan.mesh, run.step_metrics)
         metrics["eval_s"] = time.perf_counter() - begun
 
     loss = metrics.get("eval_loss", math.nan)
-    ready.state["eval_loss"] = loss if math.isfinite(loss) else None
-    ready.tracker.log(metrics)
+    run.state["eval_loss"] = loss if math.isfinite(loss) else None
+    run.tracker.log(metrics)
 
 
-def save_if_due(ready: Ready, step: int, result: StepResult, data_state: StreamState) -> None:
-    """Save a finished step if the run ends with it or a save is due (a collective)."""
-    # A save in the background has failed on any rank.
+def save_if_due(run: TrainingRun, step: int, result: StepResult, data_state: StreamState) -> None:
+    """Save a finished step if the run ends with it or if a save is due (a collective operation)."""
+    # This is True if a background save has failed on any rank.
     if any(result["extra"][FAILED_SAVES]):
-        ready.saver.wait()
+        run.saver.wait()
 
-    regular = ready.plan.recipe.saves_at(step)
-    at_end = bool(result["stop"]) or step == ready.plan.last_step
-    if at_end or regular or ready.saver.attempts.due(step):
-        save_step(ready, data_state, regular, at_end)
+    regular = run.plan.recipe.saves_at(step)
+    at_end = bool(result["stop"]) or step == run.plan.last_step
+    if at_end or regular or run.saver.attempts.due(step):
+        save_step(run, data_state, regular, at_end)
 
 
-def save_step(ready: Ready, data_state: StreamState, regular: bool, at_end: bool) -> None:
-    """Save the step that was just taken (a collective); wait until it is complete if the run ends
-    with it.
+def save_step(run: TrainingRun, data_state: StreamState, regular: bool, at_end: bool) -> None:
+    """Save the step that was just taken (a collective operation).
+
+    If the run ends with this step, wait until the save has completed.
     """
-    ready.stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
+    run.stopper.boundary(next_within=3600)  # writing a large model takes longer than a step
     begun = time.perf_counter()
-    everyone: list[Any] = [None] * ready.plan.mesh.world
+    everyone: list[Any] = [None] * run.plan.mesh.world
     dist.all_gather_object(everyone, data_state)
-    state: State = {**ready.state, "data": merge_states(everyone)}
-    with ready.tracker.doing("saving"):
+    state: TrainState = {**run.state, "data": merge_states(everyone)}
+    with run.tracker.doing("saving"):
         if at_end:
-            ready.saver.save_last(state)
+            run.saver.save_last(state)
         else:
-            ready.saver.save(state, regular)
-    ready.tracker.amend({"save_stall_s": time.perf_counter() - begun})
-    ready.stopper.boundary()
+            run.saver.save(state, regular)
+    run.tracker.amend({"save_stall_s": time.perf_counter() - begun})
+    run.stopper.boundary()
 
 
-def stop_diverged(ready: Ready, step: int, result: StepResult) -> Ending:
-    """End a run whose loss or gradient is not finite, after the save that is under way."""
-    ready.saver.wait()
+def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
+    """End a run whose loss or gradient is not finite, after the current save has completed."""
+    run.saver.wait()
     return ending.diverged(
-        ready.plan, step, result["loss"], result["grad_norm"], ready.saver.attempts.saved
+        run.plan, step, result["loss"], result["grad_norm"], run.saver.attempts.saved
     )
 
 
-def stop_early(ready: Ready, reason: str, broken: BaseException | None) -> Ending:
-    """End a run before its last step, for a reason that all ranks know (a collective).
+def stop_early(run: TrainingRun, reason: str, error: BaseException | None) -> Ending:
+    """End a run before its last step, for a reason known to all ranks (a collective operation).
 
-    `broken` is why this rank's data ends, if it does.
+    `error` is the reason why this rank's data ended, if it did.
     """
-    ready.stopper.request(reason)  # on the ranks that were not told themselves
-    ready.stopper.boundary(next_within=60)
-    # not `requested`: a rank keeps its own first reason
-    problems = shared_problems(broken) if reason == "bad data" else []
-    return ending.stopped(ready.plan, reason, ready.state["step"], problems)
+    run.stopper.request(reason)  # for ranks that did not receive the request
+    run.stopper.boundary(next_within=60)
+    # Do not use `requested`, because each rank keeps its own first reason.
+    problems = shared_problems(error) if reason == "bad data" else []
+    return ending.stopped(run.plan, reason, run.state["step"], problems)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -561,5 +580,5 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         name: tensor.to(device, non_blocking=True).contiguous() for name, tensor in batch.items()
     }
     return moved | (
-        {"documents": for_layers(batch["documents"], device)} if "documents" in batch else {}
+        {"documents": as_attention_mask(batch["documents"], device)} if "documents" in batch else {}
     )

@@ -1,5 +1,6 @@
-"""The tiny copy of a model: small, of the same class, with the same structure; and where a
-config.json is looked up.
+"""Tiny copies of models. A tiny copy is small, but has the model's class and structure.
+
+Other tests cover the places where a config.json is looked up.
 """
 
 import json
@@ -9,7 +10,7 @@ import pytest
 from recipekit.architectures.families import default_config, tiny_config
 from recipekit.architectures.lookup import SHIPPED, fitting_task, model_config
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.task_specs import TASKS
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -87,7 +88,7 @@ every_shape = pytest.mark.parametrize("kind", SHAPES)
 
 
 def numbers(config: dict) -> tuple[int, int, int]:
-    """Hidden size, query heads, key-value heads."""
+    """Return the hidden size and the numbers of query heads and key-value heads."""
     queries = config.get("num_attention_heads") or config["n_head"]
     return (
         config.get("hidden_size") or config["n_embd"],
@@ -112,7 +113,7 @@ def test_tiny_model_keeps_its_traits(kind):
     assert {key: tiny.get(key) for key in same} == {key: config.get(key) for key in same}
     hidden, queries, key_values = numbers(config)
     tiny_hidden, tiny_queries, tiny_key_values = numbers(tiny)
-    assert tiny_queries / tiny_key_values == min(queries / key_values, 8)  # 405B has 16
+    assert tiny_queries / tiny_key_values == min(queries / key_values, 8)  # 405B has a ratio of 16
     if config.get("head_dim"):
         assert (tiny["head_dim"] * tiny_queries == tiny_hidden) == (
             config["head_dim"] * queries == hidden
@@ -121,7 +122,7 @@ def test_tiny_model_keeps_its_traits(kind):
     for key in ("num_local_experts", "num_experts"):
         assert (tiny.get(key) == 4) == bool(config.get(key))
     if config.get("sliding_window"):
-        assert 0 < tiny["sliding_window"] <= 128  # shorter than a tiny row, so that it matters
+        assert 0 < tiny["sliding_window"] <= 128  # shorter than a tiny row
     assert set(tiny.get("layer_types") or ()) == set(config.get("layer_types") or ())
     assert (tiny.get("rope_parameters") or ROPE)["rope_type"] == (
         config.get("rope_parameters") or ROPE
@@ -152,8 +153,8 @@ def test_tiny_model_is_small_and_tensor_parallelism_can_cut_it(kind):
     assert logits.shape == (2, 128, BYTE_VOCAB) and logits.isfinite().all()
 
 
-# Types that transformers 5.22.2 registers as causal language models, and of which no model can be
-# built and trained alone.
+# Types that transformers 5.22.2 registers as causal language models, but that cannot be built and
+# trained alone.
 CANNOT = {
     "blt": "four stacks whose widths depend on one another, and no layers or width of its own",
     "gemma4_assistant": (
@@ -173,7 +174,7 @@ CANNOT = {
         " MusicgenMelodyDecoderConfig in it"
     ),
 }
-QUICK = set(list(CAUSAL)[::4])  # the others are slow tests, together two minutes
+QUICK = set(list(CAUSAL)[::4])  # the other types are slow tests, two minutes in total
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
@@ -187,7 +188,7 @@ every_type = pytest.mark.parametrize(
 
 
 def build(config):
-    """The model in float32, with the attention of PyTorch where its class has that."""
+    """Build the model in float32, with PyTorch's attention if the model's class supports it."""
     from transformers import AutoModelForCausalLM
 
     config.use_cache = False
@@ -202,9 +203,7 @@ def build(config):
 
 
 def parts(model) -> set[str]:
-    """The classes of the modules, and the names of the parameters without the number of the
-    layer.
-    """
+    """Return the classes of the modules, and the parameter names without the layer number."""
     return {type(module).__name__ for module in model.modules()} | {
         re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, _ in model.named_parameters()
     }
@@ -260,7 +259,7 @@ def test_every_type_with_a_pipeline_plan_has_a_tiny_model():
         for name, configs in classes.items()
         if any(getattr(config, "base_model_pp_plan", None) for config in configs)
     }
-    assert len(planned) >= 88  # transformers 5.22.2 has so many
+    assert len(planned) >= 88  # the number in transformers 5.22.2
     assert not planned & CANNOT.keys()
 
 
@@ -313,7 +312,7 @@ def test_one_layer_of_each_kind_stays_and_the_lists_of_layers_agree(layers, says
 
 
 def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
-    # of Phi-3: 96 dimensions a head
+    # Phi-3 has 96 dimensions per head.
     factors = {"rope_type": "longrope", "long_factor": [1.0] * 48, "short_factor": [2.0] * 48}
     config = {
         "model_type": "phi3",
@@ -329,8 +328,7 @@ def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
     }
 
 
-# Image classifiers whose tiny copies are promised; recipes/SUPPORT.md says of the others what they
-# do.
+# Image classifiers that must have tiny copies. recipes/SUPPORT.md states the results of the others.
 IMAGES = ("vit", "deit", "beit", "dinov2", "swin", "convnext", "resnet", "siglip", "clip")
 OF_IMAGES = TASKS["image_classification"].tiny
 VIT_L = {
@@ -394,7 +392,7 @@ def test_every_image_family_has_a_tiny_classifier_of_the_same_parts_that_trains(
 
 
 def test_the_numbers_of_a_tiny_vit_are_small_and_tp_can_cut_it():
-    tiny = shrink(VIT_L, most=OF_IMAGES)
+    tiny = shrink(VIT_L, limits=OF_IMAGES)
     kept = {
         key: value
         for key, value in VIT_L.items()
@@ -411,7 +409,7 @@ def test_the_numbers_of_a_tiny_vit_are_small_and_tp_can_cut_it():
         "num_channels": 3,
         "num_labels": 10,
     }
-    small = shrink(VIT_L | {"image_size": [28, 28], "patch_size": 4}, most=OF_IMAGES)
+    small = shrink(VIT_L | {"image_size": [28, 28], "patch_size": 4}, limits=OF_IMAGES)
     assert small["image_size"] == [28, 28] and small["patch_size"] == 4, (
         "what is small already stays"
     )
@@ -419,9 +417,9 @@ def test_the_numbers_of_a_tiny_vit_are_small_and_tp_can_cut_it():
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 def test_a_tower_that_leaves_its_numbers_to_its_class_is_shrunk_too(kind):
-    """As CLIP and SigLIP are published."""
+    """CLIP and SigLIP are published like this."""
     tower = {"model_type": f"{kind}_vision_model"}
-    tiny = shrink({"model_type": kind, "vision_config": tower, "text_config": {}}, most=OF_IMAGES)
+    tiny = shrink({"model_type": kind, "vision_config": tower, "text_config": {}}, limits=OF_IMAGES)
     assert (
         tiny["vision_config"].items()
         >= (
@@ -433,14 +431,14 @@ def test_a_tower_that_leaves_its_numbers_to_its_class_is_shrunk_too(kind):
 
 def test_an_image_model_that_names_no_width_is_refused():
     with pytest.raises(
-        Refusal, match=r"cannot shrink a odd: its config\.json has no hidden_sizes or embed_dim"
+        ConfigError, match=r"cannot shrink a odd: its config\.json has no hidden_sizes or embed_dim"
     ):
-        shrink({"model_type": "odd", "depths": [2, 2], "width": 3}, most=OF_IMAGES)
+        shrink({"model_type": "odd", "depths": [2, 2], "width": 3}, limits=OF_IMAGES)
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"cannot shrink a odd: its config\.json has no num_hidden_layers, hidden_size",
     ):
-        shrink({"model_type": "odd", "width": 3}, most=OF_IMAGES)
+        shrink({"model_type": "odd", "width": 3}, limits=OF_IMAGES)
 
 
 def test_shrinking_does_not_change_its_argument():
@@ -448,13 +446,13 @@ def test_shrinking_does_not_change_its_argument():
     shrink(SHAPES["gemma2"], BYTE_VOCAB)
     assert json.dumps(SHAPES["gemma2"]) == before
     before = json.dumps(VIT_L)
-    shrink(VIT_L, most=OF_IMAGES)
+    shrink(VIT_L, limits=OF_IMAGES)
     assert json.dumps(VIT_L) == before
 
 
 def test_an_unknown_way_of_naming_is_refused():
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"cannot shrink a clever: its config\.json has no num_hidden_layers, hidden_size",
     ):
         shrink({"model_type": "clever", "width": 2048, "n_heads": 16, "depth": 24}, BYTE_VOCAB)
@@ -488,10 +486,10 @@ def test_config_comes_from_the_folder_the_cache_or_the_shipped_file(tmp_path, mo
 def test_an_unusable_config_is_refused(tmp_path, text, rule):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(Refusal, match=rule):
+    with pytest.raises(ConfigError, match=rule):
         model_config(str(tmp_path))
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(Refusal, match="is not a folder on this machine"):
+    with pytest.raises(ConfigError, match="is not a folder on this machine"):
         model_config(str(tmp_path / "nothing"))

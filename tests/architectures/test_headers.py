@@ -1,6 +1,4 @@
-"""Headers of a model's files against its config.json, for each family that a plan compares without
-torch.
-"""
+"""Weight files' headers compared with config.json, for families that need no torch to check."""
 
 from typing import Any
 
@@ -8,12 +6,12 @@ import pytest
 from recipekit.architectures.families import tiny_config
 from recipekit.architectures.headers import FAMILIES, check_headers
 from recipekit.architectures.safetensors_files import Entry
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.task_specs import TASKS
 
 
 def files_of(config: dict[str, Any], task: str) -> dict[str, Entry]:
-    """What transformers saves of a model with this config.json."""
+    """Return the tensors that transformers saves for a model with this config.json."""
     from recipekit.model.empty import empty_model
 
     model = empty_model(config, "eager", "tiny", auto_class=TASKS[task].auto_class)
@@ -25,9 +23,9 @@ def files_of(config: dict[str, Any], task: str) -> dict[str, Entry]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_family_has_the_shapes_that_transformers_gives_it(kind: str) -> None:
-    """All own files pass.
+    """All files that transformers saves pass, with or without the prefix of the base model.
 
-    A further layer, another width and another vocabulary are refused; so is a prefix-less copy.
+    An additional layer, a different width and a different vocabulary are rejected.
     """
     task, family = "masked_lm" if kind == "bert" else "pretrain", FAMILIES[kind]
     config = tiny_config(kind, 264, task)
@@ -47,7 +45,7 @@ def test_a_family_has_the_shapes_that_transformers_gives_it(kind: str) -> None:
         for key in {*changes, family.num_layers} - {"num_attention_heads"}:
             for other in (config[key] + 1, max(1, config[key] - 1)):
                 if other != config[key]:
-                    with pytest.raises(Refusal, match=r"^model = m: "):
+                    with pytest.raises(ConfigError, match=r"^model = m: "):
                         check_headers(config | {key: other}, files, "m")
 
 
@@ -56,7 +54,7 @@ def test_other_families_and_missing_keys_are_not_judged() -> None:
     check_headers({"model_type": "mamba", "vocab_size": 9, "hidden_size": 4}, entries, "m")
     check_headers({"model_type": "llama", "hidden_size": 4}, entries, "m")
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"model.embed_tokens.weight is \[8, 4\] in its files but \[9, 4\] in its config.json",
     ):
         check_headers({"model_type": "llama", "vocab_size": 9, "hidden_size": 4}, entries, "m")
@@ -69,7 +67,7 @@ def test_layers_that_predict_further_tokens_may_be_beyond_the_last() -> None:
     }
     config = {"model_type": "llama", "num_hidden_layers": 2}
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"its files contain 3 layers in model.layers, but its config.json specifies 2",
     ):
         check_headers(config, entries, "m")

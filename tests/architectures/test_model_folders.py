@@ -1,47 +1,40 @@
-"""Folders as people have them: what recipes cannot train is refused by name in every command that
-takes a model, and what they can train is taken.
+"""Model folders of users.
+
+Every command that takes a model rejects unsupported models by name, and accepts supported ones.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from built_models import build_model
 from pool import ROOT, environment
-from recipekit.architectures.families import default_config, tiny_config
+from recipekit.architectures.families import tiny_config
 from recipekit.architectures.lookup import (
-    CAUSAL,
-    READS_AHEAD,
     fitting_task,
-    folder_of,
     model_config,
     read_config,
-    types_of,
 )
-from recipekit.architectures.safetensors_files import INDEX
+from recipekit.architectures.safetensors_files import INDEX_FILE
 from recipekit.commands import convert as tool
 from recipekit.data.processors import byte_tokenizer
-from recipekit.model.build import build_model
-from recipekit.model.causal import check_causal
-from recipekit.model.empty import config_of, construct
-from recipekit.plan import BEHIND_PADDING, ENCODERS, POSITIONS, make_plan
-from recipekit.planner.show import show
+from recipekit.plan import resolve_run
+from recipekit.planner.dry_run import print_dry_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from safetensors.torch import load_file, save_file
-from test_resume import BASE, train
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-)
+from short_runs import BASE, train
+
+INSTALLED = f"transformers {version('transformers')}"
 
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
 SMALL: dict[str, Any] = {
@@ -97,7 +90,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
 
 
 def quantise(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """In place of the first layer's query matrix, what a quantiser stores."""
+    """Replace the first layer's query matrix with a quantiser's tensors."""
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj."
     del tensors[f"{name}weight"]
@@ -150,7 +143,7 @@ def lose_a_shard(folder: Path, index: bool) -> None:
     assert len(shards) > 2
     shards[1].unlink()
     if not index:
-        (folder / INDEX).unlink()
+        (folder / INDEX_FILE).unlink()
 
 
 def point(folder: Path) -> None:
@@ -171,7 +164,7 @@ def clear(folder: Path) -> None:
         path.unlink()
 
 
-# folder -> (the model in it, what is done to it, what every refusal says of it)
+# folder -> (its model, a change to the folder, a part of every error message).
 REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "bert": ("bert", lambda folder: None, "a bert reads the tokens that it should predict"),
     "roberta": (
@@ -264,8 +257,8 @@ REFUSED: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "config.json: is not JSON",
     ),
 }
-# What config.json does not tell by a name, so that the model is looked at: by --dry_run, from-hf
-# and the ranks of a start.
+# Models for which a name in config.json does not decide, so the model itself must be probed.
+# --dry_run, from-hf and the ranks of a start probe the model.
 LOOKED_AT: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "llama both ways": (
         "llama",
@@ -333,8 +326,9 @@ TAKEN: dict[str, tuple[str, Callable[[Path], Any], str]] = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of one of MODELS as transformers saves it, with a tokenizer; copy it, do not
-    change it.
+    """Return a function that returns the folder of one of MODELS, with a tokenizer.
+
+    The folder is saved by transformers. Copy it before changing it.
     """
     base = tmp_path_factory.mktemp("models")
 
@@ -383,11 +377,11 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 def dry_run(folder: Path, *more: str) -> None:
-    show(make_plan(parse(Recipe(), NANO, words(folder, "--dry_run", *more))))
+    print_dry_run(resolve_run(parse(Recipe(), NANO, words(folder, "--dry_run", *more))))
 
 
 def from_hf(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command says; "" if it did its work."""
+    """Return the command's error output, or "" if the command succeeds."""
     capsys.readouterr()
     code = tool.main(["from-hf", str(folder), str(folder.parent / "step"), "--dtype", "fp32"])
     told = capsys.readouterr().err
@@ -398,9 +392,9 @@ def from_hf(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize("name", REFUSED)
 def test_start_dry_run_and_from_hf_refuse_in_one_line(saved, tmp_path, capsys, name):
     folder, says = made(saved, tmp_path / "model", REFUSED[name]), REFUSED[name][2]
-    with pytest.raises(Refusal) as start:
-        make_plan(parse(Recipe(), NANO, words(folder)))
-    with pytest.raises(Refusal) as planned:
+    with pytest.raises(ConfigError) as start:
+        resolve_run(parse(Recipe(), NANO, words(folder)))
+    with pytest.raises(ConfigError) as planned:
         dry_run(folder)
     others = ("vit", "bert", "roberta", "modernbert")
     for told in (
@@ -418,7 +412,7 @@ def test_start_dry_run_and_from_hf_refuse_in_one_line(saved, tmp_path, capsys, n
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_dry_run_and_from_hf_look_at_the_model_itself(saved, tmp_path, capsys, name):
     folder, says = made(saved, tmp_path / "model", LOOKED_AT[name]), LOOKED_AT[name][2]
-    with pytest.raises(Refusal) as planned:
+    with pytest.raises(ConfigError) as planned:
         dry_run(folder)
     assert capsys.readouterr().out == "", "what is refused stands alone"
     for told in (str(planned.value), from_hf(folder, capsys)):
@@ -438,7 +432,8 @@ def test_without_a_tokenizer_another_one_is_named(saved, tmp_path, capsys):
     for path in folder.glob("tokenizer*"):
         path.unlink()
     with pytest.raises(
-        Refusal, match=r"contains no tokenizer.*\. Set --tokenizer to a hub id, a folder or bytes"
+        ConfigError,
+        match=r"contains no tokenizer.*\. Set --tokenizer to a hub id, a folder or bytes",
     ):
         dry_run(folder)
     dry_run(folder, "--tokenizer", str(saved("llama")))
@@ -487,7 +482,7 @@ def test_a_config_without_architectures_trains_and_the_export_names_the_class(
         tokenizer="" if task == "image_classification" else "bytes",
         seq_len=64,
     )
-    show(make_plan(parse(recipe, NANO, ["--dry_run", "--out", str(tmp_path / "run")])))
+    print_dry_run(resolve_run(parse(recipe, NANO, ["--dry_run", "--out", str(tmp_path / "run")])))
     assert "memory   accelerator" in capsys.readouterr().out
     built = build_model(
         recipe,
@@ -496,7 +491,7 @@ def test_a_config_without_architectures_trains_and_the_export_names_the_class(
         {},
         torch.device("cpu"),
     )
-    assert built.architecture == made
+    assert built.model_plan.architecture == made
     built.model.save_pretrained(tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [made]
 
@@ -509,7 +504,7 @@ def test_architectures_that_are_no_list_are_refused(saved, tmp_path, wrong):
         ("llama", lambda folder: rewrite(folder, architectures=wrong), ""),
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"config\.json: its architectures must be a list of class names\. Write it as in",
     ):
         dry_run(folder)
@@ -527,26 +522,15 @@ def test_the_ranks_of_a_start_refuse_a_model_that_reads_ahead(pools, saved, tmp_
     assert len({told for told, _ in results}) == 1 and says in results[0][0], results
 
 
-def test_the_types_are_those_of_transformers():
-    for auto_class, table in (
-        (CAUSAL, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-        ("AutoModelForImageClassification", MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
-    ):
-        assert types_of(auto_class) == {
-            kind: (names,) if isinstance(names, str) else names for kind, names in table.items()
-        }
-    assert len(types_of("AutoModelForImageClassification")["deit"]) == 2
-    assert READS_AHEAD.keys() <= types_of(CAUSAL).keys()
-
-
-# (model, what its config.json says beside it, task) -> the end of the refusal; "" if it is taken.
+# (model, changes of its config.json, task) -> end of the error message, or "" if the model is
+# accepted.
 TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
     (
         "vit",
         "{}",
         "pretrain",
     ): (
-        "transformers 5.22.2 does not support a vit as a causal language model. Use --task"
+        f"{INSTALLED} does not support a vit as a causal language model. Use --task"
         " image_classification"
     ),
     (
@@ -554,7 +538,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "{}",
         "sft",
     ): (
-        "transformers 5.22.2 does not support a vit as a causal language model. Use --task"
+        f"{INSTALLED} does not support a vit as a causal language model. Use --task"
         " image_classification"
     ),
     ("vit", "{}", "image_classification"): "",
@@ -589,7 +573,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "{}",
         "image_classification",
     ): (
-        "transformers 5.22.2 does not support a llama as an image classification model. Use --task"
+        f"{INSTALLED} does not support a llama as an image classification model. Use --task"
         " pretrain or sft or preference or reward"
     ),
     ("llama", "{}", "preference"): "",
@@ -608,7 +592,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "reward",
     ): (
         "a bert is not a decoder, so its output for a row would change with the padding after it."
-        " Use --task masked_lm"
+        " Use --task masked_lm or token_classification"
     ),
     (
         "t5",
@@ -623,7 +607,7 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "{}",
         "reward",
     ): (
-        "transformers 5.22.2 does not support a vit as a sequence classification model. Use --task"
+        f"{INSTALLED} does not support a vit as a sequence classification model. Use --task"
         " image_classification"
     ),
     (
@@ -631,14 +615,17 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "{}",
         "image_classification",
     ): (
-        "transformers 5.22.2 does not support a bert as an image classification model. Use --task"
-        " masked_lm"
+        f"{INSTALLED} does not support a bert as an image classification model. Use --task"
+        " masked_lm or token_classification"
     ),
     (
         "bert",
         "{}",
         "pretrain",
-    ): "a bert reads the tokens that it should predict. Use --task masked_lm",
+    ): (
+        "a bert reads the tokens that it should predict. Use --task masked_lm or"
+        " token_classification"
+    ),
     ("bert", "{}", "masked_lm"): "",
     (
         "bert_decoder",
@@ -653,8 +640,16 @@ TASKS_OF_MODELS: dict[tuple[str, str, str], str] = {
         "{}",
         "masked_lm",
     ): (
-        "transformers 5.22.2 does not support a llama as a masked language model. Use --task"
+        f"{INSTALLED} does not support a llama as a masked language model. Use --task"
         " pretrain or sft or preference or reward"
+    ),
+    (
+        "llama",
+        "{}",
+        "token_classification",
+    ): (
+        "a llama is causal: a token does not depend on the tokens after it. Use --task pretrain or"
+        " sft or preference or reward"
     ),
     (
         "t5",
@@ -681,22 +676,14 @@ def test_a_model_of_another_task_is_refused_with_the_task_that_fits(
             == json.loads((folder / "config.json").read_text())
         )
         return
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         model_config(str(folder), task)
     (problem,) = refusal.value.problems
     assert str(problem).startswith(f"model = {folder}: ") and str(problem).endswith(told)
 
 
-def test_of_two_tasks_that_take_a_type_the_class_decides():
-    assert (
-        fitting_task({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]})
-        == "reward"
-    )
-    assert fitting_task({"model_type": "llama", "architectures": ["LlamaModel"]}) == "pretrain"
-
-
 def test_the_task_of_a_folder_is_that_of_its_class_or_else_of_its_type(saved, tmp_path):
-    """As a converter asks, to whom nobody names a task."""
+    """A converter uses this rule, because it is given no task."""
     assert {
         name: fitting_task(read_config(saved(name) / "config.json", "x", ""))
         for name in ("llama", "vit")
@@ -708,224 +695,5 @@ def test_the_task_of_a_folder_is_that_of_its_class_or_else_of_its_type(saved, tm
         fitting_task({"model_type": "vit", "architectures": ["ViTModel"]}) == "image_classification"
     )
     assert fitting_task({"model_type": "nothing"}) == "pretrain"
-    with pytest.raises(Refusal, match="a t5 is an encoder-decoder"):
+    with pytest.raises(ConfigError, match="a t5 is an encoder-decoder"):
         read_config(saved("t5") / "config.json", "x", "")
-
-
-# The others are a slow test; they have no key, run no tiny copy, or read as these do.
-QUICK = {
-    *list(READS_AHEAD)[::3],
-    "cpmant",
-    "xlm",
-    "xlnet",
-    "llama",
-    "gpt2",
-    "flex_olmo",
-    "mamba2",
-    "bart",
-    "gemma3",
-    "rwkv",
-    "minimax_m2",
-    "reformer",
-}
-# tests/architectures/test_architecture.py says why
-CANNOT = {"blt", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}
-every_type = pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in types_of(CAUSAL)
-        if name not in CANNOT
-    ],
-)
-
-
-def looked_at(model_type: str, **changes: Any) -> str:
-    """ "" for a type that looks back only, else why it is refused."""
-    config = default_config(model_type).to_dict() | changes
-    for attention in ("sdpa", "eager"):
-        try:
-            assert check_causal(config, attention, model_type) == "", "it could be looked at"
-            return ""
-        except Refusal as refusal:
-            if "attention =" not in str(refusal):  # its class has no sdpa
-                return str(refusal)
-    raise AssertionError(model_type)
-
-
-@every_type
-def test_a_type_reads_ahead_if_the_table_says_so(model_type):
-    """The table, of which a plan refuses by name, beside what the models do."""
-    switch = READS_AHEAD.get(model_type)
-    if model_type == "reformer":  # its class takes no other
-        assert looked_at(model_type, is_decoder=True) == ""
-    elif switch is None:
-        assert looked_at(model_type) == ""
-    else:
-        assert f"a {model_type} reads the tokens that it should predict" in looked_at(model_type)
-    if switch:
-        # its blocks are masked as an encoder's
-        more = {"attention_type": "original_full"} if model_type == "big_bird" else {}
-        assert looked_at(model_type, **{switch: True}, **more) == ""
-
-
-def test_a_copy_that_does_not_run_is_said():
-    told = check_causal(default_config("blt").to_dict(), name="blt")
-    assert told.startswith("not known whether a blt looks back only: cannot shrink a blt")
-
-
-LIMITED: dict[str, dict[str, Any]] = {
-    **{
-        key: {"n_embd": 16, "n_layer": 1, "n_head": 2}
-        for key in ("gpt2", "gpt_bigcode", "openai-gpt")
-    },
-    **{
-        key: {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
-        for key in ("gptj", "codegen")
-    },
-    "ctrl": {"n_embd": 16, "n_layer": 1, "n_head": 2, "dff": 16},
-    "gpt_neo": {
-        "hidden_size": 16,
-        "num_layers": 1,
-        "num_heads": 2,
-        "attention_types": [[["global"], 1]],
-    },
-    "opt": {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "ffn_dim": 16,
-        "word_embed_proj_dim": 16,
-    },
-    "biogpt": {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    },
-    "mpt": {"d_model": 16, "n_layers": 1, "n_heads": 2},
-}
-
-
-@pytest.mark.parametrize("kind", POSITIONS)
-def test_a_row_longer_than_the_positions_of_a_model_is_refused(tmp_path: Path, kind: str) -> None:
-    """The last one that fits runs in the model itself, one more does not."""
-    config = transformers.AutoConfig.for_model(
-        kind, vocab_size=264, **{POSITIONS[kind]: 32}, **LIMITED[kind]
-    )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    row = torch.randint(0, 264, (1, 33))  # (B, T)
-    with torch.no_grad():
-        model(input_ids=row[:, :32], position_ids=torch.arange(32)[None])
-        with pytest.raises((IndexError, RuntimeError)):
-            model(input_ids=row, position_ids=torch.arange(33)[None])
-    config.save_pretrained(tmp_path / "model")
-    recipe = Recipe(
-        model=str(tmp_path / "model"),
-        init="random",
-        tokenizer="bytes",
-        dataset="builtin",
-        ds_config="zero1.json",
-    )
-
-    def plan(seq_len: int) -> None:
-        flags = [
-            "--dry_run",
-            "--seq_len",
-            str(seq_len),
-            "--global_batch",
-            "4",
-            "--micro_batch",
-            "1",
-            "--out",
-            str(tmp_path / "run"),
-        ]
-        make_plan(parse(recipe, ROOT / "recipes" / "x.py", flags))
-
-    plan(32)
-    with pytest.raises(Refusal) as refusal:
-        plan(33)
-    assert [str(problem) for problem in refusal.value.problems] == [
-        f"seq_len = 33: must not exceed the 32 positions of a {kind} ({POSITIONS[kind]} in its"
-        " config.json). Use --seq_len 32 or less"
-    ]
-
-
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_a_row_longer_than_the_positions_of_an_encoder_is_refused(
-    tmp_path: Path, kind: str
-) -> None:
-    """Where its positions begin behind those of its padding token, fewer are left."""
-    before = 2 if kind in BEHIND_PADDING else 0
-    config = tiny_config(kind, 264, "masked_lm") | {"max_position_embeddings": 32 + before}
-    model = construct(config_of(config), "eager", "", "AutoModelForMaskedLM").eval()
-    row = torch.randint(3, 264, (1, 33))  # (B, T)
-    with torch.no_grad():
-        model(input_ids=row[:, :32], position_ids=torch.arange(32)[None])
-        with pytest.raises((IndexError, RuntimeError)):
-            model(input_ids=row, position_ids=torch.arange(33)[None])
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    recipe = Recipe(
-        model=str(tmp_path / "model"),
-        task="masked_lm",
-        init="random",
-        tokenizer="bytes",
-        dataset="builtin",
-        ds_config="zero1.json",
-    )
-
-    def plan(seq_len: int) -> None:
-        flags = [
-            "--dry_run",
-            "--seq_len",
-            str(seq_len),
-            "--global_batch",
-            "4",
-            "--micro_batch",
-            "1",
-            "--out",
-            str(tmp_path / "run"),
-        ]
-        make_plan(parse(recipe, ROOT / "recipes" / "x.py", flags))
-
-    plan(32)
-    with pytest.raises(
-        Refusal,
-        match=(
-            rf"seq_len = 33: must not exceed the 32 positions of a {kind} .max_position_embeddings"
-            r" in its config.json.\. Use --seq_len 32 or less"
-        ),
-    ):
-        plan(33)
-
-
-def test_a_file_of_the_hub_cache_is_looked_up_in_the_commit_of_main(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever was written last. A snapshot without the file does not count."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--nobody--model"
-    snapshots = repository / "snapshots"
-    for name, file, time in (
-        ("b", "config.json", 200),
-        ("a", "config.json", 300),
-        ("d", "config.json", 100),
-        ("c", "tokenizer_config.json", 400),
-    ):
-        (snapshots / name).mkdir(parents=True)
-        (snapshots / name / file).write_text("{}")
-        os.utime(snapshots / name / file, (time, time))
-    assert folder_of("nobody/model") is None
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("b")
-    assert (
-        folder_of("nobody/model") == snapshots / "b"
-        and folder_of("nobody/model", revision="d") == snapshots / "d"
-    )
-    assert folder_of("nobody/model", "tokenizer_config.json") is None
-    assert (
-        folder_of("nobody/model", "generation_config.json") is None
-        and folder_of("nobody/other") is None
-    )
-    assert folder_of(str(tmp_path), "generation_config.json") == tmp_path

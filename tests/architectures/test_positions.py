@@ -1,4 +1,4 @@
-"""Rows longer than the positions that config.json states: one line, with the reach of a scaling."""
+"""Rows longer than the positions in config.json: one line, with the range of RoPE scaling."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Safetensors files are read as the library reads them, and refused where they are not what they
-say.
-"""
+"""Safetensors files are read as the library reads them. Files with invalid headers are rejected."""
 
 import json
 from pathlib import Path
@@ -8,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipekit.architectures import safetensors_files
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from safetensors.torch import load_file, save_file
 
 
@@ -29,14 +27,14 @@ def folder(tmp_path: Path) -> Path:
         "c": "two.safetensors",
         "empty": "two.safetensors",
     }
-    (tmp_path / safetensors_files.INDEX).write_text(
+    (tmp_path / safetensors_files.INDEX_FILE).write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
     return tmp_path
 
 
 def test_every_tensor_lies_where_the_library_finds_it(folder: Path) -> None:
-    found = safetensors_files.open_folder(folder)
+    found = safetensors_files.tensor_entries(folder)
     assert {key: (entry.file, entry.dtype, entry.shape) for key, entry in found.items()} == {
         "a": ("one.safetensors", "F32", (2, 3)),
         "b": ("one.safetensors", "BF16", (3,)),
@@ -48,7 +46,7 @@ def test_every_tensor_lies_where_the_library_finds_it(folder: Path) -> None:
 
 
 def test_an_empty_file_is_one_that_the_library_reads(tmp_path: Path) -> None:
-    found = safetensors_files.create(
+    found = safetensors_files.create_zero_file(
         tmp_path, "made.safetensors", {"x": ("BF16", (3,)), "y": ("F32", (2, 2)), "z": ("I64", ())}
     )
     with (tmp_path / "made.safetensors").open("r+b") as file:
@@ -70,13 +68,13 @@ def test_an_index_that_leaves_the_folder_is_refused(folder: Path) -> None:
         "sub/one.safetensors",
         "one.bin",
     ):
-        (folder / safetensors_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-        with pytest.raises(Refusal, match="is not a file of this folder"):
-            safetensors_files.open_folder(folder)
+        (folder / safetensors_files.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ConfigError, match="is not a file of this folder"):
+            safetensors_files.tensor_entries(folder)
 
 
 def rewritten(path: Path, change: object) -> None:
-    """The file with another header, as long as before."""
+    """Replace a file's header with a changed header of the same length."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -99,32 +97,32 @@ def rewritten(path: Path, change: object) -> None:
 )
 def test_a_header_that_does_not_fit_its_file_is_refused(folder: Path, change: object) -> None:
     rewritten(folder / "one.safetensors", change)
-    with pytest.raises(Refusal, match=r"one\.safetensors"):
-        safetensors_files.open_folder(folder)
+    with pytest.raises(ConfigError, match=r"one\.safetensors"):
+        safetensors_files.tensor_entries(folder)
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 60, -1])
 def test_a_truncated_file_is_refused(folder: Path, size: int) -> None:
     content = (folder / "one.safetensors").read_bytes()
     (folder / "one.safetensors").write_bytes(content[:size])
-    with pytest.raises(Refusal, match=r"one\.safetensors"):
-        safetensors_files.open_folder(folder)
+    with pytest.raises(ConfigError, match=r"one\.safetensors"):
+        safetensors_files.tensor_entries(folder)
 
 
 def test_a_header_larger_than_the_file_is_not_read(folder: Path) -> None:
     (folder / "one.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    with pytest.raises(Refusal, match="is not a safetensors file"):
-        safetensors_files.open_folder(folder)
+    with pytest.raises(ConfigError, match="is not a safetensors file"):
+        safetensors_files.tensor_entries(folder)
 
 
 def test_what_the_index_and_the_files_disagree_on_is_named(folder: Path) -> None:
-    index = json.loads((folder / safetensors_files.INDEX).read_text())
-    (folder / safetensors_files.INDEX).write_text(
+    index = json.loads((folder / safetensors_files.INDEX_FILE).read_text())
+    (folder / safetensors_files.INDEX_FILE).write_text(
         json.dumps({"weight_map": index["weight_map"] | {"d": "two.safetensors"}})
     )
-    with pytest.raises(Refusal, match="lacks 1 of the tensors that its index names, first d"):
-        safetensors_files.open_folder(folder)
-    (folder / safetensors_files.INDEX).write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="lacks 1 of the tensors that its index names, first d"):
+        safetensors_files.tensor_entries(folder)
+    (folder / safetensors_files.INDEX_FILE).write_text(json.dumps(index))
     (folder / "two.safetensors").unlink()
-    with pytest.raises(Refusal, match="is missing, but the index names it"):
-        safetensors_files.open_folder(folder)
+    with pytest.raises(ConfigError, match="is missing, but the index names it"):
+        safetensors_files.tensor_entries(folder)

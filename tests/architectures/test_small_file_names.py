@@ -1,5 +1,6 @@
-"""Which files of a model's folder are small files, which of them belong to a tokenizer or an
-adapter, and their JSON.
+"""Small files in a model's folder: which files are listed, and their JSON.
+
+Some of the files belong to a tokenizer or an adapter.
 """
 
 import json
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from recipekit.architectures import small_files as files
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 
 TOKENIZER = {
     *(
@@ -75,10 +76,10 @@ NOT_SMALL = {
 
 @pytest.mark.parametrize("name", sorted(TOKENIZER | PROCESSORS | OTHER_SMALL | NOT_SMALL))
 def test_the_kind_of_a_file_follows_from_its_name(name: str) -> None:
-    assert files.is_small(Path("/models", name)) == (name not in NOT_SMALL)
-    assert bool(files.OF_TOKENIZER.fullmatch(name)) == (name in TOKENIZER)
-    assert bool(files.OF_PROCESSOR.fullmatch(name)) == (name in PROCESSORS)
-    assert files.is_of_adapter(name) == (name in TOKENIZER | PROCESSORS | {"adapter_config.json"})
+    assert files.is_small_file(Path("/models", name)) == (name not in NOT_SMALL)
+    assert bool(files.TOKENIZER_FILES.fullmatch(name)) == (name in TOKENIZER)
+    assert bool(files.PROCESSOR_FILES.fullmatch(name)) == (name in PROCESSORS)
+    assert files.is_adapter_file(name) == (name in TOKENIZER | PROCESSORS | {"adapter_config.json"})
 
 
 def test_words_inside_a_name_make_no_record_of_training() -> None:
@@ -89,11 +90,11 @@ def test_words_inside_a_name_make_no_record_of_training() -> None:
         "the_license.txt",
         "indexed.json",
     ):
-        assert files.is_small(Path(name)), name
+        assert files.is_small_file(Path(name)), name
 
 
 def test_folders_and_files_in_folders_are_not_listed(tmp_path: Path) -> None:
-    """The named chat templates are, and code only where a config has an auto_map."""
+    """Named chat templates are listed. Code is listed only if a config has an auto_map."""
     for name in (
         "onnx/config.json",
         "additional_chat_templates/b.jinja",
@@ -107,7 +108,7 @@ def test_folders_and_files_in_folders_are_not_listed(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     (tmp_path / "folder.json").mkdir()
-    (tmp_path / "vocab.json").write_text('{"auto_map": 3}')  # a token, not a config's key
+    (tmp_path / "vocab.json").write_text('{"auto_map": 3}')  # a token, not a key of a config
     listed = ["a.txt", "additional_chat_templates/b.jinja", "b.model", "vocab.json", "z.json"]
     assert files.small_files(tmp_path) == listed
     (tmp_path / "own_config.json").write_text('{"auto_map": {}}')
@@ -116,19 +117,19 @@ def test_folders_and_files_in_folders_are_not_listed(tmp_path: Path) -> None:
 
 def test_a_file_that_holds_no_json_object_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        Refusal, match=r"^X: is not JSON: .*\. Download the model again, or delete the file$"
+        ConfigError, match=r"^X: is not JSON: .*\. Download the model again, or delete the file$"
     ):
         files.parse_json(b"{", "X")
     for content in (b"[]", b"3", b"null", b'"a"'):
         with pytest.raises(
-            Refusal,
+            ConfigError,
             match=r"^X: is not a JSON object\. Download the model again, or delete the file$",
         ):
             files.parse_json(content, "X")
     (tmp_path / "a.json").write_text('{"a": [1]}')
     assert files.read_json(tmp_path / "a.json") == {"a": [1]}
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"b\.json: cannot be read: No such file or directory\. Give this user permission to"
             r" read it"

@@ -1,5 +1,6 @@
-"""A tokenizer's files that are empty, cut, or hold something else: refused by name, before anything
-is loaded.
+"""Tokenizer files that are empty, truncated or of a different kind.
+
+They are rejected by name before any file is loaded.
 """
 
 import json
@@ -10,7 +11,7 @@ import pytest
 from recipekit.architectures import small_files
 from recipekit.architectures.lookup import local_tokenizer
 from recipekit.data.processors import byte_tokenizer, load_tokenizer
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 
 
 @pytest.fixture
@@ -65,17 +66,17 @@ def test_a_broken_file_is_named(folder: Path, name: str) -> None:
     file, break_it, rule = BROKEN[name]
     break_it(folder / file)
     for flags in ((str(folder), ""), ("org/model", str(folder))):
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(ConfigError) as refused:
             local_tokenizer(*flags)
         assert str(refused.value).startswith(f"{folder / file}: {rule}")
 
 
 def test_a_large_file_is_judged_by_its_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_files, "PARSED", 1000)
+    monkeypatch.setattr(small_files, "MAX_PARSED_BYTES", 1000)
     assert local_tokenizer(str(folder)) == folder
     cut(folder / "tokenizer.json")
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"tokenizer.json: is truncated, or is not a JSON object\. Download the tokenizer again"
         ),
@@ -89,13 +90,13 @@ def test_files_that_a_library_alone_can_judge_are_refused_when_loaded(folder: Pa
         json.dumps(whole | {"model": whole["model"] | {"type": "Nope"}})
     )
     with pytest.raises(
-        Refusal, match=r"its tokenizer's files cannot be read: .*\. Download them again"
+        ConfigError, match=r"its tokenizer's files cannot be read: .*\. Download them again"
     ):
         load_tokenizer(str(folder))
     (folder / "tokenizer.json").write_text(json.dumps(whole))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": 5}')
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"its tokenizer's files cannot be read: AttributeError: .*\. Download them again",
     ):
         load_tokenizer(str(folder))

@@ -1,4 +1,4 @@
-"""The bench of engines: its arithmetic, its table, and a short run of it."""
+"""The bench that compares engines: its arithmetic, its table, and a short run."""
 
 import subprocess
 import sys
@@ -30,7 +30,8 @@ def report(**changes: Any) -> dict[str, Any]:
         "date": "2030-01-02",
         "command": "tools/bench/bench_baselines.py",
         "machine": "2 CPU cores",
-        "load": (0.5, 1.5),
+        "load_before": 0.5,
+        "load_after": 1.5,
         "versions": {"torch": "9"},
     }
     return said | {"ranks": 2, "on_gpu": False, "rounds": 3, "steps": 8, "found": found} | changes
@@ -43,7 +44,7 @@ def test_the_table_says_what_was_measured():
         for line in text.splitlines()
         if line.startswith("| ")
     }
-    # 1/0.5, 2/1 and 4/1 times as fast
+    # 1/0.5, 2/1 and 4/1 times as fast.
     assert rows["torch's DDP"] == ["3.2500", "400", "2.000 (2.000 to 4.000)", "600", "2.5", "9.0"]
     assert rows["DeepSpeed, ZeRO-2"][1:3] == ["200", "1"]
     assert "a trial, not a measurement" in text and "2030-01-02" in text
@@ -54,7 +55,7 @@ def test_the_table_says_what_was_measured():
 
 
 def test_the_page_is_written_by_the_bench():
-    """What it says besides numbers."""
+    """The page also contains the bench's explanations."""
     assert bench_baselines.WORDS in (ROOT / "tools" / "bench" / "bench_baselines.md").read_text()
 
 

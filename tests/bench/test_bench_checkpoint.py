@@ -1,5 +1,6 @@
-"""The bench's table, and a small run of it: that it compares the right things, not how fast they
-are.
+"""The checkpoint bench: its table, and a small run.
+
+The run shows that the bench compares the right operations, but not how fast they are.
 """
 
 import json
@@ -17,7 +18,7 @@ import bench_checkpoint
 
 
 def tables(text: str) -> list[list[str]]:
-    """The first cells of the rows of each stage's table."""
+    """Return the first cells of the rows in each stage's table."""
     found: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith("## "):

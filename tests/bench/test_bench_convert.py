@@ -1,5 +1,6 @@
-"""The bench's arithmetic, its table, and a small run of it: that it compares the right things, not
-how fast they are.
+"""The converter bench: its arithmetic, its table, and a small run.
+
+The run shows that the bench compares the right operations, but not how fast they are.
 """
 
 import json
@@ -21,7 +22,7 @@ COLUMNS = 8
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """Title of a row -> its other cells."""
+    """Return the other cells of each row, by the row's title."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
@@ -32,7 +33,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def report(seconds: dict[str, list[float]], resident: float = 0.5e9) -> dict[str, Any]:
-    """What three rounds measured, with round numbers."""
+    """Return a report of three rounds with round figures."""
     rows = {
         row: {
             "seconds": own,
@@ -58,7 +59,7 @@ def test_the_page_tells_which_target_is_missed():
     seconds = {"cp": [4.0, 2.0, 8.0], "reshape": [5.0, 4.0, 8.0], "universal": [30.0, 20.0, 32.0]}
     text = bench_convert.page(report(seconds))
     rows = table(text)
-    # of 4/5, 2/4 and 8/8
+    # Median of 4/5, 2/4 and 8/8.
     assert rows[bench_convert.TITLES["reshape"]][1:5] == [
         "5.00 (4.00 to 8.00)",
         "5.0",
@@ -66,7 +67,7 @@ def test_the_page_tells_which_target_is_missed():
         "80%",
     ]
     assert "reached: **ours:** `reshape --zero 1 --dp 4` has 80% of `cp`'s speed" in text
-    # of 6, 5 and 4
+    # Median of 6, 5 and 4.
     assert "reached: **ours:** `reshape --zero 1 --dp 4` is 5.0 times as fast" in text
     assert "A trial" in text, "three rounds are too few"
     slower = {"to_hf": [2.0, 2.0, 2.0], "zero_to_fp32": [1.0, 1.5, 3.0]}

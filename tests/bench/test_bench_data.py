@@ -1,6 +1,4 @@
-"""The bench of the data stream: its readers read what they should, and its page says what was
-measured.
-"""
+"""The data stream bench: its readers read the right data, and its page shows the results."""
 
 import sys
 from itertools import islice

@@ -1,5 +1,6 @@
-"""The GPU bench's arithmetic, what it keeps, its page, and, slow, every row of it in tiny shapes on
-a CPU.
+"""The GPU bench: its arithmetic, its stored rows and its page.
+
+A slow test runs every row with tiny shapes on a CPU.
 """
 
 import math
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from job import Job, command_line
 from pool import ROOT, environment
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
@@ -55,7 +56,7 @@ def record(name: str, status: str = "pass", **changes: Any) -> dict[str, Any]:
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """Name of a row -> the other cells of its line."""
+    """Return the other cells of each row, by the row's name."""
     cells = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
@@ -118,7 +119,7 @@ def test_the_plan_is_read_from_what_dry_run_prints():
     ("activations", "peak", "applies", "reached"),
     [
         *((True, 10.4, True, True), (True, 10.6, True, False), (True, 9.4, True, False)),
-        # states alone are never more than the peak
+        # States alone never exceed the peak.
         *((False, 17.0, True, True), (False, 9.6, True, True), (False, 9.4, True, False)),
         (True, 99.0, False, None),
     ],
@@ -173,9 +174,9 @@ def test_the_last_line_of_a_log_tells_why(tmp_path: Path):
     "on", [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)], ids="_".join
 )
 def test_a_measure_is_on_by_itself(on: tuple[str, ...], tmp_path: Path):
-    """The command of its row resolves, as `--dry_run` does it, and differs in nothing else."""
+    """The row's command resolves as with `--dry_run`, and no other setting differs."""
     recipe = runpy.run_path(str(ROOT / bench_gpu.QWEN), run_name="a test")["RECIPE"]
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             recipe,
             ROOT / bench_gpu.QWEN,
@@ -202,7 +203,7 @@ def test_every_measure_has_a_row_beside_none_and_all():
     )  # type: ignore[attr-defined]
 
 
-# What is kept
+# Stored rows
 # --------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +221,7 @@ def test_rows_of_another_device_or_code_are_not_mixed(tmp_path: Path):
     ):
         bench_gpu.keep(file, record("zero1", key=KEY | {name: value}))
     with file.open("a") as stream:
-        stream.write('{"row": "zero2", "st')  # a kill tore it
+        stream.write('{"row": "zero2", "st')  # truncated by a kill
     bench_gpu.keep(file, record("zero3"))
     bench_gpu.keep(file, record("cpu", measured="newer"))
     kept = bench_gpu.kept_rows(file, KEY)
@@ -246,7 +247,7 @@ def test_a_row_brings_those_it_is_compared_with():
 
 
 def test_a_row_that_breaks_has_a_record(tmp_path: Path):
-    """Also one whose run left nothing to read, and one whose reference is missing."""
+    """A row is recorded as broken if its run or its reference row has no metrics."""
     broken = bench_gpu.run_row(a_bench(tmp_path), bench_gpu.BY_NAME["zero0"])
     assert (
         broken["status"] == "broke" and broken["measured"] == "needs row cpu, which has no figures"
@@ -348,7 +349,7 @@ def test_a_page_of_what_is_kept_runs_nothing(tmp_path: Path):
     )
 
 
-# Whole runs
+# Complete runs
 # --------------------------------------------------------------------------------------------------
 
 
@@ -404,7 +405,7 @@ def test_a_killed_bench_goes_on_and_a_broken_row_stops_no_other(
     flags = ["--tiny", "--out", str(out), "--rows"]
     job = Job(tmp_path / "job", [sys.executable, str(TOOL), *flags, "zero2", "again"])
     try:
-        # cpu is done, zero2 runs
+        # The row cpu is done, and zero2 runs.
         job.wait_for(
             lambda: (out / "logs" / "zero2.log").exists() and (out / "rows.jsonl").exists(), 300
         )

@@ -1,5 +1,6 @@
-"""The bench's arithmetic, its table, and a small run of it: that it compares the right things, not
-how fast they are.
+"""The loop bench: its arithmetic, its table, and a small run.
+
+The run shows that the bench compares the right operations, but not how fast they are.
 """
 
 import json
@@ -17,6 +18,7 @@ from pool import ROOT, environment
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 
 import bench_loop
+import harness
 
 TOOL = ROOT / "tools" / "bench" / "bench_loop.py"
 
@@ -27,7 +29,7 @@ def bench(*flags: object, limit: int = 60) -> subprocess.CompletedProcess[str]:
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """Title of a loop -> the other cells of its line."""
+    """Return the other cells of each row, by the loop's title."""
     lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
@@ -38,7 +40,7 @@ def table(text: str) -> dict[str, list[str]]:
 
 
 def report(**changes: Any) -> dict[str, Any]:
-    """What a run of 3 pairs of 2-step blocks measured, with round numbers."""
+    """Return a report of 3 pairs of 2-step blocks with round figures."""
     seconds = {
         "ours": [2.0, 4.0, 8.0],
         "bare": [2.0, 4.2, 7.2],
@@ -88,7 +90,7 @@ def report(**changes: Any) -> dict[str, Any]:
 def test_the_table_says_what_was_measured():
     text = bench_loop.page(report())
     rows = table(text)
-    # 400 tokens in the median of 1, 2 and 4 s
+    # 400 tokens divided by the median of 1, 2 and 4 s.
     assert rows["`recipekit.train.loop`"] == ["200", "2000.0", "1", "3.00 + 2.00"]
     assert rows["bare DeepSpeed loop"][:2] == ["190", "2100.0"]
     assert rows["bare DeepSpeed loop"][2] == "1.0000 (0.9000 to 1.0500)"  # of 2/2, 4.2/4, 7.2/8
@@ -119,11 +121,11 @@ def test_a_page_of_some_loops_judges_those_only():
 
 def test_the_interval_is_of_the_median_and_repeatable():
     values = [1 + (number - 50) / 1000 for number in range(101)]
-    middle, low, high = bench_loop.interval(values)
-    assert middle == 1 and bench_loop.interval(values) == (middle, low, high)
-    # For 101 values the order statistics 41 and 61 bound the median with 95 %
+    middle, low, high = harness.bootstrap_interval(values)
+    assert middle == 1 and harness.bootstrap_interval(values) == (middle, low, high)
+    # For 101 values the order statistics 41 and 61 bound the median with 95 % confidence.
     assert low == pytest.approx(0.990, abs=0.003) and high == pytest.approx(1.010, abs=0.003)
-    assert bench_loop.interval([0.9] * 40) == (0.9, 0.9, 0.9)
+    assert harness.bootstrap_interval([0.9] * 40) == (0.9, 0.9, 0.9)
 
 
 def test_a_loop_takes_as_many_steps_as_it_is_told():
@@ -212,8 +214,8 @@ def test_a_small_run(tmp_path: Path, ops: Callable[[str], None]):
                 for ours, theirs in zip(found["seconds"]["ours"], seconds, strict=True)
             )
             assert rows[title][2].startswith(f"{ratio:.4f} (")
-    # The bare loop's collectives are all inside the engine; ours adds up the loss and the tokens
-    # itself.
+    # The bare loop's collectives are all inside the engine. Our loop also sums the loss and the
+    # tokens itself.
     assert (
         found["outside"]["bare"]["collectives_s"] == 0 < found["outside"]["ours"]["collectives_s"]
     )

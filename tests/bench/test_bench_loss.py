@@ -1,5 +1,6 @@
-"""The bench's table, and a small run of it: that the three losses are the same, not how fast they
-are.
+"""The loss bench: its table, and a small run.
+
+The run shows that the three losses are equal, but not how fast they are.
 """
 
 import subprocess

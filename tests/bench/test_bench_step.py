@@ -1,4 +1,6 @@
-"""The bench of a step beside an earlier commit: its arithmetic, its documents, and a small run."""
+"""The bench of a step compared with an earlier commit: its arithmetic, its documents, and a small
+run.
+"""
 
 import json
 import subprocess

@@ -1,6 +1,4 @@
-"""A small drill: one chain of kills whose end equals the unbroken run, and what the drill must not
-let pass.
-"""
+"""A small drill: a chain of kills that ends like an unbroken run, and faults to detect."""
 
 import json
 import random
@@ -19,7 +17,7 @@ from drill_checkpoint import Broken, Chain
 
 
 def drill(folder: Path, *flags: object, limit: int) -> list[str]:
-    """The cells of the last line of the table, without its title; exit code 0."""
+    """Run the drill; return the cells in its table's last line, without the title."""
     command = [
         sys.executable,
         str(ROOT / "tools" / "drill" / "drill_checkpoint.py"),
@@ -64,7 +62,7 @@ def test_a_recipe_that_is_no_file_is_a_wrong_command(
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Chain:
-    """A chain of which nothing has run."""
+    """Return a chain before its first run."""
     return Chain("zero2", 1, tmp_path, random.Random(0))
 
 

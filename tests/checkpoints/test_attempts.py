@@ -1,21 +1,22 @@
-"""Which saves are tried again, and which end a run."""
+"""Retries after failed saves, and failures that end a run."""
 
 import pytest
-from recipekit.checkpoints.attempts import Attempts
-from recipekit.spec.refusal import START_AGAIN, Refusal
+from recipekit.checkpoints.attempts import SaveAttempts
+from recipekit.spec.errors import START_AGAIN, ConfigError
 
 EVERY = 10
 
 
 def tries(well: range, last: int = 100, every: int = EVERY) -> tuple[list[int], list[int], int]:
-    """Return (steps whose save failed, steps saved, the step that ended the run or 0) on a disk
-    that is full except in `well`.
+    """Save on a disk that is full except in the steps `well`.
+
+    Return (steps whose save failed, saved steps, the step that ended the run or 0).
     """
-    attempts, failed, saved = Attempts(), list[int](), list[int]()
+    attempts, failed, saved = SaveAttempts(), list[int](), list[int]()
     for step in range(1, last + 1):
         if step % every and not attempts.due(step):
             continue
-        attempts.begin(step, regular=step % every == 0)
+        attempts.start(step, regular=step % every == 0)
         if step in well:
             attempts.succeed()
             saved.append(step)
@@ -23,9 +24,9 @@ def tries(well: range, last: int = 100, every: int = EVERY) -> tuple[list[int], 
         failed.append(step)
         try:
             attempts.fail(f"checkpoint in runs/x: step {step}: no space")
-        except Refusal as refusal:
-            assert refusal.exit_code == START_AGAIN == 75
-            assert f"the saves of steps {step - every} and {step} have failed" in str(refusal)
+        except ConfigError as error:
+            assert error.exit_code == START_AGAIN == 75
+            assert f"the saves of steps {step - every} and {step} have failed" in str(error)
             return failed, saved, step
     return failed, saved, 0
 
@@ -48,15 +49,15 @@ def test_a_failed_save_is_tried_again_until_the_next_regular_save_fails(
 
 
 def test_a_disk_that_is_full_now_and_then_ends_no_run() -> None:
-    attempts = Attempts()
+    attempts = SaveAttempts()
     for step in range(10, 100, 10):
-        attempts.begin(step, regular=True)
+        attempts.start(step, regular=True)
         assert "The run continues and tries again" in attempts.fail("full")
         assert attempts.due(step + 1)
-        attempts.begin(step + 1, regular=False)
+        attempts.start(step + 1, regular=False)
         assert attempts.fail("full") == "", "reported once"
         assert not attempts.due(step + 2) and attempts.due(step + 3)
-        attempts.begin(step + 3, regular=False)
+        attempts.start(step + 3, regular=False)
         assert (
             attempts.succeed()
             == f"the checkpoint of step {step + 3} is complete: saving works again"
@@ -65,13 +66,13 @@ def test_a_disk_that_is_full_now_and_then_ends_no_run() -> None:
 
 
 def test_a_save_in_the_background_is_not_begun_twice() -> None:
-    """It is known to have failed, or not, some steps later."""
-    attempts = Attempts()
-    attempts.begin(10, regular=True)
+    """The result of a background save is known only some steps later."""
+    attempts = SaveAttempts()
+    attempts.start(10, regular=True)
     assert not attempts.due(11)
     attempts.fail("full")
     assert attempts.due(12)
-    attempts.begin(12, regular=False)
+    attempts.start(12, regular=False)
     assert not attempts.due(13) and not attempts.due(19)
     attempts.succeed()
     assert not attempts.due(20)

@@ -1,5 +1,6 @@
-"""Checkpoints under damage, hostile files, full disks and dead peers: what is wrong is named,
-nothing of a file runs, what was good stays.
+"""Checkpoints with damage, hostile files, full disks and dead ranks.
+
+Errors name the fault, no code from a file is executed, and good checkpoints remain.
 """
 
 import dataclasses
@@ -26,17 +27,17 @@ from recipekit.checkpoints import step_folder
 from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.verify import verify
 from recipekit.convert.hugging_face import to_hf
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.storage import manifest
-from recipekit.storage.manifest import faults
-from test_resume import BASE, train
+from recipekit.storage.manifest import find_faults
+from short_runs import BASE, train
 
 slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def saved(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks, ZeRO-1, with checkpoints of steps 1 and 2; copy it, do not change it."""
+    """Return a ZeRO-1 run of two ranks with steps 1 and 2. Copy it before changing it."""
     return saved_by(pools, tmp_path_factory.mktemp("saved") / "run")
 
 
@@ -51,7 +52,7 @@ def saved_by(pools: Any, out: Path, **layout: Any) -> Path:
 
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
-    """A copy of `saved`, to be spoiled."""
+    """Return a copy of `saved` that a test may damage."""
     return shutil.copytree(saved, tmp_path / "run")
 
 
@@ -64,7 +65,7 @@ def files_of(step: Path) -> list[Path]:
 
 
 def names(found: list[str]) -> list[str]:
-    """The file that each fault begins with."""
+    """Return the file that each fault's message begins with."""
     return [fault.split(" ")[0] for fault in found]
 
 
@@ -73,12 +74,11 @@ def names(found: list[str]) -> list[str]:
 
 
 def flipped(run: Path, number: int) -> list[tuple[str, list[str], str, list[str]]]:
-    """Flips one random bit at a time, in each file in turn: (file, faults, checkpoint that a resume
-    takes, what it says).
+    """Flip one random bit at a time, in each file in turn, on a rank of a pool.
 
-    On every rank of a pool.
+    Return (file, faults, the checkpoint that a resume uses, messages) for each bit.
     """
-    from recipekit.checkpoints.load import newest
+    from recipekit.checkpoints.load import newest_verified
     from torch.distributed import barrier, get_rank
 
     step, chance, found = step_of(run), random.Random(0), []
@@ -89,7 +89,7 @@ def flipped(run: Path, number: int) -> list[tuple[str, list[str], str, list[str]
         if get_rank() == 0:
             flip(file, at, bit)
         barrier()
-        taken = newest(run, said.append)
+        taken = newest_verified(run, said.append)
         if get_rank() == 0:
             found.append(
                 (str(file.relative_to(step)), verify(step), taken.name if taken else "", said)
@@ -129,25 +129,28 @@ def test_every_truncated_or_missing_file_is_named(run: Path) -> None:
         content, name = file.read_bytes(), str(file.relative_to(step))
         for size in {0, 1, len(content) // 2, len(content) - 1}:
             os.truncate(file, size)
-            assert names(faults(step)) == names(verify(step)) == [name]
+            assert names(find_faults(step)) == names(verify(step)) == [name]
             file.write_bytes(content)
         file.unlink()
-        assert names(faults(step)) == names(verify(step)) == [name]
+        assert names(find_faults(step)) == names(verify(step)) == [name]
         file.write_bytes(content)
-    assert faults(step) == []
+    assert find_faults(step) == []
 
 
 def test_a_file_with_bytes_after_its_end_is_named(tmp_path: Path) -> None:
-    """Also where contents are not compared, as by a tool that is about to read them."""
+    """Additional bytes are found without comparing contents.
+
+    Tools that read all files anyway skip that comparison.
+    """
     (tmp_path / "one.pt").write_bytes(b"one")
-    manifest.write(tmp_path, 1, {"one.pt": manifest.facts(tmp_path / "one.pt")}, {})
-    assert faults(tmp_path, ()) == []
+    manifest.write_manifest(tmp_path, 1, {"one.pt": manifest.file_entry(tmp_path / "one.pt")}, {})
+    assert find_faults(tmp_path, ()) == []
     (tmp_path / "one.pt").write_bytes(b"one more")
-    assert faults(tmp_path, ()) == ["one.pt has 8 bytes instead of 3"]
+    assert find_faults(tmp_path, ()) == ["one.pt has 8 bytes instead of 3"]
 
 
 def test_extra_files_are_named_and_read_by_nothing(run: Path, tmp_path: Path) -> None:
-    """Among them files that DeepSpeed, a conversion or an export would take for their own."""
+    """Some of the files match the file patterns of DeepSpeed, a conversion or an export."""
     step = step_of(run)
     to_hf(step, tmp_path / "hf")
     reshape(step, tmp_path / "reshaped", step_folder.open_step(step).layout)
@@ -163,10 +166,10 @@ def test_extra_files_are_named_and_read_by_nothing(run: Path, tmp_path: Path) ->
     for name in extra:
         (step / name).write_bytes(b"{}")
     (step / "away").symlink_to(tmp_path)
-    assert faults(step) == verify(step) == []
+    assert find_faults(step) == verify(step) == []
     assert (
-        manifest.unlisted(step, manifest.read(step))
-        == list(step_folder.open_step(step).unlisted)
+        manifest.unlisted_files(step, manifest.read_manifest(step))
+        == list(step_folder.open_step(step).unlisted_files)
         == sorted([*extra, "away"])
     )
     to_hf(step, tmp_path / "hf2")
@@ -181,18 +184,18 @@ def test_swapped_and_stale_files_are_named(run: Path) -> None:
     step = step_of(run)
     first, second = step / "rng_rank_0.pt", step / "rng_rank_1.pt"
     swap(first, second)
-    assert names(faults(step)) == names(verify(step)) == [first.name, second.name]
+    assert names(find_faults(step)) == names(verify(step)) == [first.name, second.name]
     swap(first, second)
 
     swap(step / "rng_rank_0.pt", step_of(run, 1) / "state.json")
-    assert names(faults(step)) == ["rng_rank_0.pt"] and names(faults(step_of(run, 1))) == [
-        "state.json"
-    ]
+    assert names(find_faults(step)) == ["rng_rank_0.pt"] and names(
+        find_faults(step_of(run, 1))
+    ) == ["state.json"]
     swap(step / "rng_rank_0.pt", step_of(run, 1) / "state.json")
 
     stale = step_of(run, 1).rename(step_of(run, 7))
-    assert names(faults(stale)) == names(verify(stale)) == ["manifest.json"]
-    assert faults(step) == []
+    assert names(find_faults(stale)) == names(verify(stale)) == ["manifest.json"]
+    assert find_faults(step) == []
 
 
 def swap(one: Path, other: Path) -> None:
@@ -202,15 +205,16 @@ def swap(one: Path, other: Path) -> None:
 
 
 def resumable(runs: list[Path]) -> list[tuple[str, list[str]]]:
-    """Of each run: the checkpoint that a resume takes, and what it says. On every rank of a
-    pool.
+    """Return each run's messages and the checkpoint that a resume uses.
+
+    This function runs on a rank of a pool.
     """
-    from recipekit.checkpoints.load import newest
+    from recipekit.checkpoints.load import newest_verified
 
     found = []
     for run in runs:
         said: list[str] = []
-        taken = newest(run, said.append)
+        taken = newest_verified(run, said.append)
         found.append((taken.name if taken else "", said))
     return found
 
@@ -233,12 +237,12 @@ def test_a_resume_takes_the_checkpoint_before_whatever_the_damage(
         damage(step_of(run))
     for taken, file, run in zip(pools.run(2, resumable, runs=runs)[0], damages, runs, strict=True):
         assert taken[0] == "step_00000001"
-        # of two swapped files either is found first
+        # Either of two swapped files may be found first.
         assert taken[1][0].startswith(f"checkpoint {step_of(run)} is damaged, passed over: {file}")
 
 
 def stray_files_of(kind: str) -> list[str]:
-    """Names that DeepSpeed's patterns match, of files that no manifest lists."""
+    """Return names of files that match DeepSpeed's patterns but are in no manifest."""
     return {
         "zero1": ["mp_rank_07_model_states.pt"],
         "pipeline": ["layer_00-copy-model_states.pt", "mp_rank_07_model_states.pt"],
@@ -300,12 +304,12 @@ def test_a_resume_does_not_depend_on_latest(pools: Any, run: Path, content: str 
 
 
 def test_going_back_by_hand_moves_latest_before_anything_else(saved: Path, tmp_path: Path) -> None:
-    """A kill in between leaves it on a checkpoint that is there."""
-    from recipekit.checkpoints.save import put_aside_later
+    """After a kill in between, `latest` points to a checkpoint that exists."""
+    from recipekit.checkpoints.save import set_aside_later_steps
 
     run = shutil.copytree(saved, tmp_path / "run")
     seen: list[str] = []
-    put_aside_later(
+    set_aside_later_steps(
         run / "checkpoints", 1, lambda _: seen.append((run / "checkpoints" / "latest").read_text())
     )
     assert seen == ["step_00000001"] and checkpoints(run) == [1]
@@ -316,7 +320,7 @@ def test_going_back_by_hand_moves_latest_before_anything_else(saved: Path, tmp_p
 
 
 class Evil:
-    """Touches a file when it is unpickled."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -326,23 +330,27 @@ class Evil:
 
 
 def poison(file: Path, marker: Path, bare: bool) -> None:
-    """Replaces a file by a pickle that runs code, in torch's format or bare, and lists it in the
-    manifest.
+    """Replace a file with a pickle that runs code, either in torch's format or as a bare pickle.
+
+    The new file is listed in the manifest.
     """
     if bare:
         file.write_bytes(pickle.dumps({"module": Evil(marker)}))
     else:
         torch.save({"module": Evil(marker), "optimizer_state_dict": Evil(marker)}, file)
     step = file.parent
-    listed = manifest.read(step)
-    manifest.write(
-        step, listed["step"], listed["files"] | {file.name: manifest.facts(file)}, listed["tensors"]
+    listed = manifest.read_manifest(step)
+    manifest.write_manifest(
+        step,
+        listed["step"],
+        listed["files"] | {file.name: manifest.file_entry(file)},
+        listed["tensors"],
     )
-    assert faults(step) == []
+    assert find_faults(step) == []
 
 
 def test_the_poison_works(tmp_path: Path) -> None:
-    """Else the tests below prove nothing."""
+    """Loading these files must run their code; otherwise the tests below would prove nothing."""
     content = io.BytesIO()
     torch.save(Evil(tmp_path / "zipped"), content)
     content.seek(0)
@@ -361,14 +369,14 @@ def test_no_tool_runs_what_a_file_contains(saved: Path, tmp_path: Path, bare: bo
         "to-hf": lambda step: to_hf(step, tmp_path / "out"),
         "reshape": lambda step: reshape(step, tmp_path / "out", step_folder.open_step(step).layout),
     }
-    # the 16-bit weights are copies, the generators are for a resume
+    # The 16-bit weights are copies, and only a resume needs the random number generators' states.
     readers = {"bf16": set(works), "mp": {"reshape"}, "rng": set()}
     for file in files:
         step = shutil.copytree(step_of(saved), tmp_path / "step", dirs_exist_ok=True)
         poison(step / file.name, marker, bare)
         for name, work in works.items():
             if name in readers[file.name.partition("_")[0]]:
-                with pytest.raises(Refusal, match=f"{file.name}: cannot be read safely"):
+                with pytest.raises(ConfigError, match=f"{file.name}: cannot be read safely"):
                     work(step)
                 assert not (tmp_path / "out").exists()
             else:
@@ -396,7 +404,7 @@ def test_no_tool_runs_what_a_file_contains(saved: Path, tmp_path: Path, bare: bo
 def test_a_resume_runs_nothing_that_a_file_contains(
     pools: Any, saved: Path, tmp_path: Path, layout: dict[str, Any], kind: str
 ) -> None:
-    """Every file of a kind, so that each rank meets one."""
+    """All files of a kind are replaced, so that each rank reads one."""
     run = (
         saved_by(pools, tmp_path / "run", **layout)
         if layout
@@ -419,11 +427,11 @@ def test_a_resume_runs_nothing_that_a_file_contains(
 def test_a_manifest_that_leaves_its_folder_is_refused(run: Path, name: str) -> None:
     (run / "checkpoints" / "outside.pt").write_bytes(b"x")
     step = step_of(run)
-    listed = manifest.read(step)
-    manifest.write(
-        step, 2, listed["files"] | {name: manifest.facts(step / name)}, listed["tensors"]
+    listed = manifest.read_manifest(step)
+    manifest.write_manifest(
+        step, 2, listed["files"] | {name: manifest.file_entry(step / name)}, listed["tensors"]
     )
-    assert names(faults(step)) == names(verify(step)) == [name]
+    assert names(find_faults(step)) == names(verify(step)) == [name]
 
 
 @pytest.mark.parametrize(
@@ -431,18 +439,18 @@ def test_a_manifest_that_leaves_its_folder_is_refused(run: Path, name: str) -> N
     [[], {"files": []}, {"files": {"state.json": 3}}, {"files": {"state.json": {}}}, "x", None],
 )
 def test_a_manifest_of_another_form_is_no_manifest(run: Path, content: Any) -> None:
-    """Even with the right sha256."""
+    """A manifest with the wrong structure is an error even if its sha256 is correct."""
     step = step_of(run)
     if isinstance(content, dict):
-        manifest.write(step, 2, {}, {})
+        manifest.write_manifest(step, 2, {}, {})
         full = json.loads((step / "manifest.json").read_text()) | content
         full.pop("sha256")
-        content = full | {"sha256": manifest._digest(full)}
+        content = full | {"sha256": manifest._manifest_sha256(full)}
     (step / "manifest.json").write_text(json.dumps(content))
-    assert faults(step) == verify(step) == ["manifest.json differs from what was written"]
+    assert find_faults(step) == verify(step) == ["manifest.json differs from what was written"]
 
 
-# Full disks and failing writes
+# Full disks and failed writes
 # ------------------------------------------------------------------------------------
 
 
@@ -456,17 +464,25 @@ def train_with(
     slow: float = 0.0,
     code: int = errno.ENOSPC,
 ) -> tuple[Any, str, list[int]]:
-    """`train`, where `rank` cannot write into step folders that match `failing` (the error is
-    `code`), or sees `free` bytes (`late`: once it trains), or hashes slowly.
+    """Run `train` with a failing disk on `rank`; return the results and the checkpoints at the end.
 
-    On every rank of a pool: and the checkpoints at its end.
+    - Writes to step folders that match `failing` raise the error `code`.
+    - `free` is the number of free bytes. With `late`, it applies only during training.
+    - `slow` slows down hashing.
+
+    This function runs on a rank of a pool.
     """
     from recipekit.checkpoints import save as save_module
     from recipekit.checkpoints.save import Saver
     from torch.distributed import get_rank
 
-    save, usage, hashing, look = torch.save, shutil.disk_usage, manifest.facts, Saver.check_room
-    pauses, save_module.AT_END = save_module.AT_END, (0.1, 0.1)
+    save, usage, hashing, look = (
+        torch.save,
+        shutil.disk_usage,
+        manifest.file_entry,
+        Saver.check_room,
+    )
+    pauses, save_module.LAST_SAVE_PAUSES = save_module.LAST_SAVE_PAUSES, (0.1, 0.1)
 
     def failing_save(content: Any, path: Any, *rest: Any) -> None:
         if failing and re.search(failing, str(path)):
@@ -479,7 +495,7 @@ def train_with(
         return hashing(path)
 
     if get_rank() == rank:
-        torch.save, manifest.facts = failing_save, slow_facts
+        torch.save, manifest.file_entry = failing_save, slow_facts
         if free is not None:
             shutil.disk_usage = lambda path: usage(path)._replace(free=free)
     if late:
@@ -487,8 +503,13 @@ def train_with(
     try:
         result = train(recipe, argv)
     finally:
-        torch.save, shutil.disk_usage, manifest.facts, Saver.check_room = save, usage, hashing, look
-        save_module.AT_END = pauses
+        torch.save, shutil.disk_usage, manifest.file_entry, Saver.check_room = (
+            save,
+            usage,
+            hashing,
+            look,
+        )
+        save_module.LAST_SAVE_PAUSES = pauses
     return *result, checkpoints(Path(argv[1]))
 
 
@@ -505,7 +526,7 @@ def train_with(
 def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(
     pools: Any, tmp_path: Path, rank: int, flag: str, code: int
 ) -> None:
-    """The disk is not well in steps 2 and 3; in the background that is known a step later."""
+    """The disk fails in steps 2 and 3. With a background save this is known one step later."""
     out, recipe = tmp_path / "run", dataclasses.replace(BASE, eval_every=0, steps=6)
     argv = ["--out", str(out), "--save_every", "2", *([flag] if flag else [])]
     results = pools.run(
@@ -521,7 +542,7 @@ def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(
         printed.count("saving works again") == 1 and results[1][1].count("saving works again") == 0
     )
     assert checkpoints(out) == [4, 6] and all(
-        faults(step_of(out, number)) == [] for number in (4, 6)
+        find_faults(step_of(out, number)) == [] for number in (4, 6)
     )
     assert {path.name for path in (out / "checkpoints").iterdir()} == {
         "latest",
@@ -561,9 +582,9 @@ def test_a_save_that_fails_on_one_rank_is_tried_again_by_all(
 def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(
     pools: Any, tmp_path: Path, rank: int, flag: str, failing: str, steps: str
 ) -> None:
-    """So does the last save.
+    """A failure of the last save also ends the run.
 
-    What was saved before is intact, and the run can be resumed from there.
+    The earlier checkpoints must be intact, and the run must resume from them.
     """
     out, recipe = tmp_path / "run", dataclasses.replace(BASE, eval_every=0, steps=6)
     argv = ["--out", str(out), "--save_every", "2", *([flag] if flag else [])]
@@ -574,7 +595,9 @@ def test_two_regular_saves_that_fail_end_the_run_on_all_ranks(
     assert f"{steps}: rank {rank}: [Errno 28] No space left on device" in said
     assert " (needs " in said and " are free). The checkpoints before it are intact" in said
     older = [2, 4] if "6" in failing else []
-    assert checkpoints(out) == older and all(faults(step_of(out, number)) == [] for number in older)
+    assert checkpoints(out) == older and all(
+        find_faults(step_of(out, number)) == [] for number in older
+    )
     assert {path.name for path in (out / "checkpoints").iterdir()} == {
         *(["latest"] if older else []),
         *(f"step_{number:08d}" for number in older),
@@ -631,11 +654,12 @@ def test_too_little_space_for_one_checkpoint_is_told_before_the_first_step(
 
 
 def room_with_a_left_over(folder: str, needed: int) -> str:
-    """Runs on every rank of a pool: what the look at the disk says where half of it is taken by a
-    save that was killed.
+    """Check the disk space after a killed save has left files that use half of it.
+
+    Return the error message, or "". This function runs on a rank of a pool.
     """
+    from recipekit.checkpoints.disk_space import DiskSpace, SpaceDemand
     from recipekit.checkpoints.retention import Retention
-    from recipekit.checkpoints.room import Demand, Room
     from recipekit.checkpoints.save import Saver
     from torch.distributed import barrier, get_rank
 
@@ -648,22 +672,24 @@ def room_with_a_left_over(folder: str, needed: int) -> str:
     saver.folder, saver.retention, saver.room = (
         Path(folder),
         Retention(1),
-        Room(Path(folder), needed),
+        DiskSpace(Path(folder), needed),
     )
     shutil.disk_usage = lambda path: usage(path)._replace(
         free=needed // 2 if left.exists() else needed
     )
     try:
-        saver.check_room(Demand([1]), resumed=False)
-    except Refusal as refusal:
-        return str(refusal)
+        saver.check_room(SpaceDemand([1]), resumed=False)
+    except ConfigError as error:
+        return str(error)
     finally:
         shutil.disk_usage = usage
     return ""
 
 
 def test_what_a_killed_save_has_left_takes_no_room(pools: Any, tmp_path: Path) -> None:
-    """A restart would be refused for it, and goes on instead."""
+    """A killed save's files do not count as used space, because otherwise a restart would be
+    rejected.
+    """
     assert pools.run(2, room_with_a_left_over, folder=str(tmp_path), needed=1000) == ["", ""]
     assert not (tmp_path / ".staging").exists()
 
@@ -672,7 +698,7 @@ def test_what_a_killed_save_has_left_takes_no_room(pools: Any, tmp_path: Path) -
 def test_a_limit_of_files_is_not_taken_for_a_full_disk(
     tmp_path: Path, ops: Callable[[str], None]
 ) -> None:
-    """`ulimit -f`: torch.save fails as on a full disk, and gigabytes are free."""
+    """With `ulimit -f` torch.save fails as on a full disk, although gigabytes are free."""
     run = [
         sys.executable,
         str(NANO),
@@ -685,7 +711,7 @@ def test_a_limit_of_files_is_not_taken_for_a_full_disk(
         "--out",
         str(tmp_path / "run"),
     ]
-    # blocks of 512 bytes
+    # In blocks of 512 bytes.
     job = Job(tmp_path, ["sh", "-c", 'ulimit -f 1000 && exec "$@"', "sh", *run])
     try:
         assert job.wait(600) == 1
@@ -702,7 +728,7 @@ def test_a_limit_of_files_is_not_taken_for_a_full_disk(
 def test_the_last_good_checkpoint_is_complete_when_a_loss_is_not_finite(
     pools: Any, tmp_path: Path
 ) -> None:
-    """With a slow disk, in the background."""
+    """The disk is slow, and the save runs in the background."""
     recipe = dataclasses.replace(BASE, eval_every=0, lr=1e30, warmup_steps=0)
     argv = [
         "--out",
@@ -720,15 +746,17 @@ def test_the_last_good_checkpoint_is_complete_when_a_loss_is_not_finite(
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk that two checkpoints of the smallest recipe fill."""
+    """Yield a disk that is filled by two checkpoints of the smallest recipe."""
     with small_disk(tmp_path / "disk", "20m") as place:
         yield place
 
 
 @pytest.fixture
 def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
-    """Starts the smallest recipe, with further lines before its `run`, on two ranks; ends what is
-    left of it after the test.
+    """Return a function that starts the smallest recipe on two ranks, with extra code before its
+    `run`.
+
+    The processes are ended after the test.
     """
     jobs: list[Job] = []
 
@@ -764,8 +792,9 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
 def test_a_disk_of_20_mb_is_refused_before_the_first_step(
     ops: Callable[[str], None], disk: Path, tmp_path: Path
 ) -> None:
-    """The thread that reads the data has ended by then: Python ends one that is inside a library
-    with "terminate called", exit code 134.
+    """The data thread must have ended by then.
+
+    Otherwise Python terminates a thread inside a library with "terminate called" and exit code 134.
     """
     told = (
         "import atexit, threading\n\natexit.register(lambda: print('threads:', *[thread.name for"
@@ -797,7 +826,7 @@ def test_a_disk_of_20_mb_is_refused_before_the_first_step(
     ), job.output
 
 
-# as if the disk had been filled by others meanwhile
+# This simulates other processes that have filled the disk in the meantime.
 UNCHECKED = (
     "from recipekit.checkpoints.save import Saver\n\nSaver._make_room = lambda self, step: None"
 )
@@ -830,7 +859,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_the_older_checkpoints(
     assert verify(step_of(disk / "run", 1)) == verify(step_of(disk / "run", 2)) == []
 
 
-# Dead peers
+# Dead ranks
 # --------------------------------------------------------------------------------------------------
 
 STUCK = """
@@ -839,7 +868,7 @@ import time
 
 from recipekit.checkpoints.save import Saver
 
-write = Saver._write_own
+write = Saver._write_local
 
 
 def stuck(self, step, *rest):
@@ -848,7 +877,7 @@ def stuck(self, step, *rest):
     write(self, step, *rest)
 
 
-Saver._write_own = stuck
+Saver._write_local = stuck
 """
 
 
@@ -856,7 +885,7 @@ Saver._write_own = stuck
 def test_a_rank_does_not_wait_for_the_part_of_a_dead_peer(
     launch: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """Rank 1 is killed while it writes in the background; rank 0 waits for the end of the save."""
+    """Rank 1 is killed during a background write, while rank 0 waits for the end of the save."""
     job = launch(STUCK, "--out", "run", "--steps", 3, "--save_in_background")
     job.wait_for(lambda: steps_done(tmp_path / "run") == 3 or job.process.poll() is not None, 150)
     time.sleep(1)

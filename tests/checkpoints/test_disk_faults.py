@@ -1,6 +1,6 @@
-"""A run goes through faults of disks, signals and users, and ends as the unbroken run.
+"""A run with faults of disks, signals and users must end like an unbroken run.
 
-`tests/support/disk_faults.py` says which.
+The faults are in `tests/support/disk_faults.py`.
 """
 
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from disk_faults import FAULTS
 from pool import ROOT, environment
 
-TIMES = 1  # of each fault; more by hand: python tests/support/disk_faults.py --faults 200
+TIMES = 1  # per fault; for more, run python tests/support/disk_faults.py --faults 200
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
-"""A crash of the machine leaves nothing half written under its name: all of it is on the disk
-before the rename that names it.
+"""A machine crash must not leave a partly written file under its final name.
 
-The calls are the real ones; each is noted on its way.
+All data must be on the disk before the rename. The calls are real, and each call is recorded.
 """
 
 import contextlib
@@ -16,21 +15,21 @@ from typing import Any, NamedTuple
 import pytest
 from recipekit.checkpoints import step_folder
 from recipekit.checkpoints.reshape import reshape
-from recipekit.checkpoints.save import point_latest, put_aside_later
+from recipekit.checkpoints.save import point_latest, set_aside_later_steps
 from recipekit.convert.hugging_face import to_hf
+from recipekit.spec.atomic_write import atomic_path, write_atomic
 from recipekit.spec.mesh import Mesh
-from recipekit.spec.run_folder import DATA_FILES, FACTS, STRATEGY
-from recipekit.spec.whole_file import replacing, write_whole
+from recipekit.spec.run_folder import DATA_FILES, RUN_JSON, STRATEGY
 from recipekit.storage import manifest
 from recipekit.storage.journal import Journal
-from recipekit.track.metrics_file import cut_metrics
-from test_resume import BASE, train
+from recipekit.track.metrics_file import truncate_metrics
+from short_runs import BASE, train
 
 
 class Call(NamedTuple):
-    """One call of fsync, of `path`, or of rename, from `path` to `target`."""
+    """A call of fsync on `path`, or a rename of `path` to `target`."""
 
-    begun: int  # ns since the epoch, as the times of files
+    begun: int  # ns since the epoch, like file times
     ended: int
     name: str
     path: str
@@ -39,7 +38,7 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[Call]]:
-    """Notes each fsync and rename of this process."""
+    """Record each fsync and each rename in this process."""
     calls: list[Call] = []
     fsync, renames = os.fsync, {"rename": os.rename, "replace": os.replace}
 
@@ -77,15 +76,16 @@ def noted() -> Iterator[list[Call]]:
 
 
 def train_noted(recipe: Any, argv: list[str]) -> tuple[Any, list[tuple[Any, ...]]]:
-    """Runs on every rank of a pool: what `train` gives, and the calls of this rank."""
+    """Run `train` on a rank of a pool; return its result and this rank's calls."""
     with noted() as calls:
         result, _ = train(recipe, argv)
     return result, [tuple(call) for call in calls]
 
 
 def check(calls: list[Call], final: Path) -> Call:
-    """Asserts that `final`, a file or a folder with all below it, was on the disk before it got its
-    name; returns the rename.
+    """Check that a file or folder was on the disk before it received its final name.
+
+    `final` may be a folder with files below it. Return the rename call.
     """
     named = next(
         call for call in reversed(calls) if call.name == "rename" and call.target == str(final)
@@ -108,8 +108,9 @@ def check(calls: list[Call], final: Path) -> Call:
 def check_flushed_between(
     calls: list[Call], folder: Path, after: Call, before: Call | None = None
 ) -> None:
-    """Asserts that a folder was flushed after one rename, so that this one lasts, and before
-    another.
+    """Check that a folder was flushed after one rename and before another.
+
+    The flush makes the first rename durable.
     """
     flushed = [
         call
@@ -125,8 +126,9 @@ def check_flushed_between(
 def saved(
     pools: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, list[Call]]]:
-    """By flag, a run of two ranks with checkpoints of steps 1 and 2, and the calls of both ranks in
-    order.
+    """Return, for each flag, a run of two ranks with checkpoints of steps 1 and 2.
+
+    The calls of both ranks are returned in order.
     """
     made = {}
     for flag in ("--no-save_in_background", "--save_in_background"):
@@ -144,9 +146,7 @@ def saved(
 
 
 def check_named_by_latest(calls: list[Call], folder: Path, step: str) -> None:
-    """Asserts that a step folder was on the disk under its name before `latest` named it, and that
-    `latest` is, too.
-    """
+    """Check that `latest` is durable, and that its step folder was durable first."""
     named = check(calls, folder / step)
     pointed = next(
         call for call in calls if call.target == str(folder / "latest") and call.begun > named.begun
@@ -162,11 +162,11 @@ def check_named_by_latest(calls: list[Call], folder: Path, step: str) -> None:
     check_flushed_between(calls, folder, pointed)
 
 
-@pytest.mark.parametrize("name", [FACTS, STRATEGY, DATA_FILES])
+@pytest.mark.parametrize("name", [RUN_JSON, STRATEGY, DATA_FILES])
 def test_a_file_of_the_run_is_on_the_disk_before_it_is_named(
     saved: dict[str, Any], name: str
 ) -> None:
-    """An empty run.json after a loss of power would hide every checkpoint."""
+    """If a power loss left an empty run.json, every checkpoint would be unusable."""
     out, calls = saved["--no-save_in_background"]
     check_flushed_between(calls, out, check(calls, out / name))
 
@@ -175,13 +175,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     for content in ("first", "second"):
         with noted() as calls:
-            write_whole(file, content)
+            write_atomic(file, content)
         check_flushed_between(calls, tmp_path, check(calls, file))
         assert file.read_text() == content
-    with pytest.raises(OSError, match="No space left"), replacing(file) as made:
+    with pytest.raises(OSError, match="No space left"), atomic_path(file) as made:
         made.write_text("a part of the thi")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(FileNotFoundError), replacing(file):
+    with pytest.raises(FileNotFoundError), atomic_path(file):
         pass
     assert file.read_text() == "second" and list(tmp_path.iterdir()) == [file]
 
@@ -195,22 +195,22 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_named_and_named_before_latest_
 
 
 def test_what_a_save_is_made_of_flushes_files_folders_and_names(tmp_path: Path) -> None:
-    """The same calls as in a save, without ranks."""
+    """Without ranks, the same calls are made as in a save."""
     step = tmp_path / ".staging" / "step_00000001"
     (step / "hf_files").mkdir(parents=True)
     (step / "one.pt").write_bytes(b"one")
     (step / "hf_files" / "config.json").write_text("{}")
     with noted() as calls:
         files = {
-            str(path.relative_to(step)): manifest.facts(path)
+            str(path.relative_to(step)): manifest.file_entry(path)
             for path in step.rglob("*")
             if path.is_file()
         }
-        manifest.write(step, 1, files, {})
+        manifest.write_manifest(step, 1, files, {})
         os.rename(step, tmp_path / step.name)
         point_latest(tmp_path, step.name, print)
     check_named_by_latest(calls, tmp_path, step.name)
-    assert (tmp_path / "latest").read_text() == step.name and manifest.faults(
+    assert (tmp_path / "latest").read_text() == step.name and manifest.find_faults(
         tmp_path / step.name
     ) == []
 
@@ -235,7 +235,7 @@ def test_the_metrics_that_stay_are_on_the_disk_before_they_take_the_place_of_all
         "".join(f'{{"step": {step}}}\n' for step in range(1, 6))
     )
     with noted() as calls:
-        cut_metrics(tmp_path / "metrics.jsonl", 3)
+        truncate_metrics(tmp_path / "metrics.jsonl", 3)
     check(calls, tmp_path / "metrics.jsonl")
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
@@ -254,7 +254,7 @@ def test_the_notes_of_another_conversion_are_not_gone_on_with(tmp_path: Path) ->
 def test_the_step_gone_back_to_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         (tmp_path / f"step_{step:08d}").mkdir()
-    put_aside_later(tmp_path, 2, lambda _: None)
+    set_aside_later_steps(tmp_path, 2, lambda _: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "aside_step_00000003.1",
         "aside_step_00000004.1",

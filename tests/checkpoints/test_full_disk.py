@@ -1,4 +1,4 @@
-"""Disks that are too small: for the export, and for the checkpoints that --keep asks for."""
+"""Disks that are too small for the export, or for the checkpoints that --keep requests."""
 
 import dataclasses
 import errno
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from disks import resize, small_disk
 from job import checkpoints
-from recipekit.run import _lock
-from recipekit.spec.refusal import Refusal
-from test_resume import BASE, train
+from recipekit.run import _lock_run_folder
+from recipekit.spec.errors import ConfigError
+from short_runs import BASE, train
 
 slow = pytest.mark.slow
 
@@ -38,9 +38,9 @@ def add_lora(model: Any) -> Any:
 def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(
     pools: Any, tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    """The checkpoints are on another disk.
+    """The checkpoints are on a different disk.
 
-    The error is one line on every rank, and nothing of the export is left.
+    Every rank must report a one-line error, and no part of the export may remain.
     """
     recipe = dataclasses.replace(
         BASE,
@@ -78,20 +78,22 @@ def test_an_export_that_does_not_fit_is_written_by_the_same_command_later(
 def test_a_start_on_a_disk_without_files_left_is_made_again_for_a_run_with_checkpoints(
     tmp_path: Path, begun: bool, code: int
 ) -> None:
-    """The disk has room for four files and folders."""
+    """The disk has space for four files and folders."""
     with small_disk(tmp_path / "disk", "1m,nr_inodes=5") as disk:
         (disk / "run").mkdir()
         (disk / "run" / ("checkpoints" if begun else "notes")).mkdir()
         (disk / "more").touch()
-        with pytest.raises(Refusal, match="cannot be written: No space left on device") as refused:
-            _lock(disk / "run")
+        with pytest.raises(
+            ConfigError, match="cannot be written: No space left on device"
+        ) as refused:
+            _lock_run_folder(disk / "run")
         assert refused.value.exit_code == code
 
 
 def train_without_copies(recipe: Any, argv: list[str]) -> tuple[Any, str, list[int]]:
-    """Train where the second rank's disk is full when swap files are copied into step 2.
+    """Train on two ranks; the second rank's disk is full when swap files are copied into step 2.
 
-    On every rank of a pool.
+    This function runs on a rank of a pool.
     """
     from torch.distributed import get_rank
 
@@ -131,7 +133,7 @@ def test_swap_files_that_cannot_be_copied_leave_no_rank_waiting(
 def test_a_start_that_cannot_write_the_files_of_its_run_is_refused(
     pools: Any, tmp_path: Path
 ) -> None:
-    """One line on every rank; the files of the run are whole."""
+    """Every rank must report a one-line error, and the run's files must be complete."""
     recipe = dataclasses.replace(BASE, eval_every=0, steps=2, warmup_steps=0)
     with small_disk(tmp_path / "run", "64k") as out:
         (tmp_path / "checkpoints").mkdir()

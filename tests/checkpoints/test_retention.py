@@ -1,4 +1,4 @@
-"""Old checkpoints go, what else is in their folder stays, and nothing of it ends a run."""
+"""Old checkpoints are removed, other files in their folder stay, and failures never end a run."""
 
 import errno
 import json
@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 from recipekit.checkpoints.retention import Retention, remove_old
-from recipekit.checkpoints.save import put_aside_later
+from recipekit.checkpoints.save import set_aside_later_steps
 from recipekit.storage import manifest
 
 
 def save(folder: Path, step: int, eval_loss: object = None, name: str = "") -> Path:
-    """Write a complete step folder with a file of its own."""
+    """Write a complete step folder."""
     path = folder / (name or f"step_{step:08d}")
     (path / "hf_files").mkdir(parents=True)
     (path / "hf_files" / "config.json").write_text("{}")
     (path / "state.json").write_text(
         json.dumps({"step": step} | ({} if eval_loss is None else {"eval_loss": eval_loss}))
     )
-    manifest.write(
+    manifest.write_manifest(
         path,
         step,
-        {name: manifest.facts(path / name) for name in ("state.json", "hf_files/config.json")},
+        {name: manifest.file_entry(path / name) for name in ("state.json", "hf_files/config.json")},
         {},
     )
     return path
@@ -52,7 +52,7 @@ def numbers(folder: Path) -> list[int]:
     ("retention", "left"),
     [
         (Retention(0), [2, 4, 6, 8, 10, 100000000]),
-        (Retention(1), [100000000]),  # by number: as text it comes first
+        (Retention(1), [100000000]),  # sorted by number; sorted as text it would come first
         (Retention(2), [10, 100000000]),
         (Retention(9), [2, 4, 6, 8, 10, 100000000]),
     ],
@@ -82,7 +82,7 @@ def test_the_newest_are_kept_by_number(
 def test_every_kth_and_the_best_are_kept_in_addition(
     tmp_path: Path, retention: Retention, left: list[int]
 ) -> None:
-    """Only a finite number is an eval_loss; of equal ones the first is the best."""
+    """Only a finite eval_loss counts. If several values are equal, the first one is the best."""
     losses = {
         1: 2.5,
         2: "0.1",
@@ -96,7 +96,7 @@ def test_every_kth_and_the_best_are_kept_in_addition(
     }
     for step, loss in losses.items():
         save(tmp_path, step, loss)
-    # is no checkpoint of the run, so another may be the best
+    # This folder is not a checkpoint of the run, so another one is the best.
     save(tmp_path, 7, 0.5, name="step_00000007_copy")
     assert remove_old(tmp_path, retention) == []
     shutil.rmtree(tmp_path / "step_00000007_copy")
@@ -113,7 +113,7 @@ def test_a_damaged_state_has_no_loss_and_ends_nothing(tmp_path: Path, text: str)
 
 
 def linked(folder: Path) -> Path:
-    """Move a checkpoint to an archive, and leave a link."""
+    """Move a checkpoint to an archive and create a link in its place."""
     archive = folder.parent / "archive"
     os.rename(save(folder, 1), archive)
     (folder / "step_00000001").symlink_to(archive)
@@ -188,7 +188,9 @@ def test_a_stray_file_outlives_its_checkpoint(tmp_path: Path, stray: str) -> Non
 
 
 def test_a_link_in_a_step_folder_is_kept_and_not_followed(tmp_path: Path) -> None:
-    """To a folder: as a stray, and where a listed file was moved to another disk."""
+    """One link is a stray link to a folder; the other is a listed file that was moved to a
+    different disk.
+    """
     (tmp_path / "away").mkdir()
     written(tmp_path / "away" / "thing")
     folder = tmp_path / "checkpoints"
@@ -197,7 +199,7 @@ def test_a_link_in_a_step_folder_is_kept_and_not_followed(tmp_path: Path) -> Non
     shutil.move(old / "state.json", tmp_path / "away" / "state.json")
     (old / "state.json").symlink_to(tmp_path / "away" / "state.json")
     save(folder, 2)
-    assert manifest.faults(old) == []
+    assert manifest.find_faults(old) == []
     (line,) = remove_old(folder, Retention(1))
     assert f". more, not part of the checkpoint, is kept in {folder}/aside_step_00000001.1" in line
     assert names(tmp_path / "away") == ["state.json", "thing"]
@@ -216,7 +218,7 @@ def failing(number: int) -> Callable[..., Any]:
 def test_a_checkpoint_that_cannot_be_removed_is_only_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
 ) -> None:
-    """As under `chattr +i`, which no tmpfs has, and on NFS for a file that somebody reads."""
+    """This occurs under `chattr +i`, which tmpfs lacks, and with a file in use on NFS."""
     old, kept = save(tmp_path, 1), save(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(os if call == "rename" else shutil, call, failing(number))
@@ -224,7 +226,9 @@ def test_a_checkpoint_that_cannot_be_removed_is_only_reported(
     assert line.endswith(
         f" cannot be removed: {os.strerror(number)}. The run continues, remove it by hand"
     )
-    assert manifest.faults(kept) == [] and (call == "rmtree" or manifest.faults(old) == [])
+    assert manifest.find_faults(kept) == [] and (
+        call == "rmtree" or manifest.find_faults(old) == []
+    )
     assert remove_old(tmp_path, Retention(1)) == []
     assert names(tmp_path) == ["step_00000002"]
 
@@ -239,7 +243,7 @@ def test_what_a_killed_removal_has_left_goes_at_the_next(tmp_path: Path) -> None
 
 
 def test_only_later_checkpoints_are_put_aside(tmp_path: Path) -> None:
-    """By number; other names stay, and a link is renamed itself."""
+    """Steps are compared as numbers. Other names stay, and a link itself is renamed."""
     for step in (2, 4, 100000000):
         save(tmp_path, step)
     (tmp_path / "step_00000005").symlink_to(tmp_path / "step_00000004")
@@ -248,7 +252,7 @@ def test_only_later_checkpoints_are_put_aside(tmp_path: Path) -> None:
         for name in ("step_00000004_best", "step_before_change", "step_9")
     ]
     said: list[str] = []
-    put_aside_later(tmp_path, 2, said.append)
+    set_aside_later_steps(tmp_path, 2, said.append)
     aside = [f"aside_step_{number}.1" for number in ("00000004", "00000005", "100000000")]
     assert names(tmp_path) == sorted([*own, *aside, "latest", "step_00000002"])
     assert [

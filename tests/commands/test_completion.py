@@ -1,5 +1,5 @@
-"""recipekit/spec/completion.py: keys typed in an interactive bash, and the candidates that its own
-completion makes of them.
+"""recipekit/spec/completion.py: keys typed in an interactive bash, and the candidates that it
+shows.
 """
 
 import os
@@ -94,7 +94,7 @@ def test_tab_in_an_interactive_bash(typed: str, line: str, folder: Path) -> None
 
 
 def _until(terminal: int, wanted: bytes, seconds: float = 20) -> bytes:
-    """Read until the terminal shows `wanted`, or until the time is over."""
+    """Read until the terminal shows `wanted`, or until the time limit."""
     shown, ends = b"", time.monotonic() + seconds
     while wanted not in shown and (left := ends - time.monotonic()) > 0:
         if select.select([terminal], [], [], left)[0]:

@@ -1,6 +1,4 @@
-"""recipekit/commands/cp.py: the copy has the bytes of the shipped file, and nothing is
-overwritten.
-"""
+"""recipekit/commands/cp.py: the copy equals the shipped file, and no file is overwritten."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""recipekit/commands/ls.py: a line for each recipe, with the numbers of its file."""
+"""recipekit/commands/ls.py: one line for each recipe, with the numbers in its file."""
 
 import os
 import pty
@@ -12,8 +12,8 @@ from recipekit.commands import ls
 from recipekit.spec.shipped import recipes
 
 FILES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
-# name -> JSON, layout, hardware and last checks of the table in README.md, which test_recipes.py
-# holds to the recipes
+# name -> JSON, layout, hardware and last checks, from README.md's table. test_recipes.py compares
+# that table with the recipes.
 ROWS = {
     name: row
     for name, *row in re.findall(
@@ -34,7 +34,7 @@ def test_there_is_one_line_for_each_recipe(capsys: pytest.CaptureFixture[str]) -
 def test_a_line_has_the_numbers_of_its_recipe(name: str) -> None:
     strategy, mesh, hardware, checked = ROWS[name]
     text = " ".join(FILES[name].read_text().split('"""')[1].split())
-    line = ls.read_line(FILES[name])
+    line = ls.read_listing(FILES[name])
     strategy = strategy.removeprefix("none: ").removesuffix(".json")
     assert (line.name, line.layout, line.hardware, line.checked) == (
         name,
@@ -50,7 +50,7 @@ def test_a_line_has_the_numbers_of_its_recipe(name: str) -> None:
 
 def test_known_lines() -> None:
     lines = {
-        name: ls.read_line(FILES[name]).columns[:4]
+        name: ls.read_listing(FILES[name]).columns[:4]
         for name in ("llama_nano_zero2", "llama3_1_405b_zero1_pp16_tp8", "llama3_2_1b_ddp")
     }
     assert list(lines.values()) == [
@@ -92,7 +92,7 @@ def test_a_line_is_cut_at_the_edge_of_a_terminal() -> None:
     ],
 )
 def test_a_cut_line_fits_its_room(room: int, line: str) -> None:
-    assert ls.cut("one two three", room) == line
+    assert ls.truncate_line("one two three", room) == line
 
 
 def _read(terminal: int) -> bytes:

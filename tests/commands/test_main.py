@@ -1,6 +1,4 @@
-"""recipekit/__main__.py: which subcommand a word starts, what is imported for it, and what is said
-of a word that starts none.
-"""
+"""recipekit/__main__.py: subcommands, the modules that they import, and unknown words."""
 
 import importlib
 import subprocess
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit import __main__ as command
-from recipekit.spec.refusal import refuse
+from recipekit.spec.errors import config_error
 
 MODULES = {path.stem for path in (ROOT / "recipes" / "recipekit" / "commands").glob("*.py")} - {
     "__init__"
@@ -74,7 +72,7 @@ def test_a_refusal_of_a_subcommand_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(words: list[str]) -> int:
-        raise refuse("this", "is wrong", "write that")
+        raise config_error("this", "is wrong", "write that")
 
     monkeypatch.setattr(importlib.import_module("recipekit.commands.ls"), "main", main)
     assert command.main(["ls"]) == 1 and capsys.readouterr() == ("", "this: is wrong. Write that\n")
@@ -111,7 +109,7 @@ def test_a_subcommand_imports_no_other_and_ls_nothing_heavy(tmp_path: Path) -> N
 
 
 def test_a_reader_that_has_enough_ends_the_list_quietly() -> None:
-    """As `recipekit ls | head -1` does, once the pipe is closed."""
+    """`recipekit ls | head -1` closes the pipe early."""
     listed = subprocess.Popen(
         [sys.executable, "-u", "-m", "recipekit", "ls"],
         env=environment(),

@@ -1,5 +1,5 @@
-"""The sample of tools/quickstart.py: an excerpt of one held-out document, beside what the model
-makes of it.
+"""The sample that tools/quickstart.py prints: a held-out document's excerpt, continued by the
+model.
 """
 
 import sys
@@ -20,7 +20,7 @@ CODE = "    return 1\n\n" + "".join(
 
 
 def rows_of(*documents: str) -> list[dict[str, torch.Tensor]]:
-    """One packed row of 640 tokens."""
+    """Return one packed row of 640 tokens."""
     ids, positions = [], []
     for document in documents:
         own = [*TOKENIZER(document)["input_ids"], TOKENIZER.eos_token_id]
@@ -36,7 +36,7 @@ def test_the_excerpt_is_of_one_document_and_begins_a_line(before: list[str]) -> 
     assert (len(prompt), len(truth)) == (PROMPT, CONTINUATION)
     text = TOKENIZER.decode([*prompt, *truth])
     start = CODE.index(text)
-    # the first line of CODE ends at its tenth token
+    # The first line of CODE ends at its tenth token.
     assert CODE[start - 1] == "\n" and text.startswith("\n")
 
 

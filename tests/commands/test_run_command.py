@@ -1,6 +1,4 @@
-"""recipekit/commands/run.py: the same as `python -m launch`, with its words, output and exit
-code.
-"""
+"""recipekit/commands/run.py: the arguments, output and exit code of `python -m launch`."""
 
 import json
 import os
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment
 from recipekit.commands import run
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 
 
 def start(module: str, words: list[str], folder: Path) -> tuple[int, str, str]:
@@ -44,7 +42,7 @@ def start(module: str, words: list[str], folder: Path) -> tuple[int, str, str]:
 def test_it_is_launch_with_the_same_words(
     words: list[str], code: int, told: str, tmp_path: Path
 ) -> None:
-    """A file launch.py of the user hides nothing."""
+    """A user's file launch.py shadows nothing."""
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "launch.py").write_text("raise SystemExit('mine')")
     found = start("recipekit run", words, tmp_path)
@@ -71,6 +69,7 @@ def test_the_command_that_continues_is_the_typed_one(tmp_path: Path) -> None:
 def test_without_the_package_launch_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "launch", None)
     with pytest.raises(
-        Refusal, match=r"has no package launch\. Install this one again: make setup, or pip install"
+        ConfigError,
+        match=r"has no package launch\. Install this one again: make setup, or pip install",
     ):
         run.main(["mine.py"])

@@ -1,6 +1,4 @@
-"""recipekit sample: the text of plain transformers and peft, and one line for everything that
-generates none.
-"""
+"""recipekit sample: the text that plain transformers and peft generate, or a one-line error."""
 
 import contextlib
 import fcntl
@@ -17,9 +15,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from recipekit.architectures.export_folder import find_export
-from recipekit.commands.sample import load, main, write
+from recipekit.commands.sample import generate_sample, load_generator, main
 from recipekit.data.processors import byte_tokenizer
-from recipekit.spec.run_folder import FACTS
+from recipekit.spec.run_folder import RUN_JSON
 from recipekit.spec.step_names import MANIFEST
 from transformers import (
     AutoConfig,
@@ -47,7 +45,7 @@ def small(kind: str, auto_class: Any = AutoModelForCausalLM, **more: Any) -> Any
     torch.manual_seed(3)
     model = auto_class.from_config(AutoConfig.for_model(kind, **(SIZES | more)))
     for parameter in model.parameters():
-        # else a model repeats its first token
+        # With other weights the model would repeat its first token.
         parameter.data.mul_(12 if parameter.dim() > 1 else 1)
     return model
 
@@ -68,9 +66,9 @@ def saved(
 
 
 def run_of(folder: Path, task: str = "pretrain") -> Path:
-    """A run folder as far as its run.json shows."""
+    """Write a run folder that contains only a run.json; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / FACTS).write_text(json.dumps({"identity": {}, "recipe": {"task": task}}))
+    (folder / RUN_JSON).write_text(json.dumps({"identity": {}, "recipe": {"task": task}}))
     return folder
 
 
@@ -82,13 +80,13 @@ def checkpoint_of(run: Path, step: int = 12) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """What a command that works prints."""
+    """Run a command that succeeds; return the command's output."""
     assert main([str(word) for word in words]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
 
 
 def generated(model: Any, prompt: str, length: int) -> str:
-    """The greedy text of plain transformers."""
+    """Return the greedy text of plain transformers."""
     tokenizer = byte_tokenizer()
     inputs = tokenizer(prompt, return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=length, do_sample=False, pad_token_id=END)
@@ -99,7 +97,7 @@ def generated(model: Any, prompt: str, length: int) -> str:
 def test_the_text_is_that_of_plain_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """Also where the generation config asks for sampling: the same command writes the same text."""
+    """The text is deterministic, even if the generation config requests sampling."""
     folder = saved(tmp_path / "hf", kind)
     GenerationConfig(do_sample=True, temperature=5.0, top_k=40, eos_token_id=END).save_pretrained(
         folder
@@ -111,7 +109,7 @@ def test_the_text_is_that_of_plain_transformers(
 
 
 def adapter(folder: Path, base: Path, named: str, **more: Any) -> Path:
-    """An adapter as a run exports it, with weights that change the text."""
+    """Write an adapter like the one that a run exports, with weights that change the text."""
     made = get_peft_model(
         AutoModelForCausalLM.from_pretrained(base),
         LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM", **more),
@@ -140,9 +138,9 @@ def test_an_adapter_generates_with_its_base(
 
 
 def test_a_merged_model_is_taken_if_its_adapter_names_no_base(tmp_path: Path) -> None:
-    """Nobody has the randomly initialised base model.
+    """The adapter's base model was randomly initialised, so it exists nowhere else.
 
-    An adapter that names its base is taken itself.
+    If an adapter names its base model, the adapter itself is used.
     """
     run = run_of(tmp_path / "run")
     shutil.move(with_base(tmp_path, None), run / "hf")
@@ -154,7 +152,7 @@ def test_a_merged_model_is_taken_if_its_adapter_names_no_base(tmp_path: Path) ->
 
 
 def test_the_stop_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reached, not reached, and a model without one. The token that always comes is number 0."""
+    """The stop token is reached, not reached, or missing. The model always generates token 0."""
     folder = saved(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.nn.init.zeros_(model.lm_head.weight)
@@ -177,19 +175,20 @@ def test_the_stop_token_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_chat_ends_with_the_answer_though_the_base_model_does_not_know_its_end(
     tmp_path: Path,
 ) -> None:
-    """As of an adapter, whose export has no generation config: the template ends an answer with
-    <|im_end|>.
+    """An adapter's export has no generation config.
+
+    The adapter's chat template ends an answer with <|im_end|>.
     """
-    generator = load(find_export(saved(tmp_path / "hf", chat=True)))
+    generator = load_generator(find_export(saved(tmp_path / "hf", chat=True)))
     end = generator.tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids, head = [1, 2, 3], generator.model.lm_head.weight
     with torch.no_grad():
         hidden = generator.model.model(input_ids=torch.tensor([ids])).last_hidden_state  # (1, T, H)
         head.zero_()
         head[end] = hidden[0, -1]
-    as_chat, as_text = (write(generator, ids, 5, chat) for chat in (True, False))
-    assert (as_chat.stop, as_chat.num_tokens) == ("<|im_end|>", 1)
-    assert (as_text.stop, as_text.num_tokens) == ("", 5)
+    as_chat, as_text = (generate_sample(generator, ids, 5, chat) for chat in (True, False))
+    assert (as_chat.stop_token, as_chat.num_tokens) == ("<|im_end|>", 1)
+    assert (as_text.stop_token, as_text.num_tokens) == ("", 5)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_the_prompt_is_a_chat_where_the_run_has_learned_chats(
 
 
 def test_a_run_that_trains_on_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its export is of the steps before."""
+    """Such a run's export comes from earlier steps."""
     run = run_of(tmp_path / "run")
     saved(run / "hf")
     assert "newer" not in said(capsys, run, "--prompt", "a", "--max_new_tokens", 1)
@@ -241,12 +240,12 @@ def test_a_run_that_trains_on_is_named(tmp_path: Path, capsys: pytest.CaptureFix
         )
 
 
-# Refusals
+# Config errors
 # --------------------------------------------------------------------------------------------------
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The line of a refusal; there is no other line."""
+    """Run a command that is rejected; return the only line of the error."""
     assert main([str(word) for word in words]) == 1
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1, (out, err)
@@ -423,7 +422,7 @@ def test_a_folder_that_generates_nothing_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     make, line = FOLDERS[name]
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars of save_pretrained
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bars of save_pretrained
         folder = make(tmp_path / "it")
         if name == "empty":
             folder.mkdir()
@@ -519,7 +518,7 @@ def test_an_address_is_refused(capsys: pytest.CaptureFixture[str], word: str) ->
 def test_code_beside_a_known_model_is_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three files that remote code could be in; each would leave a trace."""
+    """Three files could contain remote code, and each file would leave a trace if its code ran."""
     folder = saved(tmp_path / "hf")
     code = f"open({str(tmp_path / 'ran')!r}, 'w').write('x')\n"
     for name in ("modeling_llama.py", "tokenization.py", "custom_generate/generate.py"):

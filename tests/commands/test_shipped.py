@@ -1,6 +1,4 @@
-"""recipekit/spec/shipped.py, and `script` of launch: a name is a file of the user, else the shipped
-recipe of that name.
-"""
+"""recipekit/spec/shipped.py, and `script` in launch: names of user files and shipped recipes."""
 
 import argparse
 import os
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 from pool import ROOT
 from recipekit.commands import doctor, lint
-from recipekit.spec.packages import pins
+from recipekit.spec.packages import pinned_requirements
 from recipekit.spec.shipped import recipe_path, recipes, strategies
 
 from launch.__main__ import script
@@ -53,7 +51,9 @@ def test_what_is_no_path_is_refused(text: str) -> None:
 def test_the_shipped_files_are_those_of_the_two_folders() -> None:
     assert list(recipes().values()) == sorted((ROOT / "recipes").glob("*.py"))
     assert list(strategies().values()) == sorted((ROOT / "ds_configs").glob("*.json"))
-    assert pins() == [line for line in (ROOT / "requirements.txt").read_text().splitlines() if line]
+    assert pinned_requirements() == [
+        line for line in (ROOT / "requirements.txt").read_text().splitlines() if line
+    ]
 
 
 def test_lint_and_doctor_take_the_name_of_a_recipe(

@@ -1,5 +1,6 @@
-"""The wheel, installed in a new environment and used in an empty folder: every command works, and
-nothing is read from the checkout.
+"""The wheel, installed in a new environment and used in an empty folder.
+
+Every command must work, and no file may be read from the checkout.
 """
 
 import json
@@ -16,8 +17,8 @@ from recipekit.spec.shipped import recipes, strategies
 
 pytestmark = pytest.mark.slow
 SITE = Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-# Run at the start of every Python of the new environment: writes each path of the checkout that is
-# opened, outside .venv and .cache
+# This code runs whenever a Python of the new environment starts. It records each opened path of the
+# checkout, except paths in .venv and .cache.
 WATCH = """
 import os, sys
 def watch(event, arguments, root={root!r}):
@@ -32,7 +33,7 @@ sys.addaudithook(watch)
 
 
 def build(folder: Path) -> Path:
-    """The wheel of a copy of the checkout: a build writes into its folder."""
+    """Build the wheel in a copy of the checkout, because a build writes files; return the wheel."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
@@ -62,7 +63,7 @@ def build(folder: Path) -> Path:
 
 
 class Installed:
-    """The wheel in an environment of its own, whose other packages are those of the tests."""
+    """The wheel in a separate environment that shares the other packages of the tests."""
 
     def __init__(self, folder: Path) -> None:
         self.wheel, self.env, self.here, self.opened = (
@@ -93,7 +94,8 @@ class Installed:
             capture_output=True,
             timeout=300,
         )
-        # read after recipekit's own folder; files of that kind in a lent folder are not read
+        # These paths come after recipekit's own folder on sys.path. .pth files in the shared folder
+        # are not processed.
         lent = self.env / SITE / "lent.pth"
         lent.write_text(f"{sysconfig.get_path('purelib')}\nimport _watch\n")
         (self.env / SITE / "_watch.py").write_text(
@@ -159,7 +161,9 @@ def test_the_wheel_has_two_names_and_the_pins(installed: Installed) -> None:
 
 
 def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
-    """In the order of a first hour; each command is followed by what it must show."""
+    """The commands are in the order of a user's first hour. Each is followed by its expected
+    result.
+    """
     run, here = installed.run, installed.here
 
     def works(*words: str, **variables: str) -> str:
@@ -195,7 +199,7 @@ def test_every_command_works_in_an_empty_folder(installed: Installed) -> None:
         "0",
     )
     assert len((here / "runs" / "mine_tiny" / "metrics.jsonl").read_text().splitlines()) >= 4
-    (here / "zero2.json").unlink()  # the JSON is found in the package
+    (here / "zero2.json").unlink()  # the JSON in the package is used
     works("recipekit", "run", "mine.py", "--tiny", "--steps", "2", "--out", "b")
     assert json.loads((here / "b" / "run.json").read_text())["recipe"]["ds_config"] == "zero2.json"
     works("recipekit", "run", "llama_nano_zero2", "--tiny", "--steps", "2", "--eval_every", "0")
@@ -235,7 +239,7 @@ def test_a_wrong_name_gets_the_near_one_of_the_package(
 
 
 def test_a_missing_package_is_named_with_its_pin(installed: Installed) -> None:
-    """Without the lent packages: as after `pip install --no-deps`."""
+    """The shared packages are missing, as after `pip install --no-deps`."""
     (installed.env / SITE / "lent.pth").rename(installed.env / "lent.pth")
     try:
         done = installed.run("recipekit", "lint", "zero2.json")

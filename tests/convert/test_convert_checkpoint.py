@@ -1,4 +1,4 @@
-"""The converter as users start it: the commands of the pages, exit codes, messages."""
+"""The converter's command line: the documented commands, the exit codes and the messages."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from job import metrics
 from pool import ROOT, environment, free_port
 from recipekit.commands import convert as tool
 from recipekit.storage import journal
-from test_resume import BASE, train
+from short_runs import BASE, train
 
 TOOL = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
 
@@ -26,7 +26,7 @@ def start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def page_commands() -> list[list[str]]:
-    """The four commands of recipes/CHECKPOINTS.md."""
+    """Return the four commands of recipes/CHECKPOINTS.md."""
     text = (
         (ROOT / "recipes" / "CHECKPOINTS.md")
         .read_text()
@@ -41,7 +41,7 @@ def page_commands() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def trained(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of two steps in runs/walk, and something in runs/walk_hf."""
+    """Return a folder with a run of two steps in runs/walk, and an existing runs/walk_hf."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = replace(
         BASE, ds_config="zero3.json", steps=2, warmup_steps=0, eval_every=0, save_every=0
@@ -54,7 +54,7 @@ def trained(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_four_commands_of_the_page(ops: Any, tmp_path: Path) -> None:
-    """Word for word; what they leave is what the page says."""
+    """The commands are run word for word, and their results must agree with the page."""
     for name in ("recipes", "ds_configs", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
     for command in page_commands():
@@ -71,7 +71,7 @@ def test_the_four_commands_of_the_page(ops: Any, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     lines = metrics(tmp_path / "runs" / "walk")
     assert [line["step"] for line in lines] == list(range(1, 21))
-    # 20 steps give 0.914 on the sources of Python 3.11.2
+    # 20 steps give a ratio of 0.914 on the sources of Python 3.11.2.
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
     assert "def " in done.stdout
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -166,8 +166,9 @@ def test_a_disk_with_an_error(
     capsys: pytest.CaptureFixture[str],
     when: str,
 ) -> None:
-    """What was written may be trusted after a write that failed, and not after a failed fsync: the
-    kernel drops it, and says nothing at the next one.
+    """Finished work may be trusted after a failed write, but not after a failed fsync.
+
+    After a failed fsync the kernel drops the data, and the next fsync reports no error.
     """
     words = ["to-hf", str(trained / "runs" / "walk"), str(tmp_path / "out")]
     broken = "pwrite" if when == "writing" else "fsync"
@@ -195,9 +196,7 @@ def test_a_disk_with_an_error(
 def test_a_tensor_parallel_degree_divides_the_heads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A step folder that was written for another degree is one that every recipe refuses to start
-    from.
-    """
+    """A step folder with an invalid degree would be rejected by every recipe."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -245,9 +244,7 @@ EXTRAS = {
 def test_tensors_that_the_model_does_not_have_are_named_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
 ) -> None:
-    """from-hf and to-hf keep every tensor of the model, its small files and their folder of
-    templates.
-    """
+    """from-hf and to-hf keep all of the model's tensors, small files and template folder."""
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,5 +1,6 @@
-"""Checkpoints of divided experts go into any layout, into Hugging Face files and back, bit for bit,
-as all others do.
+"""Checkpoints with sharded experts convert to any layout, to Hugging Face files, and back.
+
+The converted checkpoints must be equal bit for bit.
 """
 
 import dataclasses
@@ -12,8 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_convert
-from job import metrics, numbers
+from converted_steps import (
+    SMALL,
+    assert_same_files,
+    begin,
+    check_same_bits_in_another_layout,
+    tensors_of,
+)
+from job import metrics, reproducible_values
+from parity import family
 from pool import environment
 from recipekit.architectures import families
 from recipekit.checkpoints.reshape import reshape
@@ -22,14 +30,13 @@ from recipekit.checkpoints.verify import verify
 from recipekit.convert.hugging_face import from_hf, to_hf
 from recipekit.model.describe import published_blueprint
 from recipekit.parallel.blueprint import Layout
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
-from recipekit.spec.refusal import Refusal
 from recipekit.storage import manifest, tensor_files
 from recipekit.storage.copying import Effort
-from recipekit.storage.torch_files import FileTensor, read
-from test_convert import assert_same_files, begin, tensors_of
-from test_parity import family, strategy
-from test_resume import BASE, train
+from recipekit.storage.torch_files import FileTensor, read_torch_file
+from shipped_jsons import strategy
+from short_runs import BASE, train
 
 slow = pytest.mark.slow
 QWEN3, MIXTRAL = {"model": "Qwen/Qwen3-30B-A3B"}, {"model": "mistralai/Mixtral-8x7B-v0.1"}
@@ -38,13 +45,14 @@ EP2, EP4 = {"ep": 2}, {"ep": 4}
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders that transformers wrote, of several files each; Qwen3's in bf16 and with a file key
-    for each expert.
+    """Return folders that transformers wrote; each contains several files.
+
+    Qwen3's files are bf16, with one key for each expert.
     """
     import torch
-    from recipekit.model.build import build_model
+    from built_models import build_model
     from recipekit.spec.recipe import Recipe
-    from test_model import ds_config
+    from tiny_models import ds_config
 
     folders = {}
     for number, (kind, dtype) in enumerate(
@@ -88,24 +96,24 @@ def test_a_way_through_layouts_keeps_every_bit(published, tmp_path, kind, dtype)
     for number, degrees in enumerate(WAY, 1):
         step = open_step(tmp_path / f"{number - 1}")
         layout = target_layout(step.blueprint, step.layout, LayoutChange(**degrees))
-        reshape(step.folder, tmp_path / f"{number}", layout, effort=test_convert.SMALL)
+        reshape(step.folder, tmp_path / f"{number}", layout, effort=SMALL)
         assert tensors_of(tmp_path / f"{number}") == wanted, degrees
-        assert verify(tmp_path / f"{number}", test_convert.SMALL) == []
+        assert verify(tmp_path / f"{number}", SMALL) == []
         if number in (2, len(WAY)):
             to_hf(
                 tmp_path / f"{number}",
                 tmp_path / f"hf{number}",
-                effort=test_convert.SMALL,
-                check=True,
+                effort=SMALL,
+                verify=True,
             )
             assert_same_files(tmp_path / f"hf{number}", published[kind])
 
 
-# Through DeepSpeed itself
+# Loading with DeepSpeed
 # -----------------------------------------------------------------------------------------
 
 SHARED = {"model": "qwen2_moe"}  # has shared experts, which AutoEP renames
-CASES = [  # what is trained, in which layout, and the layouts it goes on in: (world, JSON, degrees)
+CASES = [  # the training run, its layout, and the resumes' layouts: (world, JSON, degrees)
     pytest.param(
         "bf16", QWEN3, (2, "zero1", EP2), [(1, "zero2", {})], id="qwen3 zero1 ep2, ep1", marks=slow
     ),
@@ -172,15 +180,15 @@ CASES = [  # what is trained, in which layout, and the layouts it goes on in: (w
 def test_deepspeed_loads_the_same_bits_in_another_layout(
     pools, ops, tmp_path, kind, changes, source, targets
 ):
-    """Stock DeepSpeed: another ep is a RuntimeError at ZeRO-3 ("only be loaded with the same
-    parameter placement"), another dp a ZeRORuntimeException.
+    """DeepSpeed itself cannot do this.
+
+    A different ep raises a RuntimeError at ZeRO-3 ("only be loaded with the same parameter
+    placement"). A different dp raises a ZeRORuntimeException.
     """
     changes = changes | {
         "model": changes["model"] if "/" in changes["model"] else family(changes["model"])
     }
-    test_convert.test_deepspeed_loads_the_same_bits_in_another_layout(
-        pools, ops, tmp_path, kind, changes, source, targets
-    )
+    check_same_bits_in_another_layout(pools, ops, tmp_path, kind, changes, source, targets)
 
 
 RECIPE = dataclasses.replace(
@@ -197,8 +205,10 @@ RECIPE = dataclasses.replace(
 
 @pytest.fixture(scope="module")
 def run(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of four steps, ep 2 of dp 2, fp32, ZeRO-1, with checkpoints of steps 2
-    and 4 and its export; copy it, do not change it.
+    """Return a run of four steps with ep 2 of dp 2, fp32 and ZeRO-1, with its checkpoints and its
+    export.
+
+    The checkpoints are from steps 2 and 4. Copy the folder before changing it.
     """
     out = tmp_path_factory.mktemp("run") / "run"
     results = pools.run(2, train, recipe=RECIPE, argv=["--out", str(out)])
@@ -207,7 +217,7 @@ def run(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_to_hf_gives_what_the_run_exports(run: Path, tmp_path: Path) -> None:
-    to_hf(run, tmp_path / "hf", check=True)
+    to_hf(run, tmp_path / "hf", verify=True)
     assert_same_files(tmp_path / "hf", run / "hf")
     assert verify(run / "checkpoints" / "step_00000004") == []
 
@@ -228,15 +238,19 @@ def test_the_digests_are_those_of_whole_experts(run: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("ep", "file", "exact"), [(2, "zero1", True), (1, "zero2", False)])
 def test_a_stopped_run_goes_on(pools, run, tmp_path, ep, file, exact):
-    """In the same layout bit for bit; with whole experts and another ZeRO stage the losses agree
-    within the tolerance of layouts.
+    """In the same layout the resume is the same bit for bit.
+
+    With unsharded experts and a different ZeRO stage, the losses agree within the layout tolerance.
     """
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
     recipe = dataclasses.replace(RECIPE, ep=ep, ds_config=strategy(file), export=False)
     results = pools.run(2, train, recipe=recipe, argv=["--out", str(tmp_path / "run")])
     assert [code for code, _ in results] == [0, 0] and "resumed from" in results[0][1], results
-    got, expected = numbers(metrics(tmp_path / "run")), numbers(metrics(run))
+    got, expected = (
+        reproducible_values(metrics(tmp_path / "run")),
+        reproducible_values(metrics(run)),
+    )
     if exact:
         assert got == expected and open_step(tmp_path / "run").tensors == open_step(run).tensors
     assert [line["loss"] for line in got] == pytest.approx(
@@ -249,8 +263,9 @@ def test_a_stopped_run_goes_on(pools, run, tmp_path, ep, file, exact):
     ("kind", "params"), [("NAdam", {}), ("SGD", {"momentum": 0.9}), ("SGD", {})]
 )
 def test_the_states_of_another_optimizer_go_along(pools, tmp_path, kind, params):
-    """What spec/optimizer_specs.py lists of it, from divided to whole experts: states, single
-    numbers, or nothing at all.
+    """All kinds of states in spec/optimizer_specs.py convert from sharded to unsharded experts.
+
+    The optimizers have tensor states, scalars, or no state.
     """
     chosen = {
         "optimizer": {"type": kind, "params": {"lr": "auto", "weight_decay": "auto"} | params}
@@ -269,7 +284,7 @@ def test_the_states_of_another_optimizer_go_along(pools, tmp_path, kind, params)
         out = tmp_path / ("other" if more else "whole")
         results = pools.run(2, train, recipe=recipe, argv=["--out", str(out), *more])
         assert [code for code, _ in results] == [0, 0], results
-    got, expected = (numbers(metrics(tmp_path / name)) for name in ("other", "whole"))
+    got, expected = (reproducible_values(metrics(tmp_path / name)) for name in ("other", "whole"))
     assert [line["loss"] for line in got] == pytest.approx(
         [line["loss"] for line in expected], rel=1e-5
     )
@@ -280,7 +295,7 @@ def test_the_states_of_another_optimizer_go_along(pools, tmp_path, kind, params)
 
 
 def shape(value: Any) -> Any:
-    """Nested containers with every tensor's shape and dtype in its place; numbers as they are."""
+    """Replace tensors in nested containers with their shapes and dtypes; keep numbers."""
     if isinstance(value, FileTensor):
         return value.shape, value.dtype, value.value
     if isinstance(value, dict):
@@ -295,13 +310,14 @@ def shape(value: Any) -> Any:
 
 
 def assert_written_alike(step: Path, out: Path) -> None:
-    """A step folder of DeepSpeed's and the converter's of the same layout: the same files, keys,
-    shapes and numbers.
+    """Check that DeepSpeed and the converter write the same files, keys, shapes and numbers.
+
+    Both step folders must have the same layout.
     """
     theirs, ours = ({path.name: path for path in folder.glob("*.pt")} for folder in (step, out))
     assert ours.keys() == theirs.keys()
     for name in theirs:
-        was, now = shape(read(theirs[name])), shape(read(ours[name]))
+        was, now = shape(read_torch_file(theirs[name])), shape(read_torch_file(ours[name]))
         assert now.keys() == was.keys(), name
         for key in was:
             assert now[key] == was[key], f"{name}: {key}"
@@ -329,7 +345,7 @@ def test_the_converter_writes_the_files_of_deepspeed_at_every_stage(pools, tmp_p
 
 @pytest.mark.slow
 def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, tmp_path):
-    from test_weights import save_tiny
+    from tiny_models import save_tiny
 
     save_tiny(tmp_path / "model", "qwen3_moe")
     recipe = dataclasses.replace(
@@ -358,7 +374,7 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
     ]
 
 
-# Bad input, faults
+# Bad input and faults
 # -----------------------------------------------------------------------------------------------
 
 
@@ -380,7 +396,7 @@ def test_a_run_starts_from_converted_files_as_from_the_files_themselves(pools, t
 )
 def test_an_impossible_layout_is_refused(run: Path, degrees: dict[str, int], says: str) -> None:
     step = open_step(run)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         target_layout(step.blueprint, step.layout, LayoutChange(**degrees))
     assert [str(problem) for problem in refused.value.problems] == [says] or says in str(
         refused.value
@@ -394,7 +410,7 @@ from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.storage import copying, direct_files, tensor_files
 from recipekit.storage.copying import Effort
-direct_files.BLOCK, copying.BUFFERS = 4096, 12 * 4096  # what large files meet
+direct_files.WRITE_BLOCK_BYTES, copying.BUFFERS = 4096, 12 * 4096  # what large files meet
 step, count, write = open_step(Path(sys.argv[1])), 0, tensor_files.TensorFiles.write
 def dying(*values):
     global count
@@ -411,7 +427,7 @@ reshape(step.folder, Path(sys.argv[2]), layout, effort=Effort(workers=1))
 def test_a_killed_conversion_goes_on_where_it_was(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed by SIGKILL in the middle of the experts; what had been noted is not written again."""
+    """SIGKILL arrives in the middle of the experts. Recorded tensors must not be written again."""
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(run), str(tmp_path / "out")],
         env=environment(),
@@ -452,20 +468,20 @@ def test_a_missing_file_of_an_expert_is_named(run: Path, tmp_path: Path) -> None
 def test_a_checkpoint_that_does_not_describe_its_experts_goes_on_in_its_own_layout(
     pools, run, tmp_path
 ):
-    """As they were saved before conversion knew experts: no blueprint, no digests.
+    """Before conversion supported experts, checkpoints had no blueprint and no digests.
 
-    What it saves next is described.
+    The run's next save writes both.
     """
     shutil.copytree(run, tmp_path / "run")
     step = tmp_path / "run" / "checkpoints" / "step_00000004"
-    (step / manifest.BLUEPRINT).write_text("null")
-    facts = manifest.read(step)["files"] | {
-        manifest.BLUEPRINT: manifest.facts(step / manifest.BLUEPRINT)
+    (step / manifest.BLUEPRINT_FILE).write_text("null")
+    facts = manifest.read_manifest(step)["files"] | {
+        manifest.BLUEPRINT_FILE: manifest.file_entry(step / manifest.BLUEPRINT_FILE)
     }
-    manifest.write(step, 4, facts, {})
+    manifest.write_manifest(step, 4, facts, {})
     assert verify(step) == []
     with pytest.raises(
-        Refusal, match=r"before checkpoints described them\. Resume in the same layout"
+        ConfigError, match=r"before checkpoints described them\. Resume in the same layout"
     ):
         to_hf(step, tmp_path / "hf")
     recipe = dataclasses.replace(RECIPE, steps=5, export=False)

@@ -1,6 +1,6 @@
-"""The files, keys and dtypes of the tensors in a Hugging Face folder, and its small files.
+"""The files, keys and tensor dtypes in a Hugging Face folder, and its small files.
 
-No ranks.
+The tests need no ranks.
 """
 
 import json
@@ -15,10 +15,10 @@ from recipekit.architectures import safetensors_files
 from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.convert import hugging_face
 from recipekit.convert.hugging_face import FolderChanges, from_hf, to_hf
-from recipekit.convert.published import extra_keys, published_as, shapes_of
-from recipekit.parallel.blueprint import Blueprint, Layout, Stored, Tensor
+from recipekit.convert.published import plan_published_files, published_shapes, unused_file_keys
+from recipekit.parallel.blueprint import Blueprint, Layout, PublishedTensor, Tensor
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
-from recipekit.spec.refusal import Refusal
 from recipekit.storage import manifest
 from safetensors.torch import load_file, save_file
 
@@ -39,7 +39,7 @@ def step_of(blueprint: Blueprint, dtype: str = "float32") -> Any:
     ("most", "expected"),
     [
         (10**6, {"model.safetensors": "embed norm mask head"}),
-        # 280 and 10 bytes
+        # 280 and 10 bytes.
         (
             290,
             {
@@ -54,7 +54,7 @@ def step_of(blueprint: Blueprint, dtype: str = "float32") -> Any:
                 "model-00002-of-00002.safetensors": "norm mask head",
             },
         ),
-        # 10, 6 and 120 bytes
+        # 10, 6 and 120 bytes.
         (
             136,
             {
@@ -75,25 +75,25 @@ def test_a_file_has_at_most_the_bytes_of_a_shard(
     monkeypatch: pytest.MonkeyPatch, most: int, expected: dict[str, str]
 ) -> None:
     monkeypatch.setattr(safetensors_files, "SHARD_BYTES", most)
-    blueprint, contents = published_as(
+    blueprint, contents = plan_published_files(
         step_of(Blueprint(TENSORS, {"tied": ("embed", "last")}, 1, True)), "bfloat16"
     )
     assert {file: " ".join(keys) for file, keys in contents.items()} == expected
     dtypes = {key: dtype for keys in contents.values() for key, dtype in keys.items()}
     assert dtypes == {"embed": "BF16", "norm": "BF16", "mask": "BOOL", "head": "BF16"}
     assert blueprint.published == {
-        name: Stored(((name,),)) for name in dtypes
+        name: PublishedTensor(((name,),)) for name in dtypes
     } and blueprint.aliases == {"tied": ("embed", "last")}
 
 
 def test_the_dtype_is_that_of_the_runs_exports_unless_another_is_asked() -> None:
     step = step_of(Blueprint(TENSORS[:1], {}, 1, True), "float16")
     assert [
-        published_as(step, dtype)[1]["model.safetensors"]["embed"]
+        plan_published_files(step, dtype)[1]["model.safetensors"]["embed"]
         for dtype in (None, "float32", "bfloat16")
     ] == ["F16", "F32", "BF16"]
-    with pytest.raises(Refusal, match="dtype = int3: is not a supported dtype"):
-        published_as(step, "int3")
+    with pytest.raises(ConfigError, match="dtype = int3: is not a supported dtype"):
+        plan_published_files(step, "int3")
 
 
 @pytest.mark.parametrize(
@@ -102,20 +102,20 @@ def test_the_dtype_is_that_of_the_runs_exports_unless_another_is_asked() -> None
 def test_published_files_keep_their_keys_and_the_dtypes_of_what_is_no_weight(
     dtype: str | None, weight: tuple[str, str]
 ) -> None:
-    """Keys that the model does not have are left out, and files without another key."""
+    """Keys that the model lacks are omitted, and so are files that contain no other keys."""
     own = {
         "a": {"embed": "F64", "inv_freq": "F32"},
         "b": {"mask": "U8", "head": "BF16", "norm": "F8_E4M3"},
         "c": {"pooler": "F32"},
     }
-    published = {name: Stored(((name,),)) for name in ("embed", "mask", "head", "norm")}
+    published = {name: PublishedTensor(((name,),)) for name in ("embed", "mask", "head", "norm")}
     blueprint = Blueprint(TENSORS, {}, 1, True, published, own)
-    _, contents = published_as(step_of(blueprint), dtype)
+    _, contents = plan_published_files(step_of(blueprint), dtype)
     assert contents == {
         "a": {"embed": weight[0]},
         "b": {"mask": "U8", "head": weight[1], "norm": "F8_E4M3"},
     }
-    assert extra_keys(blueprint) == ["inv_freq", "pooler"]
+    assert unused_file_keys(blueprint) == ["inv_freq", "pooler"]
 
 
 def adapter_tensors() -> tuple[Tensor, ...]:
@@ -132,7 +132,9 @@ def adapter_tensors() -> tuple[Tensor, ...]:
 
 
 def test_an_adapter_is_one_file_with_pefts_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two keys of a tied module name one tensor: the first is its own, the second an alias."""
+    """Two keys of a tied module refer to one tensor: the first key is its own, and the second an
+    alias.
+    """
     monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 1)
     head = Tensor("head.modules_to_save.default.weight", (4, 6), 0, None, "last")
     keys = {
@@ -144,7 +146,7 @@ def test_an_adapter_is_one_file_with_pefts_keys(monkeypatch: pytest.MonkeyPatch)
     whole = Blueprint(
         (*adapter_tensors(), head), {"tied": (head.name, "ends")}, 1, True, adapter=keys
     )
-    blueprint, contents = published_as(step_of(whole), None)
+    blueprint, contents = plan_published_files(step_of(whole), None)
     assert contents == {"adapter_model.safetensors": dict.fromkeys(keys, "F32")}
     assert [tensor.name for tensor in blueprint.tensors] == [keys["A"], keys["B"], head.name]
     assert {name: stored.parts for name, stored in blueprint.published.items()} == {
@@ -158,22 +160,22 @@ def test_an_adapter_leaves_tied_weights_of_its_base_out() -> None:
     whole = Blueprint(
         adapter_tensors(), {"tied": (f"{BASE}.base_layer.weight", "last")}, 1, True, adapter=keys
     )
-    blueprint, contents = published_as(step_of(whole), None)
+    blueprint, contents = plan_published_files(step_of(whole), None)
     assert (
         contents == {"adapter_model.safetensors": dict.fromkeys(keys, "F32")}
         and blueprint.aliases == {}
     )
-    assert shapes_of(blueprint) == {"A": (2, 6), "B": (6, 2)}
+    assert published_shapes(blueprint) == {"A": (2, 6), "B": (6, 2)}
 
 
 def test_keys_of_an_adapter_saved_before_they_were_recorded() -> None:
-    """A frozen weight is left out, whatever is beside it."""
+    """A frozen weight is omitted, no matter which weights are next to it."""
     further = (
         Tensor(f"{BASE}.lora_magnitude_vector.default.weight", (6,), 1, None, "0"),
         Tensor("base_model.model.head.modules_to_save.default.weight", (4, 6), 0, None, "last"),
         Tensor("base_model.model.norm.bias", (6,), 1, None, "last"),
     )
-    _, contents = published_as(
+    _, contents = plan_published_files(
         step_of(Blueprint((*adapter_tensors(), *further), {}, 1, True)), None
     )
     assert list(contents["adapter_model.safetensors"]) == [
@@ -182,12 +184,12 @@ def test_keys_of_an_adapter_saved_before_they_were_recorded() -> None:
     ]
 
 
-# From a model's folder, and back
+# From a model's folder and back
 # ------------------------------------------------------------------------------------
 
 
 def model_in(folder: Path, **config: Any) -> Path:
-    """A model of two tensors in two files, with small files."""
+    """Write a model of two tensors in two files, together with small files."""
     folder.mkdir()
     save_file({"wte": torch.arange(12.0).view(3, 4)}, folder / "model-00001-of-00002.safetensors")
     save_file(
@@ -215,14 +217,19 @@ def model_in(folder: Path, **config: Any) -> Path:
 
 
 def kept(folder: Path, out: Path, config: dict[str, Any] | None = None) -> Path:
-    """The model of `model_in` as a step folder; its head is read as `lm_head`."""
+    """Convert `model_in`'s model to a step folder in which the head's key is `lm_head`."""
     tensors = (Tensor("wte", (3, 4), 0, None, "first"), Tensor("lm_head", (3, 4), 0, None, "last"))
     files = {
         "model-00001-of-00002.safetensors": {"wte": "F32"},
         "model-00002-of-00002.safetensors": {"lm_head": "F32"},
     }
     blueprint = Blueprint(
-        tensors, {}, 0, False, {name: Stored(((name,),)) for name in ("wte", "lm_head")}, files
+        tensors,
+        {},
+        0,
+        False,
+        {name: PublishedTensor(((name,),)) for name in ("wte", "lm_head")},
+        files,
     )
     layout = target_layout(
         blueprint, Layout(Mesh(), 0, "torch", "float32"), LayoutChange(dp=2, zero=1)
@@ -266,7 +273,7 @@ def test_a_folder_comes_back_with_its_small_files(tmp_path: Path) -> None:
 
 
 def test_a_config_that_differs_from_the_files_is_kept(tmp_path: Path) -> None:
-    """The same one is left as it was written."""
+    """An equal config keeps its original text."""
     same, other = {"model_type": "x"}, {"model_type": "x", "tie_word_embeddings": False}
     for number, (config, written) in enumerate([(None, same), (same, same), (other, other)]):
         folder = model_in(tmp_path / f"model{number}")
@@ -313,18 +320,18 @@ def test_config_json_states_the_dtype_that_was_asked(
 def test_an_adapter_leaves_the_base_models_small_files_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has its own config, and the files of tokenizer and processor, like the export of a run."""
+    """Like a run's export, an adapter has its config and the tokenizer's and processor's files."""
     folder = model_in(tmp_path / "model")
     (folder / "preprocessor_config.json").write_text("{}")
     (folder / "params.json").write_text("{}")
     step = open_step(kept(folder, tmp_path / "step"))
     adapter = replace(step.blueprint, adapter={"x.lora_A.weight": "wte"}, files={}, published={})
-    listed = manifest.read(step.folder)  # a file that it does not list would be ignored
+    listed = manifest.read_manifest(step.folder)  # unlisted files would be ignored
     (step.folder / "hf_files" / "adapter_config.json").write_text("{}")
-    listed["files"]["hf_files/adapter_config.json"] = manifest.facts(
+    listed["files"]["hf_files/adapter_config.json"] = manifest.file_entry(
         step.folder / "hf_files" / "adapter_config.json"
     )
-    manifest.write(step.folder, listed["step"], listed["files"], listed["tensors"])
+    manifest.write_manifest(step.folder, listed["step"], listed["files"], listed["tensors"])
     monkeypatch.setattr(hugging_face, "open_step", lambda _: replace(step, blueprint=adapter))
     to_hf(step.folder, tmp_path / "back")
     files = {

@@ -1,4 +1,4 @@
-"""Counts of chats: sums, shares at their limit, what is reported, and how a stream carries them."""
+"""Chat counts: sums, warning thresholds, reports, and how a stream's state stores them."""
 
 import json
 from datetime import date
@@ -9,31 +9,32 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import TOOLS, assistant, published_tokenizer, template_tokenizer, tool, user
-from recipekit.data.blocks import Place, blocks
+from recipekit.data.blocks import StreamPosition, iter_blocks
 from recipekit.data.chat_rows import OPENAI, UnknownRole
-from recipekit.data.chunks import Reader
-from recipekit.data.encode import Counts, Encoder, wanted_tokens
+from recipekit.data.chunks import ChunkReader
+from recipekit.data.encode import ChatCounts, Encoder, answer_token_mask
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus
-from recipekit.runtime.metrics import PEAKS, StepTimes, metrics_of
+from recipekit.runtime.metrics import PEAK_MEMORY, StepTimes, metrics_of
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task import IGNORE
 from recipekit.spec.task_specs import TASKS
 
 DAY = date(2026, 3, 4)
-PAIR = [user("q"), assistant("a")]  # 23 tokens of bytes and ChatML; the last three are learned
+PAIR = [user("q"), assistant("a")]  # 23 tokens with bytes and ChatML; the last three have labels
 
 
 def test_counts_are_added_and_names_are_sorted():
     one, other = (
-        Counts(1, 2, 3, 4, 5, ("c", "a"), ("x",)),
-        Counts(10, 20, 30, 40, 50, ("b", "a"), ("z", "y")),
+        ChatCounts(1, 2, 3, 4, 5, ("c", "a"), ("x",)),
+        ChatCounts(10, 20, 30, 40, 50, ("b", "a"), ("z", "y")),
     )
     assert one + other == (11, 22, 33, 44, 55, ("a", "b", "c"), ("x", "y", "z")) == other + one
     assert (
-        one.numbers == (1, 2, 3, 4, 5) and Counts(cut=2, said=3).numbers == () == Counts().numbers
+        one.numbers == (1, 2, 3, 4, 5)
+        and ChatCounts(truncated=2, answer_characters=3).numbers == () == ChatCounts().numbers
     )
 
 
@@ -41,7 +42,7 @@ def test_counts_are_added_and_names_are_sorted():
     "counts, expected",
     [
         (
-            Counts(1200, 1100, 30, 400, 50, ("A", "B")),
+            ChatCounts(1200, 1100, 30, 400, 50, ("A", "B")),
             [
                 "chats: of the first 1,200 rows, read as A and B, 1,100 are longer than seq_len ="
                 " 64 and cut, 30 have no answer to train on; the chat template leaves out 12.5% of"
@@ -49,7 +50,7 @@ def test_counts_are_added_and_names_are_sorted():
             ],
         ),
         (
-            Counts(3, forms=("A",), keys=("k", "l")),
+            ChatCounts(3, forms=("A",), keys=("k", "l")),
             [
                 (
                     "chats: of the first 3 rows, read as A, 0 are longer than seq_len = 64 and cut,"
@@ -87,19 +88,19 @@ DROPPED = (
 @pytest.mark.parametrize(
     "counts, expected",
     [
-        (Counts(10, 5, 5, 8, 4), []),
-        (Counts(), []),
-        (Counts(11, 6, 5, 8, 4), [f"6 {CUT}"]),
-        (Counts(11, 5, 6, 8, 4), [f"6 {NONE}"]),
-        (Counts(11, 5, 5, 8, 5), [f"the chat template leaves out 62% {DROPPED}"]),
+        (ChatCounts(10, 5, 5, 8, 4), []),
+        (ChatCounts(), []),
+        (ChatCounts(11, 6, 5, 8, 4), [f"6 {CUT}"]),
+        (ChatCounts(11, 5, 6, 8, 4), [f"6 {NONE}"]),
+        (ChatCounts(11, 5, 5, 8, 5), [f"the chat template leaves out 62% {DROPPED}"]),
         (
-            Counts(11, 7, 8, 4, 3),
+            ChatCounts(11, 7, 8, 4, 3),
             [f"7 {CUT}", f"8 {NONE}", f"the chat template leaves out 75% {DROPPED}"],
         ),
     ],
 )
 def test_problems_begin_above_half(counts, expected):
-    assert [str(Refusal([problem])) for problem in counts.problems(64)] == [
+    assert [str(ConfigError([problem])) for problem in counts.problems(64)] == [
         WHERE + text for text in expected
     ]
 
@@ -108,14 +109,20 @@ def test_problems_begin_above_half(counts, expected):
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize(
     "counts, is_bad",
-    [(Counts(4, 3, forms=("A",)), True), (Counts(4, 2, forms=("A",)), False), (Counts(0, 3), None)],
+    [
+        (ChatCounts(4, 3, forms=("A",)), True),
+        (ChatCounts(4, 2, forms=("A",)), False),
+        (ChatCounts(0, 3), None),
+    ],
 )
 def test_lines_are_said_and_problems_refused(strict, skip, counts, is_bad):
     said: list[str] = []
     encoder: Any = SimpleNamespace(seq_len=64)
-    reader = Reader(SimpleNamespace(), encoder, skip, Sizes(), None, strict=strict, say=said.append)  # type: ignore[arg-type]
+    reader = ChunkReader(
+        SimpleNamespace(), encoder, skip, Sizes(), None, strict=strict, say=said.append
+    )  # type: ignore[arg-type]
     if is_bad and strict and not skip:
-        with pytest.raises(Refusal, match="3 chats are longer than seq_len = 64"):
+        with pytest.raises(ConfigError, match="3 chats are longer than seq_len = 64"):
             reader.report(counts)
     else:
         reader.report(counts)
@@ -125,7 +132,7 @@ def test_lines_are_said_and_problems_refused(strict, skip, counts, is_bad):
 # Encoding
 # --------------------------------------------------------------------------------------------------
 
-# a chat, and (its tokens, cut, barren, said, dropped) at 23 tokens
+# A chat, and the counts (its tokens, cut, barren, said, dropped) for rows of 23 tokens.
 CHATS: list[tuple[Any, tuple[int, int, int, int, int]]] = [
     (PAIR, (23, 0, 0, 1, 0)),
     ([user("q"), assistant("abc")], (23, 1, 0, 3, 0)),
@@ -146,22 +153,24 @@ CHATS: list[tuple[Any, tuple[int, int, int, int, int]]] = [
 
 def test_chats_are_counted():
     encoder = Encoder(byte_tokenizer(), "sft", 23)
-    total = Counts()
+    total = ChatCounts()
     for chat, (tokens, cut, barren, said, dropped) in CHATS:
-        ((ids, labels),), counts = encoder.counted([(chat, "row 1")])
+        ((ids, labels),), counts = encoder.encode_with_counts([(chat, "row 1")])
         assert len(ids) == len(labels) == tokens and counts[:5] == (1, cut, barren, said, dropped)
         total += counts
-    encoded, counts = encoder.counted([(chat, "row") for chat, _ in CHATS])
+    encoded, counts = encoder.encode_with_counts([(chat, "row") for chat, _ in CHATS])
     assert (
-        counts == total == Counts(7, 3, 3, 15, 7, ("A", "B", OPENAI), ("loss", "tools (a column)"))
+        counts
+        == total
+        == ChatCounts(7, 3, 3, 15, 7, ("A", "B", OPENAI), ("loss", "tools (a column)"))
     )
     assert [len(ids) for ids, _ in encoded] == [23, 23, 0, 0, 0, 23, 23]
     assert [label != IGNORE for label in encoded[0][1]] == [False] * 19 + [True] * 3 + [False]
-    assert encoder.counted([]) == ([], Counts())
+    assert encoder.encode_with_counts([]) == ([], ChatCounts())
     assert (
-        Encoder(byte_tokenizer(), "pretrain", 23).counted([("text", "row 1")])[1]
-        == Counts()
-        == Encoder(byte_tokenizer(True), "masked_lm", 23).counted([("text", "row 1")])[1]
+        Encoder(byte_tokenizer(), "pretrain", 23).encode_with_counts([("text", "row 1")])[1]
+        == ChatCounts()
+        == Encoder(byte_tokenizer(True), "masked_lm", 23).encode_with_counts([("text", "row 1")])[1]
     )
 
 
@@ -178,7 +187,7 @@ def test_chats_are_counted():
     ],
 )
 def test_tokens_with_a_character_of_an_answer_are_learned(offsets, answers, expected):
-    assert wanted_tokens(offsets, answers).tolist() == [bool(wanted) for wanted in expected]
+    assert answer_token_mask(offsets, answers).tolist() == [bool(wanted) for wanted in expected]
 
 
 def test_roles_of_all_rows_are_named_with_the_first_unknown_one():
@@ -189,7 +198,7 @@ def test_roles_of_all_rows_are_named_with_the_first_unknown_one():
         PAIR,
     ]
     with pytest.raises(UnknownRole) as refused:
-        Encoder(byte_tokenizer(), "sft", 64).counted(
+        Encoder(byte_tokenizer(), "sft", 64).encode_with_counts(
             [(chat, f"row {number}") for number, chat in enumerate(rows, 1)]
         )
     assert (refused.value.place, refused.value.role) == ("row 2", "bot")
@@ -231,8 +240,8 @@ def test_lost_characters_of_answers(source, chat, said, dropped):
     tokenizer = template_tokenizer(
         "{% for m in messages %}<{{ m.role }}>" + source + ";\n{% endfor %}"
     )
-    _, counts = Encoder(tokenizer, "sft", 1000).counted([(chat, "row 1")])
-    assert (counts.said, counts.dropped) == (said, dropped)
+    _, counts = Encoder(tokenizer, "sft", 1000).encode_with_counts([(chat, "row 1")])
+    assert (counts.answer_characters, counts.dropped_characters) == (said, dropped)
 
 
 def test_what_an_encoder_depends_on():
@@ -265,7 +274,7 @@ def test_what_an_encoder_depends_on():
 def test_a_tool_column_that_the_template_reads_is_no_unread_key():
     chat = {"messages": PAIR, "tools": TOOLS, "form": "A"}
     assert [
-        Encoder(tokenizer, "sft", 999).counted([(chat, "row")])[1].keys
+        Encoder(tokenizer, "sft", 999).encode_with_counts([(chat, "row")])[1].keys
         for tokenizer in (byte_tokenizer(), published_tokenizer("Qwen2.5"))
     ] == [("tools (a column)",), ()]
 
@@ -276,9 +285,9 @@ def test_a_tool_column_that_the_template_reads_is_no_unread_key():
 
 @pytest.mark.parametrize("wrong", ["template", "token"])
 def test_chats_beside_a_broken_one_are_counted(tmp_path, wrong):
-    """The template or the vocabulary refuses one of five; the tokens are kept with their counts."""
+    """The template or the vocabulary rejects one of five chats. Cached tokens keep their counts."""
     tokenizer = published_tokenizer("Qwen2.5")
-    tokenizer.num_embeddings = len(tokenizer) - 1  # without the last one, </tool_response>
+    tokenizer.num_embeddings = len(tokenizer) - 1  # one too few: </tool_response> has no embedding
     chats = [[user(f"{n}?"), assistant("a" * (n + 1))] for n in range(5)]
     chats[3] = [
         user("3?"),
@@ -303,16 +312,17 @@ def test_chats_beside_a_broken_one_are_counted(tmp_path, wrong):
                 for chunk in reader.chunks(0, 0, 0)
             ]
         )
-    counts = Counts(4, 2, 0, 1 + 2 + 3 + 5, 0, (OPENAI,))
+    counts = ChatCounts(4, 2, 0, 1 + 2 + 3 + 5, 0, (OPENAI,))
     assert found[0][0][:4] == (4, 1, 0, counts) and found[0] == found[1]
 
 
-START = Place()
+START = StreamPosition()
 
 
 class Chunks:
-    """A reader of two parts of two groups of two chunks, each with a document of ten tokens; part 1
-    cannot be read if `broken`.
+    """A fake reader with two parts. Each part has two groups of two chunks.
+
+    Each chunk contains one document of ten tokens. If `broken` is set, part 1 cannot be read.
     """
 
     def __init__(self, empty: bool = False, broken: bool = False):
@@ -322,11 +332,11 @@ class Chunks:
             SimpleNamespace(chats=True),
         )
         self.empty, self.broken = empty, broken
-        self.read: list[Counts] = []
-        self.reported: list[Counts] = []
+        self.read: list[ChatCounts] = []
+        self.reported: list[ChatCounts] = []
         self.report = lambda counts, *_, **__: self.reported.append(counts)
 
-    def chunk(self, counts: Counts, row: int, bad: int) -> Any:
+    def chunk(self, counts: ChatCounts, row: int, bad: int) -> Any:
         lengths = np.array([] if self.empty or not counts.rows else [10], np.int64)
         return SimpleNamespace(
             lengths=lengths,
@@ -339,19 +349,19 @@ class Chunks:
         )
 
     def groups(self, part: int) -> Any:
-        return self.chunk(Counts(), 0, 1) if self.broken and part else 2
+        return self.chunk(ChatCounts(), 0, 1) if self.broken and part else 2
 
     def chunks(self, part: int, group: int, row: int) -> Any:
         for at in range(row, 2):
-            counts = Counts(1 + 2 * part, group, at, 10, part + group + at)
+            counts = ChatCounts(1 + 2 * part, group, at, 10, part + group + at)
             self.read.append(counts)
             yield self.chunk(counts, at + 1, at)
 
 
 def taken(
-    reader: Chunks, number: int, place: Place = START, limit: int = 10
-) -> list[tuple[Place, Any]]:
-    stream = blocks(reader, 5, limit, lambda held, seed, *key: (len(held), seed, key), place)
+    reader: Chunks, number: int, place: StreamPosition = START, limit: int = 10
+) -> list[tuple[StreamPosition, Any]]:
+    stream = iter_blocks(reader, 5, limit, lambda held, seed, *key: (len(held), seed, key), place)
     return [next(stream) for _ in range(number)]
 
 
@@ -376,12 +386,12 @@ def test_blocks_of_several_chunks_carry_their_numbers():
         sum_of(reader.read[:3])
     ]
     assert found[1][0].lost == sum_of(reader.read[:5]).numbers
-    assert found[2][0] == Place(epoch=1, bad=4, lost=sum_of(reader.read[:8]).numbers)
+    assert found[2][0] == StreamPosition(epoch=1, bad=4, lost=sum_of(reader.read[:8]).numbers)
     assert [key for _, (_, _, key) in found] == [(0,) * 6, *(place.key for place, _ in found[:3])]
 
 
-def sum_of(counts: list[Counts]) -> Counts:
-    return sum(counts, Counts())
+def sum_of(counts: list[ChatCounts]) -> ChatCounts:
+    return sum(counts, ChatCounts())
 
 
 def test_numbers_survive_a_part_that_cannot_be_read():
@@ -403,28 +413,28 @@ def test_an_epoch_that_fills_no_block_is_reported_once():
 @pytest.mark.parametrize("name", ["epoch", "part", "group", "row", "document", "bad"])
 def test_a_stream_behind_its_beginning_reports_nothing(name):
     reader = Chunks()
-    taken(reader, 12, Place(**{name: 1}))
+    taken(reader, 12, StreamPosition(**{name: 1}))
     assert not reader.reported
     lost = (5, 4, 3, 2, 1)
     assert (
-        taken(Chunks(), 1, Place(**{name: 1}, lost=lost))[0][0].lost[0] >= 5
-        and Place(**{name: 1}, lost=lost).key == Place(**{name: 1}).key
+        taken(Chunks(), 1, StreamPosition(**{name: 1}, lost=lost))[0][0].lost[0] >= 5
+        and StreamPosition(**{name: 1}, lost=lost).key == StreamPosition(**{name: 1}).key
     )
 
 
 @pytest.mark.parametrize(
     "place, reads",
     [
-        (Place(epoch=1, bad=3), 8),
-        (Place(part=1), 12),
-        (Place(group=1), 14),
-        (Place(row=1), 15),
-        (Place(document=1), 16),
+        (StreamPosition(epoch=1, bad=3), 8),
+        (StreamPosition(part=1), 12),
+        (StreamPosition(group=1), 14),
+        (StreamPosition(row=1), 15),
+        (StreamPosition(document=1), 16),
     ],
 )
 def test_only_a_whole_epoch_without_documents_is_refused(place, reads):
     reader = Chunks(empty=True)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         taken(reader, 1, place)
     needed = (
         "Each chat needs a message of the role assistant that is not excluded by weight or train"
@@ -451,11 +461,11 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
         state={"tokens": 7},
     )
     ready.epochs, ready.tracker = (
-        SimpleNamespace(complete=lambda state: {}, report=lambda state, say: None),
+        SimpleNamespace(completed_epochs=lambda state: {}, report=lambda state, say: None),
         SimpleNamespace(say=print),
     )
-    ready.task, ready.sums, ready.flops, ready.peak = (
-        SimpleNamespace(facts=TASKS[task]),
+    ready.task, ready.step_metrics, ready.flops, ready.peak_flops = (
+        SimpleNamespace(spec=TASKS[task]),
         SimpleNamespace(by_domain=None),
         None,
         None,
@@ -466,7 +476,7 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
         "tokens": 6,
         "stop": 0,
         "means": {},
-        "extra": {PEAKS: [5]},
+        "extra": {PEAK_MEMORY: [5]},
     }
     state: Any = {
         "domains": {"a": {"lost": [10, 2, 1, 100, 25]}, "b": {}, "c": {"lost": [10, 1, 3, 150, 25]}}

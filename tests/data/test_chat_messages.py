@@ -1,6 +1,4 @@
-"""Messages of a row, one by one: forms and their columns, roles, weights, tools, calls, and the
-texts that are looked up.
-"""
+"""A row's messages: formats, columns, roles, weights, tools, calls and answer texts."""
 
 from typing import Any
 
@@ -8,21 +6,21 @@ import pytest
 from chat_templates import assistant, system, user
 from recipekit.data.chat_rows import (
     OPENAI,
+    REASONING_KEYS,
     ROLES,
-    THOUGHTS,
     UnknownRole,
-    another_answer,
-    form_of,
-    forms,
-    learned,
-    messages_of,
-    text_pieces,
-    tools_of,
+    answer_texts,
+    chat_forms,
+    is_trained_on,
+    match_chat_form,
+    parse_messages,
+    parse_tools,
+    replace_answer,
     unknown_keys,
     with_arguments,
     without_nulls,
 )
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 
 SHAREGPT, ALPACA, PROMPTS = (
     "ShareGPT (conversations)",
@@ -34,7 +32,7 @@ UNTRAINED: dict[str, Any] = {"weight": None, "training": None, "train": False}
 
 
 def content(row: dict[str, Any], padded: bool = False, messages_field: str = "messages") -> Any:
-    form = form_of(row, messages_field)
+    form = match_chat_form(row, messages_field)
     assert form is not None
     return form.content(row, "row 7", padded)
 
@@ -44,7 +42,7 @@ def content(row: dict[str, Any], padded: bool = False, messages_field: str = "me
 
 
 def test_columns_of_each_form():
-    """Required ones first; the forms in the order in which they are tried."""
+    """Required columns come first. The formats are listed in the order in which they are tried."""
     names = [
         "history",
         "tools",
@@ -58,22 +56,25 @@ def test_columns_of_each_form():
         "messages",
         "id",
     ]
-    assert [(form.name, form.present(names)) for form in forms("messages")] == [
+    assert [(form.name, form.present(names)) for form in chat_forms("messages")] == [
         (OPENAI, ["messages", "system", "tools"]),
         (SHAREGPT, ["conversations", "system", "tools"]),
         (ALPACA, ["instruction", "output", "input", "system", "history"]),
         (PROMPTS, ["prompt", "completion", "system", "tools"]),
     ]
-    assert [(form.name, form.present(names)) for form in forms("id")] == [
+    assert [(form.name, form.present(names)) for form in chat_forms("id")] == [
         (OPENAI, ["id", "system", "tools"])
     ]
-    for form in forms("messages"):
+    for form in chat_forms("messages"):
         for name in form.columns:
-            assert form_of([other for other in form.columns if other != name]) is None
-    assert forms("messages")[2].present(["system", "output", "messages"]) == ["output", "system"]
+            assert match_chat_form([other for other in form.columns if other != name]) is None
+    assert chat_forms("messages")[2].present(["system", "output", "messages"]) == [
+        "output",
+        "system",
+    ]
     assert (
-        form_of(["output", "instruction"]) is not None
-        and form_of(["conversations"], "talk") is None
+        match_chat_form(["output", "instruction"]) is not None
+        and match_chat_form(["conversations"], "talk") is None
     )
 
 
@@ -226,7 +227,7 @@ def test_nulls_of_a_table_are_dropped_from_tools_and_calls_alone():
     ],
 )
 def test_wrong_value_of_a_column_is_refused(row, says):
-    with pytest.raises(Refusal, match=rf"^row 7: {says}"):
+    with pytest.raises(ConfigError, match=rf"^row 7: {says}"):
         content(row)
 
 
@@ -251,7 +252,7 @@ F = {"name": "f"}
     ],
 )
 def test_tools_of_a_row(value, expected):
-    assert tools_of(value, "row 7") == expected
+    assert parse_tools(value, "row 7") == expected
 
 
 @pytest.mark.parametrize(
@@ -259,10 +260,10 @@ def test_tools_of_a_row(value, expected):
 )
 def test_unreadable_tools_are_refused(value):
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"^row 7: its tools (cannot be read|must be a list of tool descriptions, not)",
     ):
-        tools_of(value, "row 7")
+        parse_tools(value, "row 7")
 
 
 # Messages
@@ -324,8 +325,8 @@ def part(text: Any, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_message_in_its_one_form(message, expected):
-    assert messages_of([message], "row 7") == [expected]
-    assert learned(expected) == (expected.get("train") is not False)
+    assert parse_messages([message], "row 7") == [expected]
+    assert is_trained_on(expected) == (expected.get("train") is not False)
 
 
 @pytest.mark.parametrize(
@@ -383,21 +384,21 @@ def test_message_in_its_one_form(message, expected):
     ],
 )
 def test_unreadable_message_is_refused(message, says):
-    with pytest.raises(Refusal, match=rf"^row 7: {says}"):
-        messages_of([user("q"), message], "row 7")
+    with pytest.raises(ConfigError, match=rf"^row 7: {says}"):
+        parse_messages([user("q"), message], "row 7")
 
 
 @pytest.mark.parametrize("chat", [None, [], {}, "q", {"role": "user"}])
 def test_chat_must_be_a_list_of_messages(chat):
-    with pytest.raises(Refusal, match=r"^row 7: a chat must be a list of messages"):
-        messages_of(chat, "row 7")
+    with pytest.raises(ConfigError, match=r"^row 7: a chat must be a list of messages"):
+        parse_messages(chat, "row 7")
 
 
 @pytest.mark.parametrize(
     "role", ["assistant", "developer", "function", "ipython", "system", "tool", "user"]
 )
 def test_known_roles(role):
-    assert role in ROLES and messages_of([{"role": role, "content": "q"}], "row 7") == [
+    assert role in ROLES and parse_messages([{"role": role, "content": "q"}], "row 7") == [
         {"role": role, "content": "q"}
     ]
 
@@ -410,7 +411,7 @@ def test_unknown_role_is_refused_with_the_roles_that_were_met():
         assistant("a"),
     ]
     with pytest.raises(UnknownRole) as refused:
-        messages_of(chat, "row 7", ("judge",))
+        parse_messages(chat, "row 7", ("judge",))
     assert (refused.value.place, refused.value.role, refused.value.met) == (
         "row 7",
         "critic",
@@ -420,7 +421,7 @@ def test_unknown_role_is_refused_with_the_roles_that_were_met():
         "row 7: a message has the role 'critic': these rows use the roles assistant, critic, judge,"
         " user, and the known roles are " in str(refused.value)
     )
-    assert len(messages_of(chat, "row 7", ("judge", "critic"))) == 4
+    assert len(parse_messages(chat, "row 7", ("judge", "critic"))) == 4
 
 
 def test_keys_that_training_or_the_template_reads_are_known():
@@ -434,7 +435,7 @@ def test_keys_that_training_or_the_template_reads_are_known():
         thinking="t",
         reasoning="s",
     )
-    assert THOUGHTS == ("reasoning_content", "thinking", "reasoning") and len(message) == 9
+    assert REASONING_KEYS == ("reasoning_content", "thinking", "reasoning") and len(message) == 9
     assert unknown_keys([message], lambda key: False) == set()
     odd = [
         message,
@@ -459,13 +460,11 @@ CALLS = [
 
 
 def test_texts_of_an_answer():
-    """Content, thoughts without repetition, names of calls, and keys and texts of their
-    arguments.
-    """
+    """The texts are the content, distinct thoughts, call names, and argument keys and texts."""
     message = assistant(
         "c", reasoning_content="t1", thinking="t2", reasoning="t1", tool_calls=CALLS
     )
-    assert text_pieces(message) == [
+    assert answer_texts(message) == [
         "c",
         "t1",
         "t2",
@@ -475,7 +474,7 @@ def test_texts_of_an_answer():
         "plain",
         "i",
     ]
-    assert text_pieces(assistant("c", thinking=["t"])) == ["c"]
+    assert answer_texts(assistant("c", thinking=["t"])) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -530,4 +529,4 @@ def test_another_answer_of_the_same_kind(message, expected):
         {"name": "X", "arguments": {}, "id": "2"},
         {"id": "1", "function": {"name": "X", "arguments": {}}},
     ]
-    assert another_answer(message, "X") == (expected or assistant("X", tool_calls=two))
+    assert replace_answer(message, "X") == (expected or assistant("X", tool_calls=two))

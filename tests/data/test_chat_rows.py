@@ -1,4 +1,4 @@
-"""Rows of chats in the forms that data sets have, and what of them is counted."""
+"""Chat rows in the formats of published data sets, and the counts of cut and dropped text."""
 
 import contextlib
 import json
@@ -8,15 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chat_templates import assistant, published_tokenizer, user
-from recipekit.data.chat_rows import messages_of
+from recipekit.data.batching import DataRank
+from recipekit.data.chat_rows import parse_messages
 from recipekit.data.chunks import open_cache
 from recipekit.data.encode import Encoder
-from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus, open_stream
 from recipekit.runtime.metrics import chats_lost
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.run_folder import day_of_run
 from recipekit.spec.task import IGNORE
 
@@ -36,7 +36,10 @@ def written(folder, rows, kind="jsonl"):
 
 
 def read(dataset, tokenizer=None, steps=3, state=None, **changes):
-    """Read steps: (texts and learned texts of the documents, state, lines that were said)."""
+    """Read some steps.
+
+    Return (each document's full text and labelled text, state, messages).
+    """
     fields = {
         "task": "sft",
         "seq_len": 64,
@@ -110,7 +113,7 @@ def test_input_of_an_instruction_and_system_of_a_row(tmp_path):
 
 @pytest.mark.parametrize("form", ["messages", "ShareGPT", "Alpaca", "prompts", "a named column"])
 def test_system_column_begins_the_chat_in_every_form(tmp_path, form):
-    """It is not repeated if the chat begins with the same text."""
+    """The system text is not repeated if the chat already begins with it."""
     named, changes = (
         form == "a named column",
         {"messages_field": "conversations"} if form == "a named column" else {},
@@ -159,7 +162,7 @@ def test_prompt_of_a_completion_is_not_learned(tmp_path):
 
 @pytest.mark.parametrize("value", [0, False, ""])
 def test_entries_of_tools_that_are_not_null_stay_in_tables(tmp_path, value):
-    """In Parquet all tools have the same keys, with null where a tool lacks one."""
+    """In Parquet all tools share one set of keys, with null where a tool lacks a key."""
     tools = [{"name": "f", "default": value}, {"name": "g", "strict": True}]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": value, "y": None}}}
     rows = [
@@ -180,7 +183,7 @@ def test_entries_of_tools_that_are_not_null_stay_in_tables(tmp_path, value):
 
 
 def test_nulls_of_tools_stay_in_lines_of_json(tmp_path):
-    """The user wrote them: each line has its own keys."""
+    """In JSON lines, the user wrote a null explicitly, because each line has separate keys."""
     tools = [{"name": "f", "default": None}]
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": 1}}}
     rows = [
@@ -288,14 +291,14 @@ def test_tools_of_a_row_reach_the_template(tmp_path, kind, as_text):
     ],
 )
 def test_unreadable_row_is_refused(tmp_path, row, says):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         read(written(tmp_path, [row] * 40))
     assert says in str(refused.value) and "rows.jsonl" in str(refused.value)
 
 
 @pytest.mark.parametrize("form", ["messages", "ShareGPT", "Alpaca", "prompts"])
 def test_pretrain_refuses_chats(tmp_path, form):
-    with pytest.raises(Refusal, match="Use --task sft, which reads such rows"):
+    with pytest.raises(ConfigError, match="Use --task sft, which reads such rows"):
         read(written(tmp_path, map(FORMS[form], NUMBERS)), task="pretrain")
 
 
@@ -318,7 +321,7 @@ def test_pretrain_refuses_chats(tmp_path, form):
     ],
 )
 def test_speakers_of_sharegpt_have_their_roles(speaker, role):
-    assert messages_of([{"from": speaker, "value": "v"}], "row 1") == [
+    assert parse_messages([{"from": speaker, "value": "v"}], "row 1") == [
         {"role": role, "content": "v"}
     ]
 
@@ -330,7 +333,7 @@ def test_typed_column_wins(tmp_path):
     ]
     found, _, _ = read(written(tmp_path, rows), messages_field="talk")
     assert all("right" in learned and "wrong" not in learned for _, learned in found)
-    with pytest.raises(Refusal, match="has no column 'chat'"):
+    with pytest.raises(ConfigError, match="has no column 'chat'"):
         read(written(tmp_path, rows), messages_field="chat")
 
 
@@ -339,7 +342,7 @@ def test_typed_column_wins(tmp_path):
 
 
 def mixed(share):
-    """Chats of which `share` of a hundred are too long, and as many have no answer."""
+    """Return chats; `share` percent are too long, and the same share has no answer."""
     long, none = [user("q"), assistant("a" * 99)], [user("q")]
     chats = [
         long if n % 100 < share else none if n % 100 < 2 * share else [user("q"), assistant("a")]
@@ -361,7 +364,7 @@ def test_what_is_not_learned_is_counted(tmp_path):
     )
     assert len(said) == 1 and "are longer than seq_len = 64 and cut" in said[0]
     _, kept, again = read(dataset, steps=200, token_cache=str(tmp_path / "kept"))
-    assert kept == state and again == said  # of cached tokens
+    assert kept == state and again == said  # from cached tokens
     _, first, _ = read(dataset, steps=90)
     _, resumed, _ = read(dataset, steps=110, state=json.loads(json.dumps(first)))
     assert resumed["domains"] == state["domains"]
@@ -376,16 +379,19 @@ def test_dropped_text_that_is_also_elsewhere_in_the_chat_is_dropped(elsewhere):
         user("q"),
     ]
     chat.append(assistant(thought if elsewhere == "other answer" else "b"))
-    _, counts = Encoder(published_tokenizer("Qwen2.5"), "sft", 1000).counted([(chat, "row 1")])
-    assert (counts.said, counts.dropped) == (
+    _, counts = Encoder(published_tokenizer("Qwen2.5"), "sft", 1000).encode_with_counts(
+        [(chat, "row 1")]
+    )
+    assert (counts.answer_characters, counts.dropped_characters) == (
         len("a") + len(thought) + len(chat[-1]["content"]),
         len(thought),
     )
 
 
 def test_counts_go_on_over_epochs(tmp_path):
-    """As numbers of the whole run, for `metrics.jsonl`, and from a state that is in a later
-    epoch.
+    """The counts cover the entire run, and a resume in a later epoch continues the counts.
+
+    `metrics.jsonl` reports these totals.
     """
     dataset = written(
         tmp_path,
@@ -433,7 +439,7 @@ def test_most_chats_must_be_learned(tmp_path, chat, says):
         [{"messages": [user(f"{n}"), *chat]} for n in NUMBERS]
         + [FORMS["messages"](n) for n in range(40)],
     )
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         read(dataset)
     assert says in str(refused.value) and "--bad_rows skip" in str(refused.value)
     read(dataset, bad_rows="skip", steps=1)
@@ -505,7 +511,7 @@ def test_date_of_a_template_is_that_of_the_first_start(tmp_path, name, text):
     )
     found, state, _ = read(dataset, tokenizer, seq_len=256, day="2026-03-04")
     assert all(text in row for row, _ in found) and state["identity"]["date"] == "2026-03-04"
-    # the resume on another day
+    # Resume on another day.
     again, later, _ = read(dataset, tokenizer, seq_len=256, day="2027-01-01", state=state)
     assert all(text in row for row, _ in again) and later["identity"] == state["identity"]
 
@@ -533,7 +539,7 @@ def test_a_computed_format_of_the_date_is_refused():
         "{% set form = '%d' %}{{ strftime_now(form) }}{% for m in messages %}{{ m.content }}{%"
         " endfor %}"
     )
-    with pytest.raises(Refusal, match="computes the date format"):
+    with pytest.raises(ConfigError, match="computes the date format"):
         Encoder(tokenizer, "sft", 64, date(2026, 3, 4))([([user("q"), assistant("a")], "row 1")])
 
 

@@ -1,11 +1,15 @@
-"""What is read off a chat template: its header and endings, dates, roles, forms of contents and
-calls, and where answers lie.
+"""Analysis of chat templates.
+
+The tests cover the header and the endings, dates, roles, types of contents and calls, and the
+positions of answers.
 """
 
+from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
 import pytest
+from cases import rows
 from chat_templates import (
     TOOLS,
     assistant,
@@ -16,7 +20,7 @@ from chat_templates import (
     user,
 )
 from recipekit.data.chat_spans import ChatTemplate
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 
 DAY = date(2026, 3, 4)
 PAIR = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
@@ -29,7 +33,7 @@ def template(source: Any, day: date | None = DAY) -> ChatTemplate:
 
 
 def each(source: str, prompt: str = "") -> str:
-    """A template that writes `source` for each message, and a generation prompt."""
+    """Return a template that writes `source` for each message, followed by a generation prompt."""
     return (
         "{% for m in messages %}"
         + source
@@ -49,7 +53,8 @@ def answers(of: ChatTemplate, chat: list[Any], tools: Any = None) -> list[str]:
 
 QWEN_CALL = '", "arguments": {}}\n</tool_call><|im_end|>\n'
 HEADERS = "<|start_header_id|>assistant<|end_header_id|>\n\n"
-# its generation prompt, the lengths by which that may be shortened, and the texts behind an answer
+# For each template: its generation prompt, the lengths to which the prompt may be shortened, and
+# the texts after an answer.
 AROUND = {
     "Qwen2.5": ("<|im_start|>assistant\n", (0, 1, 10, 22), ("<|im_end|>\n", QWEN_CALL)),
     "Qwen3": ("<|im_start|>assistant\n", (0, 1, 10, 22), ("", "<|im_end|>\n", QWEN_CALL)),
@@ -74,7 +79,7 @@ AROUND = {
 def test_text_around_an_answer(name):
     found = ChatTemplate(published_tokenizer(name), DAY)
     assert (found.header, found.steps_back, found.endings) == AROUND[name]
-    assert found.ending == AROUND[name][2][0] and found.prompts_itself
+    assert found.ending == AROUND[name][2][0] and found.writes_header
 
 
 @pytest.mark.parametrize(
@@ -122,9 +127,12 @@ def test_text_around_an_answer(name):
     ],
 )
 def test_header_of_a_template_without_a_generation_prompt(source, header, ending):
-    """It is the text that every answer has in front; empty if the answers do not share one."""
+    """The header is the text before every answer.
+
+    The header is empty if the answers have no common prefix.
+    """
     found = template(each(source))
-    assert (found.header, found.ending, found.prompts_itself) == (header, ending, not header)
+    assert (found.header, found.ending, found.writes_header) == (header, ending, not header)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +154,9 @@ def test_header_of_a_template_without_a_generation_prompt(source, header, ending
 )
 def test_end_of_an_answer_in_a_longer_chat(part, text, end):
     found = template(each("{{ m.content }}"))
-    assert found.end_of(part, text) == end
+    assert found.answer_end(part, text) == end
     found.tokenizer.eos_token = None
-    assert found.end_of("ab", "ab<|end|>") == 2
+    assert found.answer_end("ab", "ab<|end|>") == 2
 
 
 @pytest.mark.parametrize(
@@ -190,7 +198,7 @@ def test_end_of_an_answer_in_a_longer_chat(part, text, end):
     ],
 )
 def test_last_token_of_each_ending_ends_an_answer(source, expected):
-    """Behind a call only if it is special: other tokens there close the call, not the turn."""
+    """After a call, only a special token ends the turn; other tokens there close the call."""
     found = template(each("<{{ m.role }}>" + source))
     assert found.tokenizer.convert_ids_to_tokens(list(found.end_tokens)) == expected
 
@@ -226,7 +234,7 @@ def test_date_is_written_in_the_format_of_each_call():
         lambda of: of.header,
     ):
         with pytest.raises(
-            Refusal, match=r"^--tokenizer: its chat template computes the date format"
+            ConfigError, match=r"^--tokenizer: its chat template computes the date format"
         ):
             read(template(computed))
     assert not template("{# strftime_now('%d') #}").is_dated
@@ -249,7 +257,7 @@ def test_two_templates_of_a_tokenizer():
     assert not template({"default": each("{{ m.content }}"), "tool_use": each(marked)}).is_marked
     assert template({"default": each(marked), "tool_use": each(marked)}).is_marked
     with pytest.raises(
-        Refusal, match=r"^--tokenizer: has several chat templates and none named `default`"
+        ConfigError, match=r"^--tokenizer: has several chat templates and none named `default`"
     ):
         template({"one": "a", "two": "b"}).render([user("q")])
 
@@ -276,7 +284,7 @@ def test_keys_and_roles_that_a_template_names():
     )
     assert found.roles == {"judge", "two words", "e.f-g"}
     keys = ("a_b", "tools", "c.d", "judge", "a", "b", "tool", "ools", "c-d", "note")
-    assert [key for key in keys if found.names(key)] == ["a_b", "tools", "c.d", "judge"]
+    assert [key for key in keys if found.mentions(key)] == ["a_b", "tools", "c.d", "judge"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +304,7 @@ def test_a_chat_that_cannot_be_rendered_is_refused(wrong):
         each("{% if m.content == 'bad' %}{{ " + wrong + " }}{% endif %}{{ m.content }}")
     )
     assert found.attempt([user("bad")]) is None and found.attempt([user("good")]) == "good"
-    with pytest.raises(Refusal, match=r"^row 1: the chat template cannot render this chat: "):
+    with pytest.raises(ConfigError, match=r"^row 1: the chat template cannot render this chat: "):
         found.answers([user("bad")], None, "row 1")
     assert found.attempt([]) is None
 
@@ -320,9 +328,9 @@ def written_calls(arguments: str, content: str = "{{ m.content }}") -> str:
 @pytest.mark.parametrize(
     "arguments, from_dictionary, from_text",
     [
-        # a dictionary would be written as Python writes it
+        # Without this conversion, a dictionary would be written in Python syntax.
         ("{{ c.function.arguments }}", '{"x": "ü"}', '{"x": "ü"}'),
-        # a text would be quoted
+        # Without this conversion, a string would be quoted.
         ("{{ c.function.arguments | tojson }}", '{"x": "ü"}', '{"x": "ü"}'),
         ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "x=ü", "x=ü"),
         ("{{ '' + c.function.arguments }}", '{"x": "ü"}', '{"x": "ü"}'),
@@ -376,7 +384,7 @@ def test_arguments_are_given_in_the_type_that_the_template_writes(
 )
 def test_content_of_a_message_that_only_calls(content, arguments, expected):
     found = template(written_calls(arguments, content))
-    chat = found.in_its_form([user("q"), CALL, assistant("a", {"x": 1})])
+    chat = found.adapt_messages([user("q"), CALL, assistant("a", {"x": 1})])
     assert [message["content"] for message in chat] == ["q", expected, "a"]
 
 
@@ -402,7 +410,7 @@ PARTS = "{% for p in m.content %}{{ p.text }}{% endfor %}"
     ],
 )
 def test_contents_are_given_in_the_form_that_the_template_writes(source, content):
-    assert template(each(source)).in_its_form([user("q")]) == [user("q") | {"content": content}]
+    assert template(each(source)).adapt_messages([user("q")]) == [user("q") | {"content": content}]
 
 
 # Answers
@@ -411,8 +419,10 @@ def test_contents_are_given_in_the_form_that_the_template_writes(source, content
 
 @pytest.mark.parametrize("length, shorter", [(256, 64), (64, 16), (16, 8), (8, 4), (4, 0)])
 def test_longest_known_end_of_the_prompt_is_looked_up(length, shorter):
-    """The prompt differs from the chat in front of its last `length` characters; the answer begins
-    with a shorter end of it.
+    """The generation prompt is matched by its longest suffix that occurs in the chat.
+
+    The prompt and the chat agree only in the last `length` characters. The answer begins with a
+    shorter suffix of the prompt.
     """
     head = "".join(chr(0x4E00 + number) for number in range(length))
     decoy = head[length - shorter :] if shorter else ""
@@ -443,62 +453,94 @@ OTHER_HEADER = (
 )
 
 
+@dataclass(frozen=True)
+class Answers:
+    """A chat template, its generation prompt, a chat, and the answers in its text."""
+
+    source: str
+    prompt: str
+    chat: list[dict[str, Any]]
+    expected: list[str]
+
+
 @pytest.mark.parametrize(
     "source, prompt, chat, expected",
-    [
+    rows(
         # The first answer lacks the header's first token.
-        (OTHER_HEADER, "<|x|>name:", [assistant("hi"), *PAIR], [" hi;", " a1;", " a2;"]),
-        # The header of the turn has no line end in the prompt, or another one.
-        ("<{{ m.role }}>\n{{ m.content }}\n", "<assistant>", PAIR, ["\na1\n", "\na2\n"]),
-        ("<{{ m.role }}>{{ m.content }}\n", "<assistant>\n", PAIR, ["a1\n", "a2\n"]),
-        # A count of messages moves all: each answer is looked up, and ends with its ending.
-        (
-            "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>",
-            "<assistant>",
-            PAIR,
-            ["a1<|end|>", "a2<|end|>"],
+        Answers(
+            source=OTHER_HEADER,
+            prompt="<|x|>name:",
+            chat=[assistant("hi"), *PAIR],
+            expected=[" hi;", " a1;", " a2;"],
         ),
-        (
-            "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}",
-            "<assistant>",
-            PAIR[:2],
-            ["a1"],
+        # The header in the chat ends with a line break that the prompt lacks, or the other way
+        # round.
+        Answers(
+            source="<{{ m.role }}>\n{{ m.content }}\n",
+            prompt="<assistant>",
+            chat=PAIR,
+            expected=["\na1\n", "\na2\n"],
         ),
-        # The private character that marks another answer may be in the text.
-        (
-            "{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>",
-            "<assistant>",
-            [user("\ue100q"), assistant("\ue101")],
-            ["\ue101<|end|>"],
+        Answers(
+            source="<{{ m.role }}>{{ m.content }}\n",
+            prompt="<assistant>\n",
+            chat=PAIR,
+            expected=["a1\n", "a2\n"],
         ),
-        # A part of the chat cannot be rendered; nothing around an answer is the same in a shorter
-        # chat; an ending that comes first.
-        (
-            (
+        # The template writes the number of messages, so all offsets shift. The code therefore
+        # searches for each answer, which ends with the ending.
+        Answers(
+            source="{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>",
+            prompt="<assistant>",
+            chat=PAIR,
+            expected=["a1<|end|>", "a2<|end|>"],
+        ),
+        Answers(
+            source="{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}",
+            prompt="<assistant>",
+            chat=PAIR[:2],
+            expected=["a1"],
+        ),
+        # A chat may contain the private-use character that marks answers during the search.
+        Answers(
+            source="{{ messages | length if loop.first }}<{{ m.role }}>{{ m.content }}<|end|>",
+            prompt="<assistant>",
+            chat=[user("\ue100q"), assistant("\ue101")],
+            expected=["\ue101<|end|>"],
+        ),
+        # One prefix of the chat cannot be rendered. No text around an answer is the same in a
+        # shorter chat. An ending appears before the last answer.
+        Answers(
+            source=(
                 "{{ m.a.b if messages | length == 2 and messages[-1].content == 'a1' }}<{{ m.role"
                 " }}>{{ m.content }}\n"
             ),
-            "<assistant>",
-            PAIR,
-            ["a1\n", "a2\n"],
+            prompt="<assistant>",
+            chat=PAIR,
+            expected=["a1\n", "a2\n"],
         ),
-        ("{{ messages | length }}{{ m.content }}", "", PAIR, ["a1", "a2"]),
-        (
-            OTHER_ENDING,
-            "<assistant>",
-            [*PAIR[:3], assistant("", {"x": 1})],
-            ["a1<|end|>", "f<|x|>"],
+        Answers(
+            source="{{ messages | length }}{{ m.content }}",
+            prompt="",
+            chat=PAIR,
+            expected=["a1", "a2"],
         ),
-        # Answers without anything around them.
-        ("{{ m.content }}", "", PAIR, ["a1", "a2"]),
-        # Two answers in a row, and one that begins with the next header.
-        (
-            "<{{ m.role }}>{{ m.content }}.",
-            "<assistant>",
-            [user("q"), assistant("a"), assistant("<assistant>b")],
-            ["a.", "<assistant>b."],
+        Answers(
+            source=OTHER_ENDING,
+            prompt="<assistant>",
+            chat=[*PAIR[:3], assistant("", {"x": 1})],
+            expected=["a1<|end|>", "f<|x|>"],
         ),
-    ],
+        # Answers without any surrounding text.
+        Answers(source="{{ m.content }}", prompt="", chat=PAIR, expected=["a1", "a2"]),
+        # Two consecutive answers; only the second begins with the header.
+        Answers(
+            source="<{{ m.role }}>{{ m.content }}.",
+            prompt="<assistant>",
+            chat=[user("q"), assistant("a"), assistant("<assistant>b")],
+            expected=["a.", "<assistant>b."],
+        ),
+    ),
 )
 def test_answers_of_a_chat(source, prompt, chat, expected):
     assert answers(template(each(source, prompt)), chat) == expected
@@ -507,7 +549,7 @@ def test_answers_of_a_chat(source, prompt, chat, expected):
 @pytest.mark.parametrize(
     "source, number",
     [
-        # no end of the prompt is in the chat
+        # No suffix of the prompt occurs in the chat.
         (
             (
                 "{{ '[b]' if m.role == 'assistant' else '[u]' }}{{ m.content }};{{ messages |"
@@ -515,7 +557,7 @@ def test_answers_of_a_chat(source, prompt, chat, expected):
             ),
             2,
         ),
-        # no answer is written
+        # The template does not write the answer.
         (
             (
                 "{{ 'x' if m.role == 'assistant' else m.content }}{{ messages | length if"
@@ -523,13 +565,13 @@ def test_answers_of_a_chat(source, prompt, chat, expected):
             ),
             2,
         ),
-        # the last answer begins in front of the first
+        # The last answer is rendered before the first one.
         ("{{ 'a2|' if loop.first and messages[-1].content == 'a2' }}{{ m.content }}<|end|>", 4),
     ],
 )
 def test_an_answer_that_cannot_be_found_is_refused(source, number):
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             f"^row 1, message {number}: the chat template changes this answer, so its tokens cannot"
             " be located"
@@ -557,7 +599,7 @@ MARKED = (
 )
 @pytest.mark.parametrize("source", [MARKED, MARKED.replace("{{ 'A' }}", "")])
 def test_marked_answers_that_are_excluded_are_left_out(source, silent, expected):
-    """Also if an answer follows directly upon the other."""
+    """Excluded answers are not trained on, even if the answer before or after is included."""
     chat = [user("q"), assistant("a"), assistant("b"), user("r"), assistant("c")]
     chat = [
         message | ({"train": False} if number in silent else {})

@@ -1,4 +1,4 @@
-"""What is learned of a chat, by the templates of published models."""
+"""The labelled text of chats that are rendered with published models' templates."""
 
 import json
 from datetime import date
@@ -15,8 +15,8 @@ from chat_templates import (
     user,
 )
 from recipekit.data.chat_spans import ChatTemplate
-from recipekit.data.encode import Encoder, counted_chats, encode_chats
-from recipekit.spec.refusal import Refusal
+from recipekit.data.encode import Encoder, encode_chats, encode_chats_with_counts
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.task import IGNORE
 
 DAY = date(2026, 3, 4)
@@ -63,7 +63,7 @@ R1_CALL = (
 )
 SMOL = "<|im_start|>assistant\n<think>\n\n</think>\n"
 
-# What a model of each template learns of a chat, written by hand: the text of each answer.
+# The text of each answer that a model with the given template is trained on, written by hand.
 LEARNED = [
     ("Qwen2.5", TURNS, None, ["a1<|im_end|>\n", " a2 <|im_end|>\n"]),
     ("Qwen2.5", CALLING, TOOLS, [CALL, "a1<|im_end|>\n"]),
@@ -124,7 +124,7 @@ LEARNED = [
 
 
 def runs(tokenizer, ids, labels):
-    """The text of each run of tokens that are learned."""
+    """Return the text of each run of labelled tokens."""
     found, run = [], []
     for label in [*labels.tolist(), IGNORE]:
         if label != IGNORE:
@@ -140,7 +140,7 @@ def runs(tokenizer, ids, labels):
 
 def encoded(tokenizer, chat, tools=None):
     content: Any = {"messages": chat, "tools": tools} if tools else chat
-    ((ids, labels),), counts = counted_chats(
+    ((ids, labels),), counts = encode_chats_with_counts(
         ChatTemplate(tokenizer, DAY), [content], ["row 1"], 10_000
     )
     return ids, labels, counts
@@ -155,7 +155,9 @@ def test_learned_is_all_that_the_template_writes_in_a_turn(name, chat, tools, ex
 
 @pytest.mark.parametrize("arguments", [{"x": "Zürich"}, '{"x": "Zürich"}', {"x": "東京"}])
 def test_arguments_of_calls_keep_their_letters(arguments):
-    """Also where a template takes JSON text and the row has an object."""
+    """Letters must also stay unchanged if a template expects JSON text and the row contains an
+    object.
+    """
     source = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls %}{{"
         " c.function.name + c.function.arguments }}{% endfor %};{% endfor %}"
@@ -165,7 +167,7 @@ def test_arguments_of_calls_keep_their_letters(arguments):
     expected = (
         arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     )
-    assert f"f{expected};" in tokenizer.decode(ids) and counts.dropped == 0
+    assert f"f{expected};" in tokenizer.decode(ids) and counts.dropped_characters == 0
 
 
 def test_tokens_are_the_templates_own():
@@ -230,7 +232,7 @@ def test_comments_of_a_template_are_no_part_of_it():
     assert (
         not template.is_marked
         and not template.is_dated
-        and not template.names("note")
+        and not template.mentions("note")
         and "judge" not in template.roles
     )
     text, answers = template.answers(PAIR, None, "row 1")
@@ -268,7 +270,7 @@ def test_call_without_arguments_is_written_with_empty_ones(name):
 
 def test_arguments_that_are_no_json_are_refused_by_the_name_of_the_call():
     with pytest.raises(
-        Refusal, match=r"the arguments of the call of f are not JSON: .*, in 'q: 1'\. Check"
+        ConfigError, match=r"the arguments of the call of f are not JSON: .*, in 'q: 1'\. Check"
     ):
         encode_chats(
             published_tokenizer("Qwen2.5"), [[user("q"), assistant("", "q: 1")]], ["row 1"], 100
@@ -278,12 +280,11 @@ def test_arguments_that_are_no_json_are_refused_by_the_name_of_the_call():
 @pytest.mark.parametrize(
     "source, chat, expected",
     [
-        # An end of turn that is an added token without being special, one that is plain text, and
-        # none.
+        # The end of the turn is an added token that is not special, or plain text, or is missing.
         ("{{ m.role }}:\n{{ m.content }}<turn_end>\n", PAIR, ["a1<turn_end>\n", "a2<turn_end>\n"]),
         ("{{ m.role }}:\n{{ m.content }}###\n", PAIR, ["a1###\n", "a2###\n"]),
         ("{{ m.role }}: {{ m.content }}\n", PAIR, ["a1\n", "a2\n"]),
-        # One that is written with the next message, and one that the last answer alone has.
+        # The end of the turn is written with the next message, or only the last answer has an end.
         (
             "{% if not loop.first %}{{ eos_token }}{% endif %}<{{ m.role }}>{{ m.content }}",
             PAIR,
@@ -294,7 +295,7 @@ def test_arguments_that_are_no_json_are_refused_by_the_name_of_the_call():
             PAIR,
             ["a1<turn_end>", "a2<final>"],
         ),
-        # Words of the template in what is said.
+        # The messages contain words of the template.
         (
             "{{ m.role }}:\n{{ m.content }}<turn_end>\n",
             [user("assistant:\na1"), assistant("a1<turn_end>\nuser:\n")],
@@ -355,7 +356,7 @@ def test_a_message_may_be_left_out_of_training(name, more, expected):
     ],
 )
 def test_another_weight_is_refused(more):
-    with pytest.raises(Refusal, match=next(iter(more))):
+    with pytest.raises(ConfigError, match=next(iter(more))):
         encode_chats(
             published_tokenizer("Qwen2.5"), [[user("q"), assistant("a", **more)]], ["row 1"], 100
         )
@@ -412,7 +413,7 @@ def test_forms_of_messages(chat, expected):
 )
 def test_what_the_template_drops_is_counted(name, chat, said, dropped):
     _, _, counts = encoded(published_tokenizer(name), chat)
-    assert (counts.said, counts.dropped) == (said, dropped)
+    assert (counts.answer_characters, counts.dropped_characters) == (said, dropped)
 
 
 @pytest.mark.parametrize("seq_len, cut", [(-1, 1), (0, 0), (1, 0)])
@@ -420,8 +421,10 @@ def test_what_the_template_drops_is_counted(name, chat, said, dropped):
 def test_a_row_of_exactly_seq_len_tokens_is_not_cut(name, seq_len, cut):
     tokenizer = published_tokenizer(name)
     ids, _, _ = encoded(tokenizer, PAIR)
-    (found,), counts = counted_chats(ChatTemplate(tokenizer), [PAIR], ["row 1"], len(ids) + seq_len)
-    assert (counts.cut, counts.rows, len(found[0])) == (cut, 1, len(ids) + min(seq_len, 0))
+    (found,), counts = encode_chats_with_counts(
+        ChatTemplate(tokenizer), [PAIR], ["row 1"], len(ids) + seq_len
+    )
+    assert (counts.truncated, counts.rows, len(found[0])) == (cut, 1, len(ids) + min(seq_len, 0))
 
 
 @pytest.mark.parametrize("key, more", [("default", None), ("tool_use", TOOLS)])

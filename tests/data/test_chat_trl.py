@@ -1,8 +1,8 @@
-"""Labels of chats as TRL's assistant-only mode makes them, with the chat templates that TRL bundles
-for training.
+"""Comparison of chat labels with TRL's assistant-only mode and its bundled chat templates.
 
-Some templates of TRL (Qwen3, GLM 4.5) render another text in training than the model's own template
-does. These are left out, since the labels of two different texts cannot be compared.
+Some of TRL's templates (Qwen3, GLM 4.5) render a different text in training than the model's own
+template does. These templates are excluded, because labels of two different texts cannot be
+compared.
 """
 
 import re
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from chat_templates import TOOLS, assistant, template_tokenizer, tool, user
 from recipekit.data.chat_spans import ChatTemplate
-from recipekit.data.encode import counted_chats
+from recipekit.data.encode import encode_chats_with_counts
 from recipekit.spec.task import IGNORE
 
 BUNDLED = Path(*find_spec("trl").submodule_search_locations) / "chat_templates"
@@ -21,18 +21,18 @@ TOKENS = re.compile(r"<\|[^|<>' ]{1,30}\|>|<｜[^<>' ]{1,30}｜>|</?[a-z_]{3,30}
 PAIR = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
 CALLING = [user("q1"), assistant("", {"x": "y"}), tool("12"), assistant("a1")]
 
-# What TRL marks of the generation prompt in front of each answer. A model never writes it:
-# inference puts it there.
+# The part of the generation prompt that TRL labels before each answer. A model never generates this
+# text, because inference provides it.
 EQUAL = [""]
 HEADER = ["<|start|>assistant"]  # TRL's markers enclose the header of the turn
-LINE_END = ["\n"]  # TRL's marker follows the role, so that the line end of the header is learned
+LINE_END = ["\n"]  # TRL's marker follows the role, so the header's line end is labelled
 THINK = ["<think>"]  # the generation prompt opens the thoughts
 NO_THOUGHT = ["<think>\n\n</think>\n\n"]  # the generation prompt ends with empty thoughts
 THINK_LINE = ["<think>\n"]  # the generation prompt opens the thoughts and ends the line
-# TRL's markers enclose the speaker, and the end of the results
+# TRL's markers enclose the speaker and the end of the results.
 AFTER_TOOL = ["<｜Assistant｜>", "<｜tool▁outputs▁end｜>"]
 
-OF_PARTS = ("idefics3",)  # templates that write a content only as a list of parts
+OF_PARTS = ("idefics3",)  # templates that write a content only if it is a list of parts
 
 COMPARED = [
     *(
@@ -73,7 +73,7 @@ def test_labels_are_those_of_trl(name, chat, tools, prompts):
         return_assistant_tokens_mask=True,
     )
 
-    ((ids, labels),), _ = counted_chats(
+    ((ids, labels),), _ = encode_chats_with_counts(
         ChatTemplate(tokenizer), [{"messages": chat, "tools": tools}], ["row 1"], 4096
     )
     learned = np.concatenate([[False], labels[:-1] != IGNORE])

@@ -1,4 +1,4 @@
-"""Compressed files are recognised by their content, whatever their endings say."""
+"""Detection of compressed files by their content, regardless of their file names."""
 
 import bz2
 import gzip
@@ -13,12 +13,12 @@ import pytest
 from pool import ROOT
 from recipekit.data.mixture import Domain
 from recipekit.data.request import Request
-from recipekit.data.source import UNREADABLE
+from recipekit.data.source import READ_ERRORS
 from recipekit.data.sources import open_source
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 
 TEXTS = [f"document {number} with some more words than this" for number in range(3000)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -26,7 +26,7 @@ CSV = "text\n" + "\n".join(TEXTS)
 
 
 def frame(name: str) -> Callable[[bytes], bytes]:
-    """Return a function that compresses as command line tools do, with a header."""
+    """Return a function that compresses as the command-line tools do, with a frame header."""
 
     def compressed(content: bytes) -> bytes:
         sink = pa.BufferOutputStream()
@@ -37,7 +37,7 @@ def frame(name: str) -> Callable[[bytes], bytes]:
     return compressed
 
 
-# as pzstd writes one before each frame
+# pzstd writes such a skippable frame before each data frame.
 SKIPPED = b"\x53\x2a\x4d\x18\x15\x00\x00\x00" + b"user data of a frame."
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,
@@ -73,7 +73,7 @@ def rows_of(file: Path) -> list[Any]:
 
 def planned(file: Path) -> Any:
     recipe = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes")
-    return make_plan(
+    return resolve_run(
         parse(
             recipe, ROOT / "recipes" / "llama_nano_zero2.py", ["--dataset", str(file), "--dry_run"]
         )
@@ -97,7 +97,7 @@ def test_content_decides_and_the_ending_names_the_kind(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("name", PACK)
 def test_several_streams_in_one_file_are_read(tmp_path: Path, name: str) -> None:
-    """`cat a.gz b.gz` and parallel compressors make such files."""
+    """`cat a.gz b.gz` and parallel compressors write such files."""
     (tmp_path / "a.jsonl").write_bytes(
         PACK[name](LINES[: LINES.index(b"\n", 500)]) + PACK[name](LINES[LINES.index(b"\n", 500) :])
     )
@@ -112,7 +112,7 @@ def test_a_broken_stream_is_an_error_that_is_caught(tmp_path: Path, name: str) -
     ):
         file = tmp_path / f"{number}.jsonl"
         file.write_bytes(content)
-        with pytest.raises(UNREADABLE):
+        with pytest.raises(READ_ERRORS):
             rows_of(file)
 
 
@@ -141,7 +141,7 @@ def test_a_plain_file_with_the_ending_of_a_compressed_one_is_read(tmp_path: Path
 )
 def test_the_content_of_another_format_is_named(tmp_path: Path, content: bytes, says: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
-    with pytest.raises(Refusal, match=says) as refusal:
+    with pytest.raises(ConfigError, match=says) as refusal:
         planned(tmp_path / "a.jsonl")
     assert len(str(refusal.value).splitlines()) == 1
 
@@ -171,14 +171,14 @@ def test_content_that_is_not_read_is_named(
     tmp_path: Path, name: str, content: bytes, says: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(Refusal, match=f"{name}: {says}"):
+    with pytest.raises(ConfigError, match=f"{name}: {says}"):
         planned(tmp_path / name)
 
 
 def test_a_later_file_that_is_compressed_twice_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(PACK["zstd"](LINES)))
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"must be text, but is compressed \(zstd\)\. .* If a file is compressed twice,"
             r" decompress it once"
@@ -200,7 +200,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(POINTER)
     for look in (planned, rows_of):
         with pytest.raises(
-            Refusal,
+            ConfigError,
             match=(
                 rf"{name}: is a Git LFS pointer, not the file itself\. Fetch the file: git lfs pull"
             ),
@@ -214,5 +214,5 @@ def test_a_later_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
             "version https://example.org: a text that is no pointer"
         )
     (tmp_path / "299.txt").write_bytes(POINTER)
-    with pytest.raises(Refusal, match=r"299.txt: is a Git LFS pointer"):
+    with pytest.raises(ConfigError, match=r"299.txt: is a Git LFS pointer"):
         rows_of(tmp_path)

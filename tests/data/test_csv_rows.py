@@ -1,5 +1,7 @@
-"""CSV and TSV files: RFC 4180, as `datasets` reads them except that every value stays a text; a row
-that cannot be read is named.
+"""CSV and TSV files.
+
+They are read by the rules of RFC 4180, as in `datasets`, except that every value stays a string.
+Errors name the row that cannot be read.
 """
 
 import csv
@@ -14,15 +16,16 @@ from recipekit.data import csv_rows
 from recipekit.data.mixture import Domain
 from recipekit.data.request import Request
 from recipekit.data.sources import open_source
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 
 
 def read(file: Path, first: int = 0, **fields: Any) -> list[Any]:
-    """Return the documents of a file from row `first` on, 0 being the first below the header; a
-    refusal for each row that has one.
+    """Return a file's documents from row `first` on, and the error message of each bad row.
+
+    Row 0 is the first row below the header.
     """
     source = open_source(Request(dataset=str(file), **fields), Domain("", str(file)), patience=None)  # type: ignore[arg-type]
     found: list[Any] = []
@@ -33,15 +36,15 @@ def read(file: Path, first: int = 0, **fields: Any) -> list[Any]:
                 found += [
                     document for document, _ in source.documents(value, source.place(0, 0, row))
                 ]
-            except Refusal as refusal:
-                found.append(str(refusal).removeprefix(str(file)))
+            except ConfigError as error:
+                found.append(str(error).removeprefix(str(file)))
             row += 1
     return found
 
 
 def planned(file: Path, *flags: str) -> Any:
     recipe = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes")
-    return make_plan(
+    return resolve_run(
         parse(
             recipe,
             ROOT / "recipes" / "llama_nano_zero2.py",
@@ -80,7 +83,7 @@ def test_the_rows_are_those_of_datasets(tmp_path: Path, content: str) -> None:
 
 
 def test_values_stay_texts(tmp_path: Path) -> None:
-    """`datasets` makes numbers and nulls of some of them."""
+    """`datasets` converts some of these values to numbers and nulls."""
     (tmp_path / "a.csv").write_text("text,id\n007,1\nNA,2\nnull,3\n1e5,4\n,5\n")
     assert read(tmp_path / "a.csv") == ["007", "NA", "null", "1e5"]
 
@@ -127,7 +130,7 @@ def test_a_row_that_cannot_be_read_is_named_and_the_others_are_read(tmp_path: Pa
 def test_a_quote_that_is_never_closed_does_not_take_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(csv_rows, "FIELD", 1000)
+    monkeypatch.setattr(csv_rows, "MAX_FIELD_BYTES", 1000)
     (tmp_path / "a.csv").write_text('text,id\n"open,1\n' + "some text,2\n" * 200)
     assert read(tmp_path / "a.csv")[0].startswith(", row 1 (line 8")
     assert "field larger than field limit (1000)" in read(tmp_path / "a.csv")[0]
@@ -190,7 +193,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_the_plan(
     tmp_path: Path, content: bytes, flags: tuple[str, ...], says: str
 ) -> None:
     (tmp_path / "a.csv").write_bytes(content)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         planned(tmp_path / "a.csv", *flags)
     assert says in str(refusal.value) and len(str(refusal.value).splitlines()) == 1
 
@@ -202,8 +205,10 @@ def test_a_file_without_rows_is_planned(tmp_path: Path) -> None:
 
 
 def test_csv_beside_more_tables_is_left_out_and_more_csv_is_refused(tmp_path: Path) -> None:
-    """`datasets` reads the kind that most files have; it would read the CSV files of the second
-    folder.
+    """A folder's most frequent format is read; equal counts are an error.
+
+    `datasets` also reads the most frequent format. In the second folder `datasets` would read the
+    CSV files.
     """
     for name in (
         "one/a.jsonl",
@@ -222,12 +227,12 @@ def test_csv_beside_more_tables_is_left_out_and_more_csv_is_refused(tmp_path: Pa
         " .csv" in planned(tmp_path / "one").notes
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"contains files of several formats: csv, lines\. Name the files of one format, for"
             r" example FOLDER/\*\.jsonl"
         ),
     ):
         planned(tmp_path / "two")
-    with pytest.raises(Refusal, match="contains files of several formats: csv, text"):
+    with pytest.raises(ConfigError, match="contains files of several formats: csv, text"):
         planned(tmp_path / "three")

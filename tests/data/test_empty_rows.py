@@ -1,4 +1,4 @@
-"""Rows without text: skipped, counted, reported in one line, and no reason to stop a run."""
+"""Rows without text are skipped, counted and reported in one line, and do not stop a run."""
 
 import gzip
 import json
@@ -10,18 +10,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recipekit.data.chunks import Reader
+from recipekit.data.batching import DataRank
+from recipekit.data.chunks import ChunkReader
 from recipekit.data.first_row import check_first_row
-from recipekit.data.lanes import DataRank
-from recipekit.data.pairs import Pairs
+from recipekit.data.pairs import PairProcessor
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.samples import open_rows
 from recipekit.data.stream import open_corpus, open_stream
-from recipekit.spec.refusal import Refusal
-from recipekit.tasks.find import task_called
+from recipekit.spec.errors import ConfigError
+from recipekit.tasks.find import load_task
 
-ROWS = 60  # each third one is empty
+ROWS = 60  # every third row is empty
 SMALL = Sizes(read_rows=5, chunk_rows=7, block_tokens=(400, 400))
 
 
@@ -58,8 +58,8 @@ def zipped(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(folder / "rows.jsonl.gz")
 
 
-def counted(reader: Reader) -> tuple[int, int, int]:
-    """(rows, empty rows, skipped rows) of everything that a reader reads."""
+def counted(reader: ChunkReader) -> tuple[int, int, int]:
+    """Return a reader's total numbers of rows, empty rows and skipped rows."""
     found = [
         chunk
         for part in range(len(reader.source.parts))
@@ -119,9 +119,9 @@ def test_empty_answers_of_pairs_are_counted(
         | ({column: empty} if number % 4 == 1 else {})
         for number in range(40)
     ]
-    task = task_called("preference")
+    task = load_task("preference")
     assert task.samples
-    pairs = Pairs(byte_tokenizer(), 64, False)
+    pairs = PairProcessor(byte_tokenizer(), 64, False)
     (reader,) = open_rows(
         request(write(tmp_path, rows), task="preference"), task.samples, pairs
     ).readers()
@@ -157,7 +157,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
 
 
 CHAT = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "this"}]
-FORMS: dict[str, dict[str, Any]] = {  # a row of each form of chats
+FORMS: dict[str, dict[str, Any]] = {  # a row of each chat format
     "messages": {"messages": CHAT},
     "conversations": {
         "conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "this"}]
@@ -184,7 +184,7 @@ FORMS: dict[str, dict[str, Any]] = {  # a row of each form of chats
 def test_empty_chats_of_every_form_are_counted(
     tmp_path: Path, form: str, empty: dict[str, Any]
 ) -> None:
-    """The first row is empty, so the check of the plan meets one, too."""
+    """The first row is empty, so the check before a run reads an empty row."""
     dataset = lines(
         tmp_path, [FORMS[form] | (empty if number % 4 == 0 else {}) for number in range(40)]
     )
@@ -205,7 +205,7 @@ def test_an_empty_prompt_leaves_its_completion(tmp_path: Path, form: str, empty:
 
 
 def test_an_empty_list_is_an_empty_text(tmp_path: Path) -> None:
-    """Rows that hold no text may also hold an empty list, which is no list of tokens."""
+    """An empty row of text may also be an empty list, which is not a list of tokens."""
     dataset = lines(
         tmp_path, [{"text": [] if number % 3 == 0 else "some words"} for number in range(12)]
     )
@@ -223,7 +223,7 @@ def test_the_built_in_texts_have_no_empty_rows() -> None:
 
 def test_one_line_reports_empty_rows(tmp_path: Path) -> None:
     dataset, said = lines(tmp_path, [{"text": value} for value in values(None)]), list[str]()
-    list(steps(request(dataset, sizes=Sizes()), 1, said))  # one block holds all
+    list(steps(request(dataset, sizes=Sizes()), 1, said))  # one block contains all rows
     assert said == [
         "20 of 60 rows are empty (null, no text or blank) and skipped. The metric empty_rows counts"
         " them"
@@ -259,7 +259,7 @@ def test_kept_tokens_keep_the_count(tmp_path: Path) -> None:
 
 
 def refusal(asked: Request) -> str:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         list(steps(asked, 1, []))
     (problem,) = refused.value.problems
     return str(problem)

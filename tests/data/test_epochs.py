@@ -1,4 +1,4 @@
-"""Epochs: what is counted before a run is what its stream gives."""
+"""Epochs: the counts before a run must equal the data in the run's stream."""
 
 import json
 import random
@@ -10,17 +10,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from recipekit.data import passes
+from recipekit.data import epoch_counts
+from recipekit.data.batching import DataRank
 from recipekit.data.content import is_held_out
-from recipekit.data.lanes import DataRank
-from recipekit.data.pairs import Pairs
-from recipekit.data.passes import epochs_of, epochs_of_mixture, outlines_of, steps_of
+from recipekit.data.epoch_counts import (
+    epochs_after_rows,
+    mixture_epochs,
+    read_corpora_lengths,
+    steps_for_epochs,
+)
+from recipekit.data.pairs import PairProcessor
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.stream import open_corpus, open_stream
-from recipekit.spec.phases import Ramp
-from recipekit.tasks.find import task_called
+from recipekit.spec.schedules import Ramp
+from recipekit.tasks.find import load_task
 
 TOKENIZER = byte_tokenizer()
 SMALL = Sizes(block_rows=32, block_tokens=(1, 1 << 22), chunk_rows=7, read_rows=7, part_bytes=1000)
@@ -29,8 +34,9 @@ SILENT: Any = lambda _: None  # noqa: E731
 
 
 def write(file: Path, count: int, shortest: int, longest: int) -> Path:
-    """Write documents that differ, of `shortest` to `longest` characters, which are as many tokens
-    without the end token.
+    """Write different documents of `shortest` to `longest` characters.
+
+    Each character is one token, and each document has one additional end token.
     """
     draw = random.Random(count)
     with file.open("w") as lines:
@@ -61,7 +67,7 @@ def given(
 ) -> tuple[list[Counter[bytes]], list[Any]]:
     """Read the streams of all ranks.
 
-    Return how often each piece of a document was given up to each step, and the states.
+    Return how often each segment of a document occurred up to each step, and the states.
     """
     streams = [open_stream(request, tokenizer, rank=DataRank(dp, rank)) for rank in range(dp)]
     seen, counts, states = Counter[bytes](), [], []
@@ -88,7 +94,7 @@ def tokens_of(pieces: Counter[bytes]) -> int:
 
 
 def outline_of(request: Request, tokenizer: Any = TOKENIZER, name: str = "") -> Any:
-    return outlines_of(open_corpus(request, tokenizer), {name}, SILENT)[name]
+    return read_corpora_lengths(open_corpus(request, tokenizer), {name}, SILENT)[name]
 
 
 PACKED, UNPACKED, LONG = (6, 20), (31, 31), (20, 90)  # characters
@@ -113,8 +119,9 @@ PACKED, UNPACKED, LONG = (6, 20), (31, 31), (20, 90)  # characters
 def test_epochs_are_what_the_stream_gave(
     tmp_path: Path, count: int, lengths: tuple[int, int], dp: int, epochs: float
 ) -> None:
-    """Counted documents, tokens and steps against what all ranks were given: each token `epochs`
-    times, and in the last step further rows.
+    """The counted documents, tokens and steps match the data of all ranks.
+
+    Each token occurs `epochs` times. The last step may contain additional rows.
     """
     sizes = (
         Sizes(block_rows=200, block_tokens=(1, 1 << 22), part_bytes=50_000)
@@ -127,7 +134,7 @@ def test_epochs_are_what_the_stream_gave(
         sizes=sizes,
     )
     of = outline_of(request)
-    steps, more = steps_of(of, epochs, request.ramp, SILENT)
+    steps, more = steps_for_epochs(of, epochs, request.ramp, SILENT)
     counts, states = given(request, steps + 1, dp)
     tokens = [tokens_of(pieces) for pieces in counts]
 
@@ -135,25 +142,25 @@ def test_epochs_are_what_the_stream_gave(
         json.loads(line)["text"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()
     ]
     trained = [text for text in texts if not is_held_out(text)]
-    assert of.counted.documents == len(trained) and of.counted.tokens == sum(
+    assert of.first_epoch.documents == len(trained) and of.first_epoch.tokens == sum(
         len(text) + 1 for text in trained
     )
     for step in {1, (steps + 1) // 2, steps, steps + 1}:
         assert states[step - 1]["domains"][""]["given"]["tokens"] == tokens[step - 1]
-        complete, exact = epochs_of(of, step * request.global_batch)
-        assert exact and round(complete * of.counted.tokens, 6) == tokens[step - 1], step
-    assert 0 <= more < request.global_batch and tokens[steps - 1] >= epochs * of.counted.tokens
+        complete, exact = epochs_after_rows(of, step * request.global_batch)
+        assert exact and round(complete * of.first_epoch.tokens, 6) == tokens[step - 1], step
+    assert 0 <= more < request.global_batch and tokens[steps - 1] >= epochs * of.first_epoch.tokens
     if epochs == int(epochs):
         times = int(epochs)
         last = (
-            int(of.fills(times)[:more].sum())
-            if more <= of.counted.rows
-            else tokens[steps - 1] - times * of.counted.tokens
+            int(of.row_fills(times)[:more].sum())
+            if more <= of.first_epoch.rows
+            else tokens[steps - 1] - times * of.first_epoch.tokens
         )
-        assert tokens[steps - 1] == times * of.counted.tokens + last, (
+        assert tokens[steps - 1] == times * of.first_epoch.tokens + last, (
             "the rows of the next epoch that fill up the last step"
         )
-        if lengths != LONG:  # a document is a piece
+        if lengths != LONG:  # each document is one segment
             assert (
                 len(counts[steps - 1]) == len(trained) and min(counts[steps - 1].values()) >= times
             )
@@ -164,7 +171,7 @@ def test_epochs_are_what_the_stream_gave(
 
 @pytest.mark.parametrize("count", [3, 40, 200])
 def test_two_epochs_have_each_token_of_each_document_twice(tmp_path: Path, count: int) -> None:
-    """Every token of these documents is another one, and most documents are cut by rows."""
+    """Every token of these documents is unique, and rows split most documents."""
     draw = np.random.default_rng(count)
     lengths = draw.integers(2, 70, count)
     numbers = np.arange(lengths.sum()) + len(TOKENIZER)
@@ -175,7 +182,7 @@ def test_two_epochs_have_each_token_of_each_document_twice(tmp_path: Path, count
 
     request = asked(tmp_path / "ids.parquet", text_field="ids")
     of = outline_of(request, tokenizer)
-    steps, more = steps_of(of, 2, request.ramp, SILENT)
+    steps, more = steps_for_epochs(of, 2, request.ramp, SILENT)
     counts, _ = given(request, steps, 2, tokenizer)
     found = Counter(
         int(token)
@@ -183,8 +190,8 @@ def test_two_epochs_have_each_token_of_each_document_twice(tmp_path: Path, count
         for token in np.frombuffer(piece, np.int64).repeat(times)
     )
     found.pop(tokenizer.pad_token_id, None)
-    assert len(found) == of.counted.tokens <= len(numbers) and set(found.values()) <= {2, 3}
-    assert sum(number == 3 for number in found.values()) == int(of.fills(2)[:more].sum())
+    assert len(found) == of.first_epoch.tokens <= len(numbers) and set(found.values()) <= {2, 3}
+    assert sum(number == 3 for number in found.values()) == int(of.row_fills(2)[:more].sum())
 
 
 MIXTURE = ["a={a}@70; b={b}@30", "a={a}@1|9:0; b={b}@1; c={c}@2", "a={a}@0|5:1; b={b}@3"]
@@ -198,7 +205,7 @@ def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: s
     }
     request, steps = asked(dataset.format(**files)), 25
     corpus = open_corpus(request, TOKENIZER)
-    outlines = outlines_of(corpus, {domain.name for domain in corpus.domains}, SILENT)
+    outlines = read_corpora_lengths(corpus, {domain.name for domain in corpus.domains}, SILENT)
     streams = [open_stream(request, TOKENIZER, rank=DataRank(2, rank)) for rank in range(2)]
     tokens, state = Counter[int](), streams[0].state
     for stream in streams:
@@ -211,13 +218,11 @@ def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: s
             ):
                 tokens[domain] += int((ids != TOKENIZER.pad_token_id).sum())
         stream.close()
-    found, is_exact = epochs_of_mixture(
-        corpus.domains, list(outlines.values()), request.ramp, steps
-    )
+    found, is_exact = mixture_epochs(corpus.domains, list(outlines.values()), request.ramp, steps)
     assert is_exact
     for number, (name, of) in enumerate(outlines.items()):
         assert state["domains"][name]["given"]["tokens"] == tokens[number]
-        assert found[number] == tokens[number] / of.counted.tokens
+        assert found[number] == tokens[number] / of.first_epoch.tokens
     assert max(found) > 2, "some corpus is read more than twice"
 
 
@@ -226,8 +231,8 @@ def test_a_ramp_fills_epochs_with_other_steps(tmp_path: Path) -> None:
         write(tmp_path / "rows.jsonl", 100, 31, 31), global_batch=4, batch_ramp="5:8, 9:16"
     )
     of = outline_of(request)
-    rows = of.counted.rows
-    steps, more = steps_of(of, 3, request.ramp, SILENT)
+    rows = of.first_epoch.rows
+    steps, more = steps_for_epochs(of, 3, request.ramp, SILENT)
     total = 4 * 4 + 4 * 8 + (steps - 8) * 16
     assert total - more == 3 * rows and 0 <= more < 16
     counts, _ = given(request, steps, 1)
@@ -244,12 +249,12 @@ def test_the_step_of_a_row_is_the_first_with_as_many(table: tuple[tuple[int, int
 
 @pytest.mark.parametrize("stop", [1, 7, 13])
 def test_a_stream_measures_its_first_epoch(tmp_path: Path, stop: int) -> None:
-    """Also if it is resumed within a block of that epoch, or on other ranks."""
+    """The measured first epoch is the same after a resume within a block, or on other ranks."""
     file = write(tmp_path / "rows.jsonl", 200, 6, 60)
     rows = file.read_text().splitlines()
     file.write_text("\n".join([*rows[:50], '{"text": null}', "no JSON", *rows[50:]]) + "\n")
     request = asked(file, bad_rows="skip", global_batch=16)
-    counted = outline_of(request).counted
+    counted = outline_of(request).first_epoch
     assert (counted.empty, counted.bad) == (1, 1)
     _, states = given(request, 30, 1)
 
@@ -289,13 +294,16 @@ def test_a_state_of_a_version_without_a_count_is_resumed(tmp_path: Path) -> None
 
 
 def test_a_long_count_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "SAY_EVERY", -1.0)
+    monkeypatch.setattr(epoch_counts, "SAY_EVERY", -1.0)
     said: list[str] = []
     request = asked(write(tmp_path / "rows.jsonl", 20, 20, 90))
-    of = outlines_of(open_corpus(request, TOKENIZER), {""}, said.append)[""]
-    assert said[-1] == f"counting the data: in part 2 of 2, {of.counted.documents} documents so far"
+    of = read_corpora_lengths(open_corpus(request, TOKENIZER), {""}, said.append)[""]
+    assert (
+        said[-1]
+        == f"counting the data: in part 2 of 2, {of.first_epoch.documents} documents so far"
+    )
     monkeypatch.setattr(type(of), "is_regular", False)
-    steps_of(of, 3, request.ramp, said.append)
+    steps_for_epochs(of, 3, request.ramp, said.append)
     assert said[-1] == "counting the rows of the epochs: 3 of 3 are packed"
 
 
@@ -306,21 +314,24 @@ def test_samples_have_as_many_rows_in_each_epoch(tmp_path: Path) -> None:
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = asked(tmp_path / "pairs.jsonl", task="preference", global_batch=4)
-    task = task_called("preference")
-    pairs = Pairs(TOKENIZER, 32, False)
-    of = outlines_of(open_rows(request, task.samples, pairs), {""}, SILENT)[""]
+    task = load_task("preference")
+    pairs = PairProcessor(TOKENIZER, 32, False)
+    of = read_corpora_lengths(open_rows(request, task.samples, pairs), {""}, SILENT)[""]
     stream = open_samples(request, pairs, task.samples, rank=DataRank(1, 0))
     pairs.references.complete = False
-    steps, more = steps_of(of, 2, request.ramp, SILENT)
+    steps, more = steps_for_epochs(of, 2, request.ramp, SILENT)
     state = [next(stream)[1] for _ in range(steps)][-1]["domains"][""]
     stream.close()
-    assert of.counted.rows == of.counted.tokens == of.counted.documents <= 50 and of.is_regular
+    assert (
+        of.first_epoch.rows == of.first_epoch.tokens == of.first_epoch.documents <= 50
+        and of.is_regular
+    )
     assert state["given"] == {
         "documents": state["given"]["documents"],
         "tokens": 4 * steps,
         "rows": 4 * steps,
     }
-    assert 4 * steps - more == 2 * of.counted.rows and epochs_of(of, 4 * steps) == (
-        4 * steps / of.counted.rows,
+    assert 4 * steps - more == 2 * of.first_epoch.rows and epochs_after_rows(of, 4 * steps) == (
+        4 * steps / of.first_epoch.rows,
         True,
     )

@@ -1,6 +1,4 @@
-"""Names and links in a folder of data: what is listed, what is left out, and the line that counts
-it.
-"""
+"""Names and links in a data folder: listed files, skipped files, and the line that counts files."""
 
 import json
 from pathlib import Path
@@ -9,14 +7,14 @@ import datasets
 import pytest
 from pool import ROOT
 from recipekit.data.files import local_files
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 
 
 def write(folder: Path, names: str, readme: str = "", page: str = "README.md") -> Path:
-    """Write files of one row, whose text is the file's name, and a page with `configs`."""
+    """Write files of one row with the file's name as text, and a page that contains `configs`."""
     for name in names.split():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps({"text": name}) + "\n")
@@ -44,7 +42,7 @@ def theirs(folder: Path, subset: str = "") -> list[str]:
 
 def plan(folder: Path, *flags: str) -> list[str]:
     recipe = Recipe(model="recipekit/llama-nano", init="random", tokenizer="bytes")
-    notes = make_plan(
+    notes = resolve_run(
         parse(
             recipe,
             ROOT / "recipes" / "llama_nano_zero2.py",
@@ -55,7 +53,7 @@ def plan(folder: Path, *flags: str) -> list[str]:
 
 
 def refusal(folder: Path, *flags: str) -> str:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         plan(folder, *flags)
     (problem,) = refused.value.problems
     return str(problem).replace(str(folder), "D")
@@ -101,7 +99,7 @@ def test_names_that_are_left_out_are_those_of_datasets(
 def test_a_hidden_file_that_a_page_names_is_read(
     tmp_path: Path, path: str, leaves_out: str, page: str
 ) -> None:
-    """Both pages have a byte order mark, which hides neither from `datasets`."""
+    """Both pages have a byte order mark, which `datasets` ignores."""
     folder = write(
         tmp_path / "D",
         "a.jsonl _u.jsonl .h.jsonl .k.jsonl .i/j.jsonl .i/.l.jsonl __s/x.jsonl",
@@ -165,8 +163,9 @@ def test_a_hidden_data_dir_is_read(tmp_path: Path) -> None:
 
 
 def test_a_folder_met_twice_is_read_twice_and_a_circle_once(tmp_path: Path) -> None:
-    """A copy with folders instead of links would have the rows twice, as a file to which two links
-    lead has.
+    """A copy that contains folders instead of links would contain the rows twice.
+
+    A file with two links to it is also read twice.
     """
     folder = write(tmp_path / "D", "real/a.jsonl")
     (folder / "one").symlink_to("real")
@@ -231,7 +230,7 @@ def test_a_run_folder_among_linked_data_is_refused(tmp_path: Path, out: str) -> 
     (folder / "in" / "more").symlink_to(tmp_path / "disk" / "in")
     (folder / "in" / "again").symlink_to("../../second")
     (folder / "z.jsonl").symlink_to("../files/a.jsonl")
-    with pytest.raises(Refusal, match=r"out = .*(link leads|Not a directory)"):
+    with pytest.raises(ConfigError, match=r"out = .*(link leads|Not a directory)"):
         plan(folder, "--out", str(tmp_path / out))
     for free in ("disk/run", "files/run", "run"):
         plan(folder, "--out", str(tmp_path / free))
@@ -347,6 +346,6 @@ def test_an_odd_split_of_a_state_is_none(tmp_path: Path, split: str) -> None:
     ],
 )
 def test_addresses_that_are_not_read_are_named(dataset: str, says: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         local_files(dataset)
     assert says in str(refused.value)

@@ -1,5 +1,6 @@
-"""The hub's cache: where it is, which commit is read, and that models, tokenizers, processors and
-data sets are found in it offline.
+"""The hub's cache: its location and the commit that is read.
+
+Models, tokenizers, processors and data sets are found in the cache when the hub is offline.
 """
 
 import contextlib
@@ -18,24 +19,24 @@ import pytest
 from fake_hub import Files, files_in, serve, write_cache
 from recipekit.architectures.lookup import folder_of, is_local, model_config
 from recipekit.data import hub_cache
+from recipekit.data.batching import DataRank
 from recipekit.data.hub_cache import hub_commits
-from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.revisions import check_revisions
 from recipekit.data.stream import open_stream
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec import hub
-from recipekit.spec.command import Command
+from recipekit.spec.command import RunCommand
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.hub import cache_folder, commit_of, is_offline, not_cached, snapshot_of
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import FACTS, find_resume, pins
-from recipekit.tasks.image_classification import published
+from recipekit.spec.run_folder import RUN_JSON, find_resume, pinned_revisions
+from recipekit.tasks.image_classification import published_image_processor
 
 ONE, TWO, THREE = (number * 40 for number in "123")
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-# Variables of a user -> where they put the cache. "{}" is a folder of the test.
+# Environment variables that move the cache. "{}" is replaced with a folder of the test.
 VARIABLES: list[dict[str, str]] = [
     {"HOME": "{}/home"},
     {"HOME": "{}/home", "XDG_CACHE_HOME": "{}/xdg"},
@@ -63,7 +64,7 @@ def variables_of(case: dict[str, str], folder: Path) -> dict[str, str]:
         if name not in (*NAMES, "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_CACHE")
     }
     own = {name: value.replace("{}", str(folder)) for name, value in case.items()}
-    # datasets 5.2 leaves $VAR of XDG_CACHE_HOME as it is
+    # datasets 5.2 does not expand $VAR in XDG_CACHE_HOME.
     plain |= {"HF_DATASETS_CACHE": f"{folder}/datasets"}
     return plain | {"DISK": f"{folder}/disk", "USER_OF_TEST": "me", "PYTHONPATH": "recipes"} | own
 
@@ -102,7 +103,7 @@ def test_offline_is_what_huggingface_hub_calls_offline(variables: dict[str, str]
     assert str(is_offline(variables)) == said
 
 
-# Which commit
+# Commits
 # --------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +114,7 @@ def config(**more: Any) -> Files:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(hub_cache, "hub_is_away", lambda: True)
+    monkeypatch.setattr(hub_cache, "hub_is_unreachable", lambda: True)
     return tmp_path / "hub"
 
 
@@ -154,13 +155,13 @@ def test_a_commit_without_main_is_named_in_the_way_out(cache: Path) -> None:
 
 
 def test_files_of_other_commits_are_not_mixed_in(cache: Path) -> None:
-    """A snapshot may have some files only."""
+    """A snapshot may contain only some of the files."""
     preprocessor = {"preprocessor_config.json": json.dumps({"image_mean": [0.1]}).encode()}
     write_cache(cache, "models/org/tiny", config() | preprocessor, ONE, "v1")
     write_cache(
         cache, "models/org/tiny", {"config.json": config(now=True)["config.json"]}, TWO, "main"
     )
-    assert published("org/tiny", "pretrained") == {} and published(
+    assert published_image_processor("org/tiny", "pretrained") == {} and published_image_processor(
         "org/tiny", "pretrained", "v1"
     ) == {"image_mean": [0.1]}
     assert folder_of("org/tiny", "preprocessor_config.json") is None
@@ -227,7 +228,7 @@ def test_a_revision_belongs_to_one_repository_of_the_hub(
     )  # type: ignore[arg-type]
     names = ("model", "model_revision", "dataset", "dataset_revision", "split", "subset")
     problems = [
-        str(Refusal([problem]))
+        str(ConfigError([problem]))
         for problem in check_revisions(*(getattr(recipe, name) for name in names))
     ]
     assert len(problems) == len(says)
@@ -255,7 +256,7 @@ def run_in(out: Path, recipe: Recipe, **commits: Any) -> None:
         name: getattr(recipe, name)
         for name in ("model", "model_revision", "dataset", "dataset_revision")
     }
-    (out / FACTS).write_text(json.dumps({"identity": identity, "commits": commits}))
+    (out / RUN_JSON).write_text(json.dumps({"identity": identity, "commits": commits}))
 
 
 def test_a_resume_reads_the_commits_that_the_run_began_with(tmp_path: Path) -> None:
@@ -263,12 +264,25 @@ def test_a_resume_reads_the_commits_that_the_run_began_with(tmp_path: Path) -> N
     run = tmp_path / "run"
     run_in(run, Recipe(**asked), model=ONE, datasets={"org/d": TWO})  # type: ignore[arg-type]
     at_start = {"model_revision": ONE, "dataset_revision": TWO}
-    assert pins("auto", run, asked) == pins(str(run), tmp_path / "new", asked) == at_start
-    assert pins(str(run / "checkpoints" / "step_00000001"), tmp_path / "new", asked) == at_start
+    assert (
+        pinned_revisions("auto", run, asked)
+        == pinned_revisions(str(run), tmp_path / "new", asked)
+        == at_start
+    )
+    assert (
+        pinned_revisions(str(run / "checkpoints" / "step_00000001"), tmp_path / "new", asked)
+        == at_start
+    )
     for changes in ({"model": "org/other"}, {"model_revision": "v3"}):
-        assert pins("auto", run, asked | changes) == {"dataset_revision": TWO}
-    assert pins("auto", run, asked | {"dataset_revision": "v3"}) == {"model_revision": ONE}
-    assert pins("never", run, asked) == pins("auto", tmp_path / "nothing", asked) == {}
+        assert pinned_revisions("auto", run, asked | changes) == {"dataset_revision": TWO}
+    assert pinned_revisions("auto", run, asked | {"dataset_revision": "v3"}) == {
+        "model_revision": ONE
+    }
+    assert (
+        pinned_revisions("never", run, asked)
+        == pinned_revisions("auto", tmp_path / "nothing", asked)
+        == {}
+    )
 
 
 @pytest.mark.parametrize("name", ["model_revision", "dataset_revision"])
@@ -276,10 +290,10 @@ def test_a_run_is_another_one_by_each_revision(tmp_path: Path, name: str) -> Non
     recipe = Recipe(model="org/m", dataset="org/d")
     out = tmp_path / "run"
     out.mkdir()
-    # of an older version
-    (out / FACTS).write_text(json.dumps({"identity": {"model": "org/m", "dataset": "org/d"}}))
+    # A run of an older version.
+    (out / RUN_JSON).write_text(json.dumps({"identity": {"model": "org/m", "dataset": "org/d"}}))
     assert find_resume(recipe, out, None, False) == out
-    with pytest.raises(Refusal, match=f"{name} = v1: the run in .* has nothing"):
+    with pytest.raises(ConfigError, match=f"{name} = v1: the run in .* has nothing"):
         find_resume(dataclasses.replace(recipe, **{name: "v1"}), out, None, False)
 
 
@@ -290,18 +304,21 @@ def test_a_plan_says_what_is_not_in_the_cache(
     write_cache(cache, "models/org/tiny", config(vocab_size=300), ONE, "v1")
     recipe = Recipe(model="org/tiny", out=str(tmp_path / "run"))
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             f"model = org/tiny: the folder does not exist, the model is not in the cache {cache},"
             " and HF_HUB_OFFLINE prevents"
         ),
     ):
-        make_plan(Command(recipe, "own", tmp_path, frozenset()))
+        resolve_run(RunCommand(recipe, "own", tmp_path, frozenset()))
     with pytest.raises(
-        Refusal, match=f"is not in the cache {cache} at v2, .*hf download org/tiny --revision v2"
+        ConfigError,
+        match=f"is not in the cache {cache} at v2, .*hf download org/tiny --revision v2",
     ):
-        make_plan(
-            Command(dataclasses.replace(recipe, model_revision="v2"), "own", tmp_path, frozenset())
+        resolve_run(
+            RunCommand(
+                dataclasses.replace(recipe, model_revision="v2"), "own", tmp_path, frozenset()
+            )
         )
 
 
@@ -361,7 +378,7 @@ LAYOUTS: dict[str, tuple[Files, dict[str, str], list[str]]] = {
 
 
 def documents(**fields: Any) -> tuple[set[str], dict[str, str]]:
-    """Read an epoch and more; return (its documents, the commits of its data sets)."""
+    """Read more than one epoch; return the documents and the commits of the data sets."""
     tokenizer = byte_tokenizer()
     request = Request(
         **{
@@ -427,7 +444,7 @@ def test_a_mixture_takes_cached_data_sets(cache: Path, tmp_path: Path) -> None:
 )
 def test_an_incomplete_download_is_refused(cache: Path, files: Files, says: str) -> None:
     write_cache(cache, "datasets/org/tiny", files, TWO, "main")
-    with pytest.raises(Refusal, match=says) as refused:
+    with pytest.raises(ConfigError, match=says) as refused:
         documents()
     assert len(str(refused.value).splitlines()) == 1
 
@@ -445,13 +462,13 @@ FIND = """
 import contextlib, json
 from recipekit.architectures.lookup import model_config
 from recipekit.data.hub_cache import hub_commits
-from recipekit.data.lanes import DataRank
+from recipekit.data.batching import DataRank
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.stream import open_stream
 from recipekit.spec.hub import commit_of
 from recipekit.model.weights import weights_folder
-from recipekit.tasks.image_classification import published
+from recipekit.tasks.image_classification import published_image_processor
 found = {}
 for revision in ("", "v1"):
     tokenizer = load_tokenizer("org/tiny", revision=revision)
@@ -463,7 +480,7 @@ for revision in ("", "v1"):
         "model": [model_config("org/tiny", revision=revision)["number"], \
 commit_of("org/tiny", revision), weights_folder("org/tiny", revision).name],
         "tokenizer": len(tokenizer),
-        "preprocessor": published("org/tiny", "pretrained", revision)["image_mean"],
+        "preprocessor": published_image_processor("org/tiny", "pretrained", revision)["image_mean"],
         "data": [tokenizer.decode(batch["input_ids"][0]).split("<|endoftext|>")[1], \
 *hub_commits(state["identity"]["corpus"]).items()],
     }
@@ -472,7 +489,7 @@ print("FOUND" + json.dumps(found))
 
 
 def version(folder: Path, number: int) -> tuple[Files, Files]:
-    """Make (the files of a model, the files of a data set), all of which differ between numbers."""
+    """Write (a model's files, a data set's files); the contents depend on `number`."""
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"<|{token}|>" for token in range(number)])
     tokenizer.save_pretrained(folder / str(number))
@@ -505,7 +522,7 @@ def test_a_cache_filled_by_huggingface_hub_is_found_offline(
             check=True,
             capture_output=True,
         )
-    # forbidden, or no answer
+    # The hub is offline because of a setting, or because it does not answer.
     for offline in (
         {"HF_HUB_OFFLINE": "1"},
         {"HF_ENDPOINT": running.url, "HF_HUB_DISABLE_TELEMETRY": "1"},

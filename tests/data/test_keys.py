@@ -1,7 +1,7 @@
-"""Each ingredient of a key, changed alone, makes another key; what does not belong to the content
-makes none.
+"""Keys of caches, identities and random numbers.
 
-Of caches, identities and what is drawn.
+If any single part of a key changes, the key must change. Facts that are unrelated to the content
+must not change the key.
 """
 
 import contextlib
@@ -18,26 +18,26 @@ import recipekit.data.stream as stream_module
 from PIL import Image
 from recipekit.data import chunks, digests, remote, tokenizer_identity
 from recipekit.data.chunks import open_cache
-from recipekit.data.masks import Masks
-from recipekit.data.packing import hashes, permutation
-from recipekit.data.pairs import Pairs
+from recipekit.data.masking import TokenMasker
+from recipekit.data.packing import keyed_hashes, permutation
+from recipekit.data.pairs import PairProcessor
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.hosts import op_cache
-from recipekit.model.small import once_a_config
-from recipekit.runtime import references
+from recipekit.model.small import once_per_config
+from recipekit.runtime import reference_logprobs
 from recipekit.spec import run_folder
-from recipekit.spec.phases import ramp_of
 from recipekit.spec.recipe import Recipe
+from recipekit.spec.schedules import ramp_of
 from recipekit.spec.task_specs import TASKS
-from recipekit.tasks.find import task_called
-from recipekit.tasks.image_classification import Pictures
+from recipekit.tasks.find import load_task
+from recipekit.tasks.image_classification import ImagePreprocessor
 
 # Tokens
 # --------------------------------------------------------------------------------------------------
 
 SOURCE = {"ready": False, "local": True, "fingerprint": "a", "piece": 7, "times": 1, "size": 10}
-ENCODER = {"identity": "b", "longest": 0, "vocabulary": 5, "date": ""}
+ENCODER = {"identity": "b", "longest": 0, "vocabulary": 5, "date": "", "label_identity": {}}
 
 
 def cache_of(
@@ -73,35 +73,36 @@ def test_tokens_are_kept_by_all_that_they_follow_from(
             ("longest", 9),
             ("vocabulary", 6),
             ("date", "2026-01-01"),
+            ("label_identity", {"classes": 2}),
         )
     ]
     others += [
         cache_of(tmp_path, sizes=Sizes(**{name: 99})) for name in ("chunk_rows", "chunk_characters")
     ]
-    monkeypatch.setattr(chunks, "FORMAT", chunks.FORMAT + 1)
+    monkeypatch.setattr(chunks, "CHUNK_FORMAT", chunks.CHUNK_FORMAT + 1)
     others.append(cache_of(tmp_path))
-    assert len({first, *others}) == 11
+    assert len({first, *others}) == 12
     assert all(path.parent == tmp_path for path in others)
 
 
 def test_a_file_is_known_by_its_size_and_both_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every byte of the ends counts, also where they overlap, and none between them."""
-    monkeypatch.setattr(digests, "ENDS", 4)
+    """Every byte at both ends counts, even if the ends overlap. Bytes between them do not."""
+    monkeypatch.setattr(digests, "HASHED_END_BYTES", 4)
     for size, counted in ((3, {0, 1, 2}), (6, set(range(6))), (11, {0, 1, 2, 3, 7, 8, 9, 10})):
         file = tmp_path / f"{size}.txt"
         content = bytes(range(65, 65 + size))
         file.write_bytes(content)
-        before = digests.digests([file])
+        before = digests.file_digests([file])
         seen = set()
         for place in range(size):
             file.write_bytes(content[:place] + b"!" + content[place + 1 :])
-            if digests.digests([file]) != before:
+            if digests.file_digests([file]) != before:
                 seen.add(place)
         assert seen == counted
         file.write_bytes(content[:1] + content)
-        assert digests.digests([file]) != before and list(before) == [file.name]
+        assert digests.file_digests([file]) != before and list(before) == [file.name]
 
 
 def test_a_corpus_is_known_by_each_of_its_files_and_what_else_decides_it() -> None:
@@ -138,7 +139,7 @@ def reference_file(
         if adapter is None
         else SimpleNamespace(peft_config={"default": SimpleNamespace(to_dict=lambda: adapter)})
     )
-    weights = None if mark is None else SimpleNamespace(mark=lambda: mark)
+    weights = None if mark is None else SimpleNamespace(fingerprint=lambda: mark)
     loaded: Any = SimpleNamespace(
         plan=SimpleNamespace(
             recipe=SimpleNamespace(**recipe), precision=changes.get("precision", "bf16")
@@ -146,7 +147,7 @@ def reference_file(
         built=SimpleNamespace(model=model, weights=weights),
         model_config=changes.get("model_config", CONFIG),
     )
-    return references.file_of(loaded)
+    return reference_logprobs.reference_file_of(loaded)
 
 
 def test_reference_numbers_are_kept_by_all_that_they_follow_from(
@@ -176,7 +177,9 @@ def test_reference_numbers_are_kept_by_all_that_they_follow_from(
         file(mark=None),
         file(mark=None, seed=2),
     ]
-    monkeypatch.setattr(references, "FORMAT", references.FORMAT + 1)
+    monkeypatch.setattr(
+        reference_logprobs, "REFERENCE_FORMAT", reference_logprobs.REFERENCE_FORMAT + 1
+    )
     different.append(file())
     assert len(set(different)) == 10 and all(
         path.parent == tmp_path / "references" for path in different
@@ -191,7 +194,7 @@ def test_reference_numbers_are_kept_by_all_that_they_follow_from(
 def covered(
     monkeypatch: pytest.MonkeyPatch, step: int = 0, steps: int = 10, **changes: Any
 ) -> tuple[str, int, int]:
-    """Returns (identity, first, last) of the steps that a start asks whether they are covered."""
+    """Return (identity, first step, last step) that a start checks for stored references."""
     given = {
         "identity": {"seed": 1},
         "template": None,
@@ -204,18 +207,22 @@ def covered(
         state={"identity": given["identity"], "step": step}, close=lambda: None
     )
     for name, value in {
-        "file_of": lambda loaded: None,
-        "share": lambda kept: None,
+        "reference_file_of": lambda loaded: None,
+        "broadcast_references": lambda kept: None,
         "open_data": lambda *rest: stream,
         "check_same_data": lambda stream: None,
         "open_held_out": lambda *rest: [],
-        "identity_of": lambda tokenizer, task: (
-            given["encoder"] + tokenizer_identity.identity_of(tokenizer, task)
+        "hash_tokenizer": lambda tokenizer, task: (
+            given["encoder"] + tokenizer_identity.hash_tokenizer(tokenizer, task)
         ),
     }.items():
-        monkeypatch.setattr(references, name, value)
-    monkeypatch.setattr(references.Kept, "covers", lambda kept, *what: asked.append(what) or True)
-    monkeypatch.setattr(references.Reader, "together", lambda reader, where: None)
+        monkeypatch.setattr(reference_logprobs, name, value)
+    monkeypatch.setattr(
+        reference_logprobs.ReferenceFile, "covers", lambda kept, *what: asked.append(what) or True
+    )
+    monkeypatch.setattr(
+        reference_logprobs.ReferencePass, "share_logprobs", lambda reader, where: None
+    )
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = given["template"]
     recipe = SimpleNamespace(steps=steps, task="preference", batch_ramp=given["ramp"])
@@ -227,8 +234,9 @@ def covered(
         ),
         state={"step": step, "data": None},
         groups=SimpleNamespace(coords={"dp": 0}),
+        opened=None,
     )
-    references.fill(loaded, None, lambda *rest: None, lambda said: None)
+    reference_logprobs.run_reference_pass(loaded, None, lambda *rest: None, lambda said: None)
     assert loaded.processor.references.complete
     [found] = asked
     return found
@@ -237,11 +245,12 @@ def covered(
 def asked_in_steps(
     monkeypatch: pytest.MonkeyPatch, together: int, steps: int
 ) -> tuple[list[str], list[list[int]]]:
-    """Returns what a start does step by step whose pairs are not known yet, and the steps that
-    count as asked afterwards.
+    """Return the actions of a start that must compute reference log-probabilities, step by step.
+
+    Also return the ranges of steps that are recorded as computed.
     """
     done: list[str] = []
-    monkeypatch.setattr(references, "TOGETHER", together)
+    monkeypatch.setattr(reference_logprobs, "SHARE_EVERY", together)
     batches = iter(range(100))
 
     class Source:
@@ -258,19 +267,25 @@ def asked_in_steps(
             done.append("closed")
 
     for name, value in {
-        "file_of": lambda loaded: None,
-        "share": lambda kept: done.append("shared"),
+        "reference_file_of": lambda loaded: None,
+        "broadcast_references": lambda kept: done.append("shared"),
         "open_data": lambda *rest: Source(),
         "check_same_data": lambda stream: None,
         "open_held_out": lambda *rest: ["held out"],
     }.items():
-        monkeypatch.setattr(references, name, value)
+        monkeypatch.setattr(reference_logprobs, name, value)
     kept: list[Any] = []
     monkeypatch.setattr(
-        references.Reader, "take", lambda reader, batches, error=None: done.append(str(batches))
+        reference_logprobs.ReferencePass,
+        "process_step",
+        lambda reader, batches, error=None: done.append(str(batches)),
     )
-    monkeypatch.setattr(references.Reader, "together", lambda reader, where: done.append(where))
-    monkeypatch.setattr(references.Kept, "write", lambda own: kept.append([*own.covered.values()]))
+    monkeypatch.setattr(
+        reference_logprobs.ReferencePass, "share_logprobs", lambda reader, where: done.append(where)
+    )
+    monkeypatch.setattr(
+        reference_logprobs.ReferenceFile, "write", lambda own: kept.append([*own.covered.values()])
+    )
     loaded: Any = SimpleNamespace(
         plan=SimpleNamespace(
             recipe=SimpleNamespace(steps=steps + 3, task="preference", batch_ramp=""),
@@ -283,8 +298,9 @@ def asked_in_steps(
         ),
         state={"step": 3, "data": None},
         groups=SimpleNamespace(coords={"dp": 0}),
+        opened=None,
     )
-    references.fill(loaded, None, lambda *rest: None, lambda said: None)
+    reference_logprobs.run_reference_pass(loaded, None, lambda *rest: None, lambda said: None)
     [covers] = kept
     return done, covers
 
@@ -308,8 +324,10 @@ def test_every_step_is_asked_whatever_the_steps_between_two_exchanges(
 
 
 def test_steps_count_as_asked_for_the_same_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the stream's identity, what the tokenizer makes of a text, its template, and the ramp; and
-    from the step on at which the stream goes on.
+    """Steps count as computed only for the same rows.
+
+    The key contains the stream's identity, the tokenizer's output, its template and the ramp. The
+    range begins at the step from which the stream continues.
     """
     first = covered(monkeypatch)
     assert first[1:] == (0, 10) and covered(monkeypatch) == first
@@ -381,7 +399,7 @@ OF_A_RUN = {  # field -> another value
 def test_a_run_is_another_one_by_each_field_that_changes_its_results(name: str) -> None:
     recipe = Recipe(model="a/b")
     assert getattr(recipe, name) != OF_A_RUN[name]
-    assert run_folder.identity(recipe, {}) != run_folder.identity(
+    assert run_folder.run_identity(recipe, {}) != run_folder.run_identity(
         dataclasses.replace(recipe, **{name: OF_A_RUN[name]}), {}
     )
 
@@ -398,9 +416,9 @@ def test_a_run_is_the_same_by_what_changes_no_result(tmp_path: Path) -> None:
         "token_cache": "off",
         "beta": 0.7,
     }.items():
-        assert run_folder.identity(
+        assert run_folder.run_identity(
             dataclasses.replace(recipe, **{name: value}), {}
-        ) == run_folder.identity(recipe, {}), name
+        ) == run_folder.run_identity(recipe, {}), name
     for task, own in (
         ("preference", {"beta": 0.7}),
         ("masked_lm", {"mask_rate": 0.4}),
@@ -408,29 +426,29 @@ def test_a_run_is_the_same_by_what_changes_no_result(tmp_path: Path) -> None:
         ("reward", {"chosen_field": "x"}),
     ):
         of_task = dataclasses.replace(recipe, task=task)
-        assert run_folder.identity(dataclasses.replace(of_task, **own), {}) != run_folder.identity(
-            of_task, {}
-        ), own
+        assert run_folder.run_identity(
+            dataclasses.replace(of_task, **own), {}
+        ) != run_folder.run_identity(of_task, {}), own
     with_norms = [
-        run_folder.identity(dataclasses.replace(recipe, micro_batch=size), {}, True)
+        run_folder.run_identity(dataclasses.replace(recipe, micro_batch=size), {}, True)
         for size in (2, 3)
     ]
     assert with_norms[0] != with_norms[1]
     folder = dataclasses.replace(recipe, model=str(tmp_path))
     assert (
-        run_folder.identity(folder, {"a": 1, "b": 2})
-        == run_folder.identity(folder, {"b": 2, "a": 1})
-        != run_folder.identity(folder, {"a": 2, "b": 2})
+        run_folder.run_identity(folder, {"a": 1, "b": 2})
+        == run_folder.run_identity(folder, {"b": 2, "a": 1})
+        != run_folder.run_identity(folder, {"a": 2, "b": 2})
     )
 
 
 def identity_of(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, Any]:
-    """Returns the identity of the stream of a request, whose corpus is not opened."""
+    """Return the identity of a request's stream without opening the corpus."""
     source = SimpleNamespace(fingerprint=fields.pop("fingerprint", "f"), files={}, local=False)
     monkeypatch.setattr(stream_module, "open_source", lambda *rest: source)
     processor = fields.pop("processor", None)
     request = Request(**{"dataset": "nobody/nothing", "task": "pretrain", "seq_len": 64} | fields)
-    if samples := task_called(request.task).samples:
+    if samples := load_task(request.task).samples:
         corpus = samples_module.open_rows(request, samples, processor or PROCESSORS[request.task])
     else:
         tokenizer = byte_tokenizer()
@@ -438,7 +456,7 @@ def identity_of(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> dict[str, Any
     return corpus.identity
 
 
-def pictures(**changes: Any) -> Pictures:
+def pictures(**changes: Any) -> ImagePreprocessor:
     own = {
         "size": (8, 8),
         "channels": 1,
@@ -446,16 +464,16 @@ def pictures(**changes: Any) -> Pictures:
         "std": (0.5,),
         "resample": Image.Resampling.BILINEAR,
     }
-    return Pictures(**own | {"num_labels": 2, "augment": True, "pool": None} | changes)  # type: ignore[arg-type]
+    return ImagePreprocessor(**own | {"num_labels": 2, "augment": True, "pool": None} | changes)  # type: ignore[arg-type]
 
 
-def other_pairs() -> Pairs:
+def other_pairs() -> PairProcessor:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<|note|>"])
-    return Pairs(tokenizer, 64, False)
+    return PairProcessor(tokenizer, 64, False)
 
 
-PAIRS = Pairs(byte_tokenizer(), 64, False)
+PAIRS = PairProcessor(byte_tokenizer(), 64, False)
 PROCESSORS = {"image_classification": pictures(), "preference": PAIRS, "reward": PAIRS}
 STREAMS = [
     (
@@ -500,7 +518,7 @@ def test_a_stream_is_another_one_by_each_number_that_its_rows_depend_on(
         monkeypatch.setattr(
             stream_module,
             "Encoder",
-            lambda *rest: SimpleNamespace(identity="e", date="", vocabulary=9),
+            lambda *rest: SimpleNamespace(identity="e", date="", vocabulary=9, label_identity={}),
         )
     first, sizes = identity_of(monkeypatch, task=task), Sizes()
     assert first == identity_of(monkeypatch, task=task) and first["task"] == task
@@ -533,18 +551,18 @@ def test_a_stream_is_another_one_by_each_number_that_its_rows_depend_on(
 
 
 def test_a_ramp_is_part_of_a_stream_from_the_step_on_that_changes_it() -> None:
-    from recipekit.data.sameness import at_step
+    from recipekit.data.stream_state import identity_at_step
 
     ramp = ramp_of(8, "11:16,31:40")
-    assert [at_step({"a": 1}, ramp, step) == {"a": 1} for step in (0, 10, 11)] == [
+    assert [identity_at_step({"a": 1}, ramp, step) == {"a": 1} for step in (0, 10, 11)] == [
         True,
         True,
         False,
     ]
-    assert at_step({"a": 1}, ramp, 30) != at_step({"a": 1}, ramp, 31)
+    assert identity_at_step({"a": 1}, ramp, 30) != identity_at_step({"a": 1}, ramp, 31)
 
 
-# What is drawn
+# Random numbers
 # --------------------------------------------------------------------------------------------------
 
 
@@ -562,16 +580,16 @@ def test_an_order_depends_on_each_part_of_its_key() -> None:
         ("rows", 3, 1, 7),
     ]
     assert len({tuple(permutation(50, *key).tolist()) for key in keys}) == len(keys)
-    drawn = hashes(np.arange(5), "hidden", 3, 1)
-    assert (drawn != hashes(np.arange(5), "how", 3, 1)).all() and (
-        drawn != hashes(np.arange(1, 6), "hidden", 3, 1)
+    drawn = keyed_hashes(np.arange(5), "hidden", 3, 1)
+    assert (drawn != keyed_hashes(np.arange(5), "how", 3, 1)).all() and (
+        drawn != keyed_hashes(np.arange(1, 6), "hidden", 3, 1)
     ).all()
 
 
 def test_what_is_hidden_depends_on_each_part_of_the_key() -> None:
     special = np.zeros(300, bool)
     special[:5] = True
-    masks, ids = Masks(0.5, 4, special, None), np.arange(10, 210, dtype=np.int32)
+    masks, ids = TokenMasker(0.5, 4, special, None), np.arange(10, 210, dtype=np.int32)
     keys = [(3, 0, 1), (4, 0, 1), (3, 1, 1), (3, 0, 2)]
     assert (
         len({masks(ids, *key)[1].tobytes() for key in keys})
@@ -585,7 +603,7 @@ def test_what_is_hidden_depends_on_each_part_of_the_key() -> None:
     )
 
 
-def replaced(masks: Masks, ids: np.ndarray, key: tuple[int, ...]) -> dict[int, int]:
+def replaced(masks: TokenMasker, ids: np.ndarray, key: tuple[int, ...]) -> dict[int, int]:
     seen, labels = masks(ids, *key)
     return {place: int(seen[place]) for place in np.flatnonzero(labels >= 0).tolist()}
 
@@ -593,7 +611,8 @@ def replaced(masks: Masks, ids: np.ndarray, key: tuple[int, ...]) -> dict[int, i
 def test_a_samples_key_depends_on_the_place_of_its_block() -> None:
     held = [(SimpleNamespace(samples=[(number, "") for number in range(9)]), 2, 8)]
     blocks = [
-        samples_module._shuffled(held, *key) for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
+        samples_module._shuffle_samples(held, *key)
+        for key in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1))
     ]
     assert all(
         sorted(number for number, _ in block.samples) == [2, 3, 4, 5, 6, 7] for block in blocks
@@ -608,7 +627,7 @@ def test_a_samples_key_depends_on_the_place_of_its_block() -> None:
     )
 
 
-# Ops and looks
+# Compiled ops and directory listings
 # --------------------------------------------------------------------------------------------------
 
 
@@ -617,7 +636,7 @@ def test_ops_are_kept_by_instructions_libc_python_and_versions(
 ) -> None:
     def kind(flags: str) -> str:
         (tmp_path / "cpuinfo").write_text(f"model name: x\nflags\t\t: {flags}\n")
-        return op_cache.kind.__wrapped__(tmp_path / "cpuinfo")
+        return op_cache.host_kind.__wrapped__(tmp_path / "cpuinfo")
 
     first = kind("sse avx")
     assert first == kind("avx sse")
@@ -643,7 +662,7 @@ def test_ops_are_kept_by_instructions_libc_python_and_versions(
 
 def test_a_look_is_kept_by_the_config_and_every_word() -> None:
     seen: list[Any] = []
-    look = once_a_config(lambda config, *words: seen.append((config, words)) or len(seen))
+    look = once_per_config(lambda config, *words: seen.append((config, words)) or len(seen))
     found = [
         look({"a": 1, "b": 2}, "x", "y"),
         look({"b": 2, "a": 1}, "x", "y"),
@@ -661,7 +680,7 @@ def test_a_look_is_kept_by_the_config_and_every_word() -> None:
 def test_a_look_that_fails_is_not_kept() -> None:
     seen: list[int] = []
 
-    @once_a_config
+    @once_per_config
     def look(config: dict[str, Any]) -> int:
         seen.append(1)
         if len(seen) == 1:
@@ -673,7 +692,7 @@ def test_a_look_that_fails_is_not_kept() -> None:
     assert look({}) == 2 == look({})
 
 
-# Pieces of a remote file
+# Ranges of a remote file
 # ------------------------------------------------------------------------------------------
 
 
@@ -681,13 +700,13 @@ def test_a_look_that_fails_is_not_kept() -> None:
 def test_a_remote_file_is_the_same_in_any_pieces(
     monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
-    """However it is read: line by line, from the middle, from the end, past it."""
+    """The file is read line by line, from the middle, from the end, and past the end."""
     content = b"first line\nsecond\n\nthe fourth, which is longer than others\nlast"
     ranges: list[tuple[int, int]] = []
     monkeypatch.setattr(remote, "READ_AHEAD", ahead)
     monkeypatch.setattr(
         remote,
-        "fetch",
+        "fetch_range",
         lambda file, start, stop: ranges.append((start, stop)) or content[start:stop],
     )
     patience: Any = lambda where, attempt: attempt()  # noqa: E731

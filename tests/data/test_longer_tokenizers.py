@@ -1,5 +1,6 @@
-"""A tokenizer with more tokens than the model has embeddings: refused where the data hold such a
-token, and only there.
+"""A tokenizer with more tokens than the model has embeddings.
+
+Such a tokenizer is accepted. Data are rejected only if they contain a token without an embedding.
 """
 
 import dataclasses
@@ -10,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recipekit.data.masks import masks_of
-from recipekit.data.pairs import Pairs, encode_pair
+from recipekit.data.masking import make_token_masker
+from recipekit.data.pairs import PairProcessor, encode_pair
 from recipekit.data.processors import byte_tokenizer, check_tokenizer, fitting_tokenizer, pad_id
-from recipekit.data.request import request_of
+from recipekit.data.request import request_from_recipe
 from recipekit.data.stream import open_corpus
 from recipekit.runtime import corpus
+from recipekit.spec.errors import ConfigError, config_error
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal, refuse
 from recipekit.spec.task_specs import TASKS
 
 SAYS = (
@@ -52,8 +53,8 @@ def write(folder: Path, task: str, word: str) -> None:
 
 
 def read(recipe: Recipe, vocab_size: int = 264, **changes: Any) -> tuple[int, int]:
-    """Read every chunk; return (number of tokens, number of rows left out)."""
-    request = dataclasses.replace(request_of(recipe), **changes)
+    """Read every chunk; return (number of tokens, number of skipped rows)."""
+    request = dataclasses.replace(request_from_recipe(recipe), **changes)
     tokenizer = fitting_tokenizer(request, {"vocab_size": vocab_size})
     (reader,) = open_corpus(request, tokenizer).readers()
     chunks = list(reader.chunks(0, 0, 0))
@@ -66,10 +67,10 @@ def test_only_data_with_such_a_token_are_refused(tmp_path: Path, task: str) -> N
     write(tmp_path, task, "plain")
     assert read(recipe)[0] > 1000
     write(tmp_path, task, "<image>")
-    with pytest.raises(Refusal, match=SAYS):
+    with pytest.raises(ConfigError, match=SAYS):
         read(recipe)
     assert read(recipe, 265)[0] > 1000, "the tokens are kept now"
-    with pytest.raises(Refusal, match=SAYS):
+    with pytest.raises(ConfigError, match=SAYS):
         read(recipe)
 
 
@@ -77,37 +78,37 @@ def test_only_data_with_such_a_token_are_refused(tmp_path: Path, task: str) -> N
 def test_a_row_with_such_a_token_is_named_and_can_be_left_out(tmp_path: Path, task: str) -> None:
     recipe = recipe_of(tmp_path, task)
     write(tmp_path, task, "<image>")
-    with pytest.raises(Refusal, match=r"rows\.jsonl.*151.*contains token 264"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*151.*contains token 264"):
         read(recipe)
     without, bad = read(recipe, bad_rows="skip")
-    whole, none = read(recipe, 265)  # another model's tokens are kept beside them
+    whole, none = read(recipe, 265)  # tokens for a different model have a separate cache
     assert (bad, none) == (1, 0) and 0 < whole - without < whole // 50
-    with pytest.raises(Refusal, match="contains token 264"):
+    with pytest.raises(ConfigError, match="contains token 264"):
         read(recipe)
 
 
 def test_tokens_of_the_task_itself_need_an_embedding(tmp_path: Path) -> None:
-    """Padding does not: the end token fills rows instead.
+    """Padding needs no embedding, because the end token fills rows instead.
 
-    Hidden tokens are replaced by tokens with an embedding.
+    Masked tokens are replaced only with tokens that have an embedding.
     """
-    request = request_of(recipe_of(tmp_path, "masked_lm"))
+    request = request_from_recipe(recipe_of(tmp_path, "masked_lm"))
     tokenizer = fitting_tokenizer(request, {"vocab_size": 264})
-    masks = masks_of(request, tokenizer)
+    masks = make_token_masker(request, tokenizer)
     assert masks is not None and masks.special[264] and not masks.special[100]
     seen, _ = masks(np.full(20000, 65, np.int32), "key")
     assert seen.max() < 264
     tokenizer.mask_token = tokenizer.pad_token = "<image>"
     assert pad_id(tokenizer) == tokenizer.eos_token_id
-    with pytest.raises(Refusal, match="mask_token of --tokenizer: contains token 264"):
+    with pytest.raises(ConfigError, match="mask_token of --tokenizer: contains token 264"):
         check_tokenizer(tokenizer, "masked_lm")
 
 
 def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
     tokenizer = fitting_tokenizer(
-        request_of(recipe_of(tmp_path, "preference")), {"text_config": {"vocab_size": 264}}
+        request_from_recipe(recipe_of(tmp_path, "preference")), {"text_config": {"vocab_size": 264}}
     )
-    pairs = Pairs(tokenizer, 64, False)
+    pairs = PairProcessor(tokenizer, 64, False)
     row = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert encode_pair(pairs, row)[0] >= 1
     for name in row:
@@ -130,31 +131,35 @@ def test_a_pair_with_such_a_token_is_a_broken_row(tmp_path: Path) -> None:
 def test_a_longer_tokenizer_is_said_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, embeddings: int, notes: int
 ) -> None:
-    """For tasks that read tokens, also if the tokenizer is part of a processor.
+    """The message appears for tasks that read tokens, even if the tokenizer is part of a processor.
 
-    A refusal of the data is raised on all ranks.
+    A config error in the data is raised on all ranks.
     """
-    tokenizer: Any = fitting_tokenizer(request_of(recipe_of(tmp_path)), {"vocab_size": embeddings})
+    tokenizer: Any = fitting_tokenizer(
+        request_from_recipe(recipe_of(tmp_path)), {"vocab_size": embeddings}
+    )
     monkeypatch.setattr(
         corpus, "shared_problems", lambda refusal: refusal.problems if refusal else []
     )
     for name in ("open_corpus", "open_rows"):
-        monkeypatch.setattr(corpus, name, lambda *given: None)
+        monkeypatch.setattr(corpus, name, lambda *given: "opened")
     of_task = SimpleNamespace(
-        facts=TASKS[task], samples=None if TASKS[task].of_tokens else "samples"
+        spec=TASKS[task], samples=None if TASKS[task].reads_tokens else "samples"
     )
     line = (
         f"tokenizer: 265 tokens, but the model has embeddings for {embeddings}. Data with other"
         " tokens are refused"
     )
+    recipe, command = recipe_of(tmp_path, task), SimpleNamespace(tiny=False)
+    plan: Any = SimpleNamespace(recipe=recipe, command=command, day="")
     for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
         said: list[str] = []
-        corpus.check_data(recipe_of(tmp_path, task), of_task, processor, said.append)  # type: ignore[arg-type]
-        assert said == [line] * notes
+        opened: Any = corpus.check_data(plan, of_task, processor, said.append)  # type: ignore[arg-type]
+        assert opened == "opened" and said == [line] * notes
     monkeypatch.setattr(corpus, "open_corpus" if of_task.samples is None else "open_rows", refused)
-    with pytest.raises(Refusal, match="no such data"):
-        corpus.check_data(recipe_of(tmp_path, task), of_task, tokenizer, said.append)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no such data"):
+        corpus.check_data(plan, of_task, tokenizer, said.append)  # type: ignore[arg-type]
 
 
 def refused(*given: Any) -> None:
-    raise refuse("--dataset", "no such data", "give some")
+    raise config_error("--dataset", "no such data", "give some")

@@ -1,14 +1,12 @@
-"""Files with the byte order mark that Windows' editors write: a tokenizer's folder is read as
-without it.
-"""
+"""Files with Windows editors' byte order mark, which must not change a tokenizer."""
 
 import codecs
 from pathlib import Path
 
 import pytest
-from recipekit.architectures.small_files import without_marks
+from recipekit.architectures.small_files import without_bom
 from recipekit.data.processors import byte_tokenizer, load_tokenizer
-from recipekit.model.small_files import _read
+from recipekit.model.small_files import _add_files
 
 MARKED = [
     "config.json",
@@ -49,10 +47,10 @@ def test_exports_and_copies_have_no_mark(model: Path, tmp_path: Path) -> None:
         codecs.BOM_UTF8 + (model / "tokenizer_config.json").read_bytes()
     )
     contents: dict[str, bytes] = {}
-    _read(tmp_path, lambda name: True, contents, [])
+    _add_files(tmp_path, lambda name: True, contents, [])
     assert contents == {"tokenizer_config.json": (model / "tokenizer_config.json").read_bytes()}
 
 
 def test_a_folder_without_a_mark_is_not_copied(model: Path) -> None:
-    with without_marks(model) as folder:
+    with without_bom(model) as folder:
         assert folder is model

@@ -1,21 +1,22 @@
-"""A request has the values of its recipe, and the defaults of all recipes."""
+"""A request must have the values of its recipe, and the same defaults as recipes."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recipekit.data.columns import absent_column, columns_read
-from recipekit.data.request import Request, Sizes, request_of
+from cases import rows
+from recipekit.data.columns import columns_to_read, missing_column
+from recipekit.data.request import Request, Sizes, request_from_recipe
 from recipekit.runtime import corpus
 from recipekit.spec.recipe import Recipe
 
 
 def test_values_and_defaults_are_those_of_the_recipe():
-    assert request_of(Recipe(model="x")) == Request(model="x")
+    assert request_from_recipe(Recipe(model="x")) == Request(model="x")
     changed: dict[str, Any] = {
         "dataset": "a.jsonl",
         "task": "sft",
@@ -26,7 +27,7 @@ def test_values_and_defaults_are_those_of_the_recipe():
         "global_batch": 6,
         "eval_rows": 5,
     }
-    request = request_of(Recipe(model="x", **changed))
+    request = request_from_recipe(Recipe(model="x", **changed))
     assert request == Request(model="x", **changed) and asdict(request).items() >= changed.items()
     assert request.skip and request.columns == ("messages",)
     assert (
@@ -83,62 +84,75 @@ PAIR_COLUMNS = ("prompt", "chosen", "rejected")
     ],
 )
 def test_columns_that_a_task_reads(task, columns, names, expected):
-    assert columns_read(task, columns, names) == expected
+    assert columns_to_read(task, columns, names) == expected
+
+
+@dataclass(frozen=True)
+class MissingColumn:
+    """A task's columns, a row's columns, and the beginnings of the rule and the fix."""
+
+    task: str
+    columns: tuple[str, ...]
+    names: list[str]
+    rule: str | None
+    fix: str | None
 
 
 @pytest.mark.parametrize(
     "task, columns, names, rule, fix",
-    [
-        ("sft", ("messages",), ["prompt", "completion"], None, None),
-        (
-            "sft",
-            ("talk",),
-            ["messages"],
-            "has no column 'talk', only 'messages'",
-            "name the column with --messages_field. If only this row differs, correct it",
+    rows(
+        MissingColumn(
+            task="sft", columns=("messages",), names=["prompt", "completion"], rule=None, fix=None
         ),
-        (
-            "pretrain",
-            ("text",),
-            ["conversations"],
-            "has no column 'text'",
-            (
+        MissingColumn(
+            task="sft",
+            columns=("talk",),
+            names=["messages"],
+            rule="has no column 'talk', only 'messages'",
+            fix="name the column with --messages_field. If only this row differs, correct it",
+        ),
+        MissingColumn(
+            task="pretrain",
+            columns=("text",),
+            names=["conversations"],
+            rule="has no column 'text'",
+            fix=(
                 "use --task sft, which reads such rows (ShareGPT (conversations)), or name a text"
                 " column"
             ),
         ),
-        (
-            "masked_lm",
-            ("text",),
-            ["prompt", "completion"],
-            "has no column 'text'",
-            "use --task sft, which reads such rows (prompts and completions), or",
+        MissingColumn(
+            task="masked_lm",
+            columns=("text",),
+            names=["prompt", "completion"],
+            rule="has no column 'text'",
+            fix="use --task sft, which reads such rows (prompts and completions), or",
         ),
-        (
-            "pretrain",
-            ("text",),
-            ["prompt"],
-            "has no column 'text', only 'prompt'",
-            "name the column with --text_field. If only this row differs, correct it",
+        MissingColumn(
+            task="pretrain",
+            columns=("text",),
+            names=["prompt"],
+            rule="has no column 'text', only 'prompt'",
+            fix="name the column with --text_field. If only this row differs, correct it",
         ),
-        (
-            "reward",
-            PAIR_COLUMNS,
-            ["messages", "prompt", "chosen"],
-            "has no column 'rejected'",
-            "name the column with --rejected_field. If only this row differs, correct it",
+        MissingColumn(
+            task="reward",
+            columns=PAIR_COLUMNS,
+            names=["messages", "prompt", "chosen"],
+            rule="has no column 'rejected'",
+            fix="name the column with --rejected_field. If only this row differs, correct it",
         ),
-        (
-            "reward",
-            PAIR_COLUMNS,
-            ["chosen", "rejected"],
-            "has no column 'prompt'",
-            "name the column with --prompt_field, or --prompt_field '' if both",
+        MissingColumn(
+            task="reward",
+            columns=PAIR_COLUMNS,
+            names=["chosen", "rejected"],
+            rule="has no column 'prompt'",
+            fix="name the column with --prompt_field, or --prompt_field '' if both",
         ),
-    ],
+    ),
 )
 def test_a_missing_column_is_named_with_what_reads_such_rows(task, columns, names, rule, fix):
-    found = absent_column(task, columns, iter(names))
+    found = missing_column(task, columns, iter(names))
     assert (found is None) == (rule is None)
     assert not found or (found[0].startswith(rule) and found[1].startswith(fix))
 
@@ -149,9 +163,9 @@ def test_day_of_a_run_is_the_day_of_its_first_start(
     (tmp_path / "run.json").write_text(json.dumps({"date": "2026-03-04"}))
     monkeypatch.setattr(corpus, "date", SimpleNamespace(today=lambda: date(2031, 5, 6)))
     assert (
-        corpus.first_day(tmp_path),
-        corpus.first_day(None),
-        corpus.first_day(tmp_path / "x" / "y" / "z"),
+        corpus.first_start_date(tmp_path),
+        corpus.first_start_date(None),
+        corpus.first_start_date(tmp_path / "x" / "y" / "z"),
     ) == ("2026-03-04", "2031-05-06", "2031-05-06")
     for tiny in (False, True):
         plan: Any = SimpleNamespace(

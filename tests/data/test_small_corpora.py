@@ -1,6 +1,4 @@
-"""Corpora so small that no document falls into the held-out 1 %, or that have no document at
-all.
-"""
+"""Corpora without any document in the held-out 1 %, and corpora without any document at all."""
 
 import json
 from functools import partial
@@ -12,21 +10,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from recipekit.data.batching import DataRank
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_rows, eval_samples
-from recipekit.data.lanes import DataRank
-from recipekit.data.pairs import Pairs
+from recipekit.data.pairs import PairProcessor
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
-from recipekit.data.sameness import OtherData
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.stream import open_corpus, open_stream
-from recipekit.plan import make_plan
+from recipekit.data.stream_state import StreamMismatch
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task import IGNORE
-from recipekit.tasks.find import task_called
+from recipekit.tasks.find import load_task
 
 TOKENIZER = byte_tokenizer()
 
@@ -44,7 +42,7 @@ def request(dataset: object, **more: Any) -> Request:
 
 
 def trained_and_evaluated(asked: Request, steps: int = 40) -> tuple[str, str, list[str]]:
-    """(the text of `steps` steps, the text of the evaluation, the printed lines)."""
+    """Return (text of `steps` training steps, text of the evaluation, printed lines)."""
     said: list[str] = []
     stream = open_stream(asked, TOKENIZER, rank=DataRank(1, 0), say=said.append)
     batches = [batch for _ in range(steps) for batch in next(stream)[0]]
@@ -72,7 +70,7 @@ def numbers_in(text: str) -> set[str]:
 
 
 def test_one_document_of_a_book_is_held_out(tmp_path: Path) -> None:
-    """400 KB of text are cut into 13 documents."""
+    """400 KB of text are split into 13 documents."""
     asked = request(book(tmp_path, 18_000), seq_len=256, global_batch=16, eval_rows=1000)
     trained, evaluated, said = trained_and_evaluated(asked, 120)
     seen, held_out = numbers_in(trained), numbers_in(evaluated)
@@ -165,7 +163,7 @@ def test_pairs(tmp_path: Path) -> None:
         {"prompt": f"question {number}", "chosen": "yes", "rejected": "no"} for number in range(4)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task, pairs = task_called("reward"), Pairs(TOKENIZER, 64, False)
+    task, pairs = load_task("reward"), PairProcessor(TOKENIZER, 64, False)
     assert task.samples and not any(is_held_out(row) for row in rows)
     asked = request(tmp_path / "rows.jsonl", task="reward")
     stream = open_samples(asked, pairs, task.samples, rank=DataRank(1, 0))
@@ -188,11 +186,13 @@ def test_one_row_that_cannot_be_cut_is_refused_before_the_model(tmp_path: Path, 
     row = chat(1) | {"prompt": "question", "chosen": "yes", "rejected": "no"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     pairs = partial(
-        open_rows, samples=task_called("reward").samples, processor=Pairs(TOKENIZER, 64, False)
+        open_rows,
+        samples=load_task("reward").samples,
+        processor=PairProcessor(TOKENIZER, 64, False),
     )
     opened: Any = pairs if task == "reward" else partial(open_corpus, tokenizer=TOKENIZER)
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"row 1: is the only document, and evaluation requires a second one.*\. Add more data,"
             r" or use --eval_every 0"
@@ -214,7 +214,7 @@ def test_data_without_text_are_refused_before_the_model(
         ("d.json", '{"text": " "}\n'),
     ):
         (tmp_path / name).write_text(content)
-        with pytest.raises(Refusal, match=r"contains no (document to train on|rows)|is empty"):
+        with pytest.raises(ConfigError, match=r"contains no (document to train on|rows)|is empty"):
             open_corpus(request(tmp_path / name, eval_every=eval_every, bad_rows=skip), TOKENIZER)
 
 
@@ -237,7 +237,7 @@ def test_without_evaluation_nothing_is_held_out_and_a_resume_keeps_the_choice(
         )
         assert [batch["input_ids"].tolist() for _ in range(3) for batch in next(again)[0]] == rest
         again.close()
-    with pytest.raises(OtherData):
+    with pytest.raises(StreamMismatch):
         file.write_text(file.read_text() + "and more")
         open_stream(request(file), TOKENIZER, rank=DataRank(1, 0), state=state)
 
@@ -293,11 +293,11 @@ def test_a_dry_run_refuses_small_files_without_text(tmp_path: Path, skip: str) -
             bad_rows=skip,
         )
         with pytest.raises(
-            Refusal, match=r"contains no document: every row is empty .*\. Use other data"
+            ConfigError, match=r"contains no document: every row is empty .*\. Use other data"
         ):
-            make_plan(parse(recipe, Path("mine.py"), ["--dry_run"]))
+            resolve_run(parse(recipe, Path("mine.py"), ["--dry_run"]))
     (tmp_path / "c.jsonl").write_text(contents["c.jsonl"] + '{"text": "words"}\n')
-    make_plan(
+    resolve_run(
         parse(
             Recipe(
                 model="recipekit/llama-nano",

@@ -1,10 +1,13 @@
-"""A local folder is read as `datasets.load_dataset(FOLDER)` reads it: the same rows for a split and
-a subset, or a refusal in one line.
+"""Local folders are read in the same way as by `datasets.load_dataset(FOLDER)`.
+
+A split and a subset must contain the same rows; otherwise the folder is rejected with a one-line
+error.
 """
 
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +15,17 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cases import rows
 from PIL import Image
 from pool import ROOT
 from recipekit.data.files import folder_classes, local_files
 from recipekit.data.mixture import Domain, domains_of
 from recipekit.data.request import Request
 from recipekit.data.sources import open_source
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 
 CLONE = (
     "data/train-00000-of-00002.parquet data/train-00001-of-00002.parquet"
@@ -34,8 +38,9 @@ TWO = (
 
 
 def write(folder: Path, names: str, readme: str = "") -> None:
-    """Write files with three rows each, whose text is the file's name and a number, and a README
-    with `configs`.
+    """Write files of three rows, each with the file's name and a number as text, and a README.
+
+    The README contains `configs`.
     """
     for name in names.split():
         path, rows = folder / name, [f"{name} {number}" for number in range(3)]
@@ -51,7 +56,7 @@ def write(folder: Path, names: str, readme: str = "") -> None:
 
 
 def rows_of(dataset: Path | str, split: str = "train", subset: str = "") -> list[Any]:
-    """Return all texts that a run would read, in their order in the files."""
+    """Return all texts that a run would read, in file order."""
     request = Request(dataset=str(dataset), split=split, subset=subset)
     source = open_source(request, Domain("", str(dataset), subset), patience=None)  # type: ignore[arg-type]
     found = []
@@ -73,7 +78,9 @@ def theirs(folder: Path, split: str = "train", subset: str = "") -> list[Any]:
 
 
 def same_rows(folder: Path, split: str = "train", subset: str = "") -> None:
-    """Compare lines: a text file is one document here, and there a row for each line."""
+    """Check that the lines are equal. `datasets` reads a text file as many rows, and a run as one
+    row.
+    """
     ours, wanted = (
         sorted(line for row in rows for line in row.splitlines())
         for rows in (rows_of(folder, split, subset), theirs(folder, split, subset))
@@ -114,7 +121,7 @@ def test_names_give_the_splits(tmp_path: Path, names: str, splits: str) -> None:
     write(tmp_path / "folder", names)
     for split in splits.split():
         same_rows(tmp_path / "folder", split)
-    with pytest.raises(Refusal, match="does not have this split, only"):
+    with pytest.raises(ConfigError, match="does not have this split, only"):
         local_files(str(tmp_path / "folder"), split="nothing")
 
 
@@ -160,76 +167,101 @@ def test_the_readme_gives_the_splits_and_subsets(
         same_rows(tmp_path / "folder", *case.split(":"))
 
 
+@dataclass(frozen=True)
+class RefusedReadme:
+    """A README.md's header, the flags of a run, and the error message."""
+
+    readme: str
+    split: str
+    subset: str
+    says: str
+
+
 @pytest.mark.parametrize(
     ("readme", "split", "subset", "says"),
-    [
-        (
-            TWO.format("en", "a*", "b*") + TWO.format("de", "a*", "b*"),
-            "train",
-            "",
-            "several subsets and no default: en, de. Choose one with --subset",
+    rows(
+        RefusedReadme(
+            readme=TWO.format("en", "a*", "b*") + TWO.format("de", "a*", "b*"),
+            split="train",
+            subset="",
+            says="several subsets and no default: en, de. Choose one with --subset",
         ),
-        (
-            TWO.format("en", "a*", "b*"),
-            "train",
-            "fr",
-            "--subset fr: is not in .*which has the subsets en. Use --subset en",
+        RefusedReadme(
+            readme=TWO.format("en", "a*", "b*"),
+            split="train",
+            subset="fr",
+            says="--subset fr: is not in .*which has the subsets en. Use --subset en",
         ),
-        (
-            "",
-            "train",
-            "fr",
-            (
+        RefusedReadme(
+            readme="",
+            split="train",
+            subset="fr",
+            says=(
                 "--subset fr: is not in .*which has no subsets: its README.md names no configs."
                 " Omit --subset"
             ),
         ),
-        (
-            TWO.format("en", "a*", "b*"),
-            "validation",
-            "",
-            "--split validation: .*does not have this split, only train, test. Use --split train",
+        RefusedReadme(
+            readme=TWO.format("en", "a*", "b*"),
+            split="validation",
+            subset="",
+            says=(
+                "--split validation: .*does not have this split, only train, test. Use --split"
+                " train"
+            ),
         ),
-        (
-            TWO.format("en", "a*", "lost.jsonl"),
-            "train",
-            "",
-            "names lost.jsonl for its split test, but that file does not exist",
+        RefusedReadme(
+            readme=TWO.format("en", "a*", "lost.jsonl"),
+            split="train",
+            subset="",
+            says="names lost.jsonl for its split test, but that file does not exist",
         ),
-        (
-            TWO.format("en", "lost*", "gone*"),
-            "train",
-            "",
-            "no file matches the data_files of README.md for its subset en",
+        RefusedReadme(
+            readme=TWO.format("en", "lost*", "gone*"),
+            split="train",
+            subset="",
+            says="no file matches the data_files of README.md for its subset en",
         ),
-        (
-            TWO.format("en", "https://a.b/c.jsonl", "b*"),
-            "train",
-            "",
-            "names https://a.b/c.jsonl, which is not in the folder",
+        RefusedReadme(
+            readme=TWO.format("en", "https://a.b/c.jsonl", "b*"),
+            split="train",
+            subset="",
+            says="names https://a.b/c.jsonl, which is not in the folder",
         ),
-        (TWO.format("en", "../a.jsonl", "b*"), "train", "", "which is not in the folder"),
-        (
-            "- config_name: en\n  data_files: a.jsonl\n  field: rows\n",
-            "train",
-            "",
-            "sets field for its subset en, which is not supported",
+        RefusedReadme(
+            readme=TWO.format("en", "../a.jsonl", "b*"),
+            split="train",
+            subset="",
+            says="which is not in the folder",
         ),
-        (
-            "- config_name: en\n  data_files:\n  - part: a.jsonl\n",
-            "train",
-            "",
-            "has data_files that cannot be read",
+        RefusedReadme(
+            readme="- config_name: en\n  data_files: a.jsonl\n  field: rows\n",
+            split="train",
+            subset="",
+            says="sets field for its subset en, which is not supported",
         ),
-        ("- {config_name: [\n", "train", "", "the header of README.md cannot be read"),
-        ("- 3\n", "train", "", "the header of README.md cannot be read"),
-    ],
+        RefusedReadme(
+            readme="- config_name: en\n  data_files:\n  - part: a.jsonl\n",
+            split="train",
+            subset="",
+            says="has data_files that cannot be read",
+        ),
+        RefusedReadme(
+            readme="- {config_name: [\n",
+            split="train",
+            subset="",
+            says="the header of README.md cannot be read",
+        ),
+        RefusedReadme(
+            readme="- 3\n", split="train", subset="", says="the header of README.md cannot be read"
+        ),
+    ),
 )
 def test_a_readme_that_cannot_be_followed_is_refused(
     tmp_path: Path, readme: str, split: str, subset: str, says: str
 ) -> None:
     write(tmp_path / "folder", "a.jsonl b.jsonl", readme)
-    with pytest.raises(Refusal, match=says) as refusal:
+    with pytest.raises(ConfigError, match=says) as refusal:
         local_files(str(tmp_path / "folder"), split=split, subset=subset)
     assert len(str(refusal.value).splitlines()) == 1
 
@@ -243,7 +275,7 @@ def saved(rows: int) -> datasets.Dataset:
 
 
 def test_a_saved_data_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    """A cache of `datasets` in the folder holds rows that are not the data set's."""
+    """The folder also contains a `datasets` cache file whose rows are not part of the data set."""
     saved(5).save_to_disk(tmp_path / "one", num_shards=2)
     shutil.copy(
         tmp_path / "one" / "data-00000-of-00002.arrow", tmp_path / "one" / "cache-0123.arrow"
@@ -251,7 +283,7 @@ def test_a_saved_data_set_is_read_as_it_was_saved(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "one") == datasets.load_from_disk(str(tmp_path / "one"))["text"][:]
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"state\.json names data-00001-of-00002\.arrow, but that file does not exist\. Copy the"
             r" whole folder again"
@@ -266,12 +298,12 @@ def test_a_saved_dictionary_has_its_splits(tmp_path: Path) -> None:
     for split in ("train", "extra_test"):
         assert rows_of(folder, split) == datasets.load_from_disk(str(folder))[split]["text"][:]
     with pytest.raises(
-        Refusal, match=r"--split test: .* only train, extra_test\. Use --split train"
+        ConfigError, match=r"--split test: .* only train, extra_test\. Use --split train"
     ):
         local_files(str(folder), split="test")
     shutil.rmtree(folder / "extra_test")
     with pytest.raises(
-        Refusal, match=r"dataset_dict\.json names the split extra_test, which does not exist"
+        ConfigError, match=r"dataset_dict\.json names the split extra_test, which does not exist"
     ):
         local_files(str(folder))
 
@@ -295,9 +327,7 @@ def test_other_files_named_state_are_data(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
-    """`datasets` does not follow links to folders, so it reads a copy with the files in place of
-    the links.
-    """
+    """`datasets` does not follow links to folders, so `datasets` reads a copy without links."""
     write(tmp_path / "disk", "a.jsonl train/b.jsonl train/c/d.jsonl")
     write(tmp_path / "folder", "test/e.jsonl train/f.jsonl")
     (tmp_path / "folder" / "train" / "g.jsonl").symlink_to(tmp_path / "disk" / "a.jsonl")
@@ -320,7 +350,7 @@ def test_links_are_followed_and_circles_end(tmp_path: Path) -> None:
     )
 
 
-# Pictures and sound
+# Images and sound
 # -----------------------------------------------------------------------------------------------
 
 
@@ -331,7 +361,7 @@ def pictures(folder: Path, names: str) -> None:
 
 
 def labelled(folder: Path, split: str) -> list[tuple[str, str]]:
-    """Return the class and the color of each picture that a run would read."""
+    """Return the class and the color of each image that a run would read."""
     dataset = str(folder)
     request = Request(dataset=dataset, split=split, task="image_classification")
     source = open_source(request, Domain("", dataset), patience=None)  # type: ignore[arg-type]
@@ -364,7 +394,7 @@ def test_pictures_have_the_splits_and_classes_of_datasets(
 ) -> None:
     pictures(tmp_path / "real", names)
     (tmp_path / "folder").mkdir()
-    # the folder holds links only, as some make a subset of ImageNet
+    # The folder contains only links, as in some subsets of ImageNet.
     for child in (tmp_path / "real").iterdir():
         (tmp_path / "folder" / child.name).symlink_to(child)
     for split in splits.split():
@@ -381,7 +411,7 @@ def test_pictures_have_the_splits_and_classes_of_datasets(
 
 
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
-    """`datasets` would read the class bullet_train only."""
+    """`datasets` would read only the class bullet_train."""
     pictures(tmp_path, "bullet_train/a.png cat/b.png")
     assert folder_classes(str(tmp_path)) == ["bullet_train", "cat"]
 
@@ -441,7 +471,7 @@ def test_folders_of_other_kinds_are_refused(
         task=task,
         **({} if task == "image_classification" else {"tokenizer": "bytes"}),
     )
-    with pytest.raises(Refusal, match=says) as refusal:
+    with pytest.raises(ConfigError, match=says) as refusal:
         planned(tmp_path, recipe=recipe)
     assert says.partition(",")[0].replace("\\", "") in str(refusal.value)
 
@@ -460,7 +490,7 @@ OWN = Recipe(
 
 
 def planned(dataset: Path | str, *flags: str, recipe: Recipe = OWN) -> Any:
-    return make_plan(
+    return resolve_run(
         parse(
             recipe,
             ROOT / "recipes" / "llama_nano_zero2.py",
@@ -488,7 +518,7 @@ def test_split_and_subset_of_the_file_belong_to_its_own_data_set(tmp_path: Path)
         "belong" in note for note in plan.notes
     )
     assert not any("belong" in note for note in planned("builtin").notes)
-    plan = planned("ORG/NAME")  # its own, typed
+    plan = planned("ORG/NAME")  # the recipe's own data set, given on the command line
     assert (plan.recipe.split, plan.recipe.subset) == ("train_sft", "de")
 
 
@@ -545,7 +575,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(
     tmp_path: Path, dataset: str, flags: tuple[str, ...], says: str
 ) -> None:
     write(tmp_path, "folder/train.jsonl folder/test.jsonl only/test/a.jsonl")
-    with pytest.raises(Refusal, match=says):
+    with pytest.raises(ConfigError, match=says):
         planned(dataset.format(tmp=tmp_path), *flags)
 
 
@@ -598,8 +628,10 @@ def test_each_folder_of_a_mixture_may_have_its_subset(tmp_path: Path) -> None:
 
 
 def test_relative_and_absolute_files_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file with two names is read once; files that are all relative, or all absolute, keep the
-    names of earlier runs.
+    """A file that is listed under two names is read once.
+
+    If all paths are relative, or all absolute, the files keep the names that older versions
+    recorded.
     """
     write(tmp_path, "here/a.jsonl there/b.jsonl")
     monkeypatch.chdir(tmp_path / "here")
@@ -619,10 +651,10 @@ def test_relative_and_absolute_files_mix(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
-    """It recorded the split and subset of the recipe's file, which were not read for local data."""
+    """Older versions recorded the recipe's split and subset although local data ignored them."""
     write(tmp_path, "a.jsonl")
     out, identity = tmp_path / "run", planned(tmp_path / "a.jsonl").recipe
-    from recipekit.spec.run_folder import identity as identity_of
+    from recipekit.spec.run_folder import run_identity as identity_of
 
     out.mkdir()
     before = identity_of(identity, None) | {"split": "train_sft", "subset": "de"}
@@ -631,16 +663,14 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path) -> None:
     (out / "run.json").write_text(
         json.dumps({"identity": before | {"split": "other"}, "recipe": {}})
     )
-    with pytest.raises(Refusal, match=r"split = train: the run in .* has other"):
-        # of a start: a dry run refuses no older run
+    with pytest.raises(ConfigError, match=r"split = train: the run in .* has other"):
+        # Only a start rejects an older run; a dry run does not.
         flags = ["--dataset", str(tmp_path / "a.jsonl"), "--out", str(out)]
-        make_plan(parse(OWN, ROOT / "recipes" / "llama_nano_zero2.py", flags))
+        resolve_run(parse(OWN, ROOT / "recipes" / "llama_nano_zero2.py", flags))
 
 
 def test_an_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process of the tests may read everything, so the operating system's answer is made
-    here.
-    """
+    """The tests may run as root, which can read everything, so the error is simulated."""
     write(tmp_path / "folder", "a.jsonl closed/b.jsonl")
     real = os.scandir
 

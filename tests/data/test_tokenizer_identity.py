@@ -1,4 +1,4 @@
-"""The hash of a tokenizer, and tokenizers of other alphabets in every task."""
+"""A tokenizer's hash, and tokenizers with unusual alphabets in every task."""
 
 import contextlib
 import json
@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 from alphabets import ALPHABETS
-from recipekit.data.lanes import DataRank
+from recipekit.data.batching import DataRank
 from recipekit.data.processors import byte_tokenizer, edges, encode
 from recipekit.data.request import Request, Sizes
-from recipekit.data.sameness import OtherData
 from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
-from recipekit.data.tokenizer_identity import former_identity, identity_of
-from recipekit.spec.refusal import Refusal
+from recipekit.data.stream_state import StreamMismatch
+from recipekit.data.tokenizer_identity import hash_tokenizer, legacy_tokenizer_hash
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.task import IGNORE
 from recipekit.spec.task_specs import TASKS
-from recipekit.tasks.find import task_called
+from recipekit.tasks.find import load_task
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
@@ -49,7 +49,7 @@ def first_step(
     embeddings: int = 0,
     **changes: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """The tensors of a run's first micro-batch, and its state after that step."""
+    """Return the tensors of a run's first micro-batch, and its state after that step."""
     tokenizer.save_pretrained(folder / "tokenizer")
     request = Request(
         **{
@@ -64,7 +64,7 @@ def first_step(
             **changes,
         }
     )
-    of_task = task_called(task)
+    of_task = load_task(task)
     processor = of_task.processor(request, {"vocab_size": embeddings or len(tokenizer)})
     if of_task.samples:
         stream = open_samples(request, processor, of_task.samples, rank=DataRank(1, 0), state=state)
@@ -119,7 +119,7 @@ def test_a_vocabulary_of_special_tokens_alone_has_no_edges_by_error() -> None:
 
 @pytest.mark.parametrize("name", ["molecules", "music", "proteins"])
 def test_a_text_without_a_token_is_refused_with_its_row(tmp_path: Path, name: str) -> None:
-    """These models have no token for unknown parts, and the library raises a plain Exception."""
+    """Such models have no token for unknown text, and the library raises a plain Exception."""
     alphabet = ALPHABETS[name]()
     assert "input_ids" in encode(alphabet.tokenizer, [alphabet.row])
     for task in OF_TEXT:
@@ -129,7 +129,7 @@ def test_a_text_without_a_token_is_refused_with_its_row(tmp_path: Path, name: st
         file.write_text("\n".join(lines) + "\n")
         changes = {"global_batch": 60, "micro_batch": 60} if TASKS[task].pairs else {}
         with pytest.raises(
-            Refusal,
+            ConfigError,
             match=(
                 r"row 7.*the tokenizer cannot encode part of this text and has no token for unknown"
                 r" text"
@@ -197,21 +197,25 @@ def test_a_tokenizer_is_another_one_by_each_part(change: str) -> None:
     CHANGES[change](other)
     for task in OF_TEXT:
         assert (
-            identity_of(first, task)
-            == identity_of(plain_tokenizer(), task)
-            != identity_of(other, task)
+            hash_tokenizer(first, task)
+            == hash_tokenizer(plain_tokenizer(), task)
+            != hash_tokenizer(other, task)
         )
 
 
 def test_parts_of_some_tasks_count_for_these() -> None:
-    """The chat template of tasks that render chats; the mask and the set of special tokens of
-    masked_lm.
+    """Some parts of a tokenizer change the hash for only some tasks.
+
+    - The chat template matters for tasks that render chats.
+    - The mask token and the set of special tokens matter for masked_lm.
     """
     first, template, mask = plain_tokenizer(), plain_tokenizer(), plain_tokenizer()
     template.chat_template = (template.chat_template or "") + " "
     mask.mask_token = "<|reserved_0|>"
     differ = {
-        task: [identity_of(first, task) != identity_of(other, task) for other in (template, mask)]
+        task: [
+            hash_tokenizer(first, task) != hash_tokenizer(other, task) for other in (template, mask)
+        ]
         for task in OF_TEXT
     }
     assert differ == {
@@ -223,7 +227,7 @@ def test_parts_of_some_tasks_count_for_these() -> None:
     }
     special = plain_tokenizer()
     special.add_special_tokens({"extra_special_tokens": ["<|note|>"]})
-    assert identity_of(special, "masked_lm") != identity_of(first, "masked_lm")
+    assert hash_tokenizer(special, "masked_lm") != hash_tokenizer(first, "masked_lm")
 
 
 def test_a_resume_of_masked_tokens_needs_as_many_embeddings(tmp_path: Path) -> None:
@@ -233,13 +237,13 @@ def test_a_resume_of_masked_tokens_needs_as_many_embeddings(tmp_path: Path) -> N
         write(tmp_path / "rows.jsonl", "masked_lm", "x y"),
     )
     _, state = first_step(tmp_path, "masked_lm", tokenizer, file)
-    with pytest.raises(OtherData, match="vocabulary = 264: the saved data stream has 265"):
+    with pytest.raises(StreamMismatch, match="vocabulary = 264: the saved data stream has 265"):
         first_step(tmp_path, "masked_lm", tokenizer, file, state, embeddings=264)
 
 
 def test_what_changes_no_token_is_not_in_the_hash(tmp_path: Path) -> None:
     first = plain_tokenizer()
-    expected = {task: identity_of(first, task) for task in OF_TEXT}
+    expected = {task: hash_tokenizer(first, task) for task in OF_TEXT}
     first(["a", "longer"], padding=True, truncation=True, max_length=3)
     first.padding_side, first.model_max_length = "left", 17
     folders = tmp_path / "one", tmp_path / "elsewhere" / "ü"
@@ -251,11 +255,11 @@ def test_what_changes_no_token_is_not_in_the_hash(tmp_path: Path) -> None:
             content["model"]["vocab"] = dict(reversed(content["model"]["vocab"].items()))
         file.write_text(json.dumps(dict(reversed(content.items())), indent=7))
     program = (
-        "import sys; from recipekit.data.tokenizer_identity import identity_of; from transformers"
-        " import AutoTokenizer\n"
+        "import sys; from recipekit.data.tokenizer_identity import hash_tokenizer; from"
+        " transformers import AutoTokenizer\n"
     )
     program += (
-        "print(*(identity_of(AutoTokenizer.from_pretrained(sys.argv[1]), task) for task in"
+        "print(*(hash_tokenizer(AutoTokenizer.from_pretrained(sys.argv[1]), task) for task in"
         f" {OF_TEXT}))"
     )
     there = subprocess.run(
@@ -267,11 +271,11 @@ def test_what_changes_no_token_is_not_in_the_hash(tmp_path: Path) -> None:
     )
     assert there.stdout.split() == list(expected.values())
     for tokenizer in (first, *map(AutoTokenizer.from_pretrained, folders)):
-        assert {task: identity_of(tokenizer, task) for task in OF_TEXT} == expected
+        assert {task: hash_tokenizer(tokenizer, task) for task in OF_TEXT} == expected
 
 
 class Letters(PreTrainedTokenizer):
-    """A tokenizer in Python, with one token for each letter and an option."""
+    """A tokenizer written in Python, with one token for each letter and one option."""
 
     vocab_files_names = {"vocab_file": "letters.txt"}  # noqa: RUF012
 
@@ -309,7 +313,7 @@ def test_a_tokenizer_in_python_is_known_by_its_vocabulary_and_options(tmp_path: 
     def letters(folder: str, content: str, **more: Any) -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "letters.txt").write_text(content)
-        return identity_of(
+        return hash_tokenizer(
             Letters(str(tmp_path / folder / "letters.txt"), eos_token="E", **more), "pretrain"
         )
 
@@ -329,14 +333,12 @@ def test_a_tokenizer_in_python_is_known_by_its_vocabulary_and_options(tmp_path: 
     assert edges(Letters(str(tmp_path / "two" / "letters.txt"), eos_token="E")) == ([], [])
 
 
-# Kept tokens and resumes
+# Cached tokens and resumes
 # ------------------------------------------------------------------------------------------
 
 
 def tokenizers_of_one_size() -> list[Any]:
-    """Tokenizers that give the same tokens for most texts, as many tokens, and the same special
-    ids.
-    """
+    """Return tokenizers with equal lengths and special ids and, for most texts, equal tokens."""
     first, second, third = plain_tokenizer(), plain_tokenizer(), plain_tokenizer()
     renamed_token(second)
     swapped_tokens(third)
@@ -369,7 +371,7 @@ def test_tokens_of_another_tokenizer_are_neither_read_nor_resumed(
     assert seen[0] != seen[1] and seen[0] != seen[2] and seen[1] != seen[2]
     first, second, _ = tokenizers_of_one_size()
     with pytest.raises(
-        OtherData, match=r"^--tokenizer: must match the tokenizer of the saved run"
+        StreamMismatch, match=r"^--tokenizer: must match the tokenizer of the saved run"
     ) as refused:
         first_step(tmp_path / "resumed", task, second, file, states[0], seq_len=120)
     assert len(refused.value.problems) == 1
@@ -386,20 +388,20 @@ def test_a_run_of_an_older_version_is_resumed_with_the_check_that_it_recorded(
     changes: dict[str, Any] = {"seq_len": 96}
     _, state = first_step(tmp_path, task, tokenizer, file, **changes)
     recorded = (
-        str(tmp_path / "tokenizer") if TASKS[task].pairs else former_identity(tokenizer, task)
+        str(tmp_path / "tokenizer") if TASKS[task].pairs else legacy_tokenizer_hash(tokenizer, task)
     )
     older = state | {"identity": state["identity"] | {"tokenizer": recorded}}
     _, after = first_step(tmp_path, task, tokenizer, file, older, **changes)
-    assert after["identity"]["tokenizer"] == identity_of(tokenizer, task)
+    assert after["identity"]["tokenizer"] == hash_tokenizer(tokenizer, task)
     wrong = state | {"identity": state["identity"] | {"tokenizer": "0123456789abcdef"}}
-    with pytest.raises(OtherData, match="must match the tokenizer of the saved run"):
+    with pytest.raises(StreamMismatch, match="must match the tokenizer of the saved run"):
         first_step(tmp_path, task, tokenizer, file, wrong, **changes)
 
 
 def test_a_recorded_sample_is_what_older_versions_hashed() -> None:
-    """The values are of commit 2fdcf48."""
-    assert [former_identity(byte_tokenizer(), task) for task in ("pretrain", "sft")] == [
+    """The values come from commit 2fdcf48."""
+    assert [legacy_tokenizer_hash(byte_tokenizer(), task) for task in ("pretrain", "sft")] == [
         "8f3131955b8497d9",
         "fbde7f4789644ca5",
     ]
-    assert former_identity(byte_tokenizer(True), "masked_lm") == "5486b70644199e3c"
+    assert legacy_tokenizer_hash(byte_tokenizer(True), "masked_lm") == "5486b70644199e3c"

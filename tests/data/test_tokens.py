@@ -1,4 +1,4 @@
-"""Tokenizers, the labels of documents, and where a chat's answers are found."""
+"""Tokenizers, the labels of documents, and the positions of answers in chats."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from recipekit.architectures.shrink import BYTE_VOCAB
 from recipekit.data.chat_spans import ChatTemplate
 from recipekit.data.encode import encode_chats, encode_texts
 from recipekit.data.processors import byte_tokenizer, check_tokenizer, load_tokenizer
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.task import IGNORE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -121,7 +121,7 @@ def test_missing_tokenizer_is_refused(tmp_path, model, tokenizer, says):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         load_tokenizer(model.format(folder=tmp_path), tokenizer)
     assert len(refused.value.problems) == 1 and all(part in str(refused.value) for part in says), (
         str(refused.value)
@@ -129,7 +129,7 @@ def test_missing_tokenizer_is_refused(tmp_path, model, tokenizer, says):
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Answers as the hub does for a gated and for an unknown repository."""
+    """A server that answers as the hub does for a gated repository and for an unknown one."""
 
     def do_GET(self):
         gated = "gated" in self.path
@@ -151,7 +151,7 @@ def test_gated_and_unknown_repositories_are_refused():
     server = HTTPServer(("127.0.0.1", 0), _Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     program = """
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.stream import open_corpus
@@ -161,7 +161,7 @@ for call in (lambda: load_tokenizer("org/gated"), lambda: load_tokenizer("org/un
              lambda: open_corpus(Request(dataset="org/unknown"), byte_tokenizer())):
     try:
         call()
-    except Refusal as refusal:
+    except ConfigError as refusal:
         print(refusal)
 """
     more = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_OFFLINE": "0"}
@@ -187,13 +187,14 @@ for call in (lambda: load_tokenizer("org/gated"), lambda: load_tokenizer("org/un
 
 
 def test_a_hub_that_is_away_is_refused_soon_and_once():
-    """Its own client asks five times for each file, and says so each time; what is in the cache is
-    used.
+    """The hub's client would retry five times for each file and report each retry.
+
+    The cache must be used instead.
     """
     program = """
 import time
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from recipekit.data.processors import load_tokenizer
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
@@ -204,7 +205,7 @@ for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/nam
     begun = time.monotonic()
     try:
         call()
-    except Refusal as refusal:
+    except ConfigError as refusal:
         print(refusal)
     assert time.monotonic() - begun < 60
 """
@@ -225,7 +226,7 @@ for call in (lambda: load_tokenizer("org/name"), lambda: weights_folder("org/nam
 
 
 def test_retries_of_the_hubs_client_are_one_short_line_each():
-    """The client itself asks a server that does not answer: once more, a second later."""
+    """If a server does not answer, the client retries once, a second later."""
     program = """
 import logging
 from huggingface_hub.utils import http_backoff
@@ -256,8 +257,9 @@ except Exception:
 
 
 def merging_tokenizer(special: list[str], eos: str, bos: str = "") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with real merges; with `bos` it puts that token in front, as
-    Llama's do.
+    """Return a byte-level BPE tokenizer with real merges.
+
+    With `bos`, it prepends that token, as Llama's tokenizers do.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -368,7 +370,7 @@ TOKENIZERS = {
 
 
 def targets(tokenizer, ids: np.ndarray, labels: np.ndarray) -> list[str]:
-    """The runs of tokens that are trained on, as text."""
+    """Return the text of each run of labelled tokens."""
     runs, run = [], []
     for label in [*labels, IGNORE]:
         if label != IGNORE:
@@ -425,7 +427,7 @@ def test_loss_on_answers_only(name, template, chat, expected):
     ((ids, labels),) = encode_chats(tokenizer, [chat], ["row 1"], seq_len=1000)
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(chat, tokenize=False)
     found = targets(tokenizer, ids, labels)
-    # the space before the answer is a token of its own or part of the answer's first
+    # The space before the answer is either a separate token or part of the answer's first token.
     if name == "instruct":
         found, expected = [text.strip() for text in found], [text.strip() for text in expected]
     assert found == expected
@@ -483,7 +485,7 @@ def test_long_chat_is_cut_and_one_without_answer_is_empty():
 def test_unusable_chat_is_refused(template, chat, says):
     tokenizer = TOKENIZERS["instruct"]
     tokenizer.chat_template = template
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         encode_chats(tokenizer, [chat], ["chats.jsonl, row 7"], 1000)
     assert "chats.jsonl, row 7" in str(refused.value) and says in str(refused.value)
 
@@ -505,8 +507,8 @@ def test_rendered_answers_are_the_contents(answers):
 def test_tokenizer_without_what_the_task_needs_is_refused():
     bare = merging_tokenizer(["</s>"], "</s>")
     check_tokenizer(bare, "pretrain")
-    with pytest.raises(Refusal, match="no chat template"):
+    with pytest.raises(ConfigError, match="no chat template"):
         check_tokenizer(bare, "sft")
     bare.eos_token = None
-    with pytest.raises(Refusal, match="no end-of-text token"):
+    with pytest.raises(ConfigError, match="no end-of-text token"):
         check_tokenizer(bare, "pretrain")

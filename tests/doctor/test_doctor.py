@@ -1,5 +1,6 @@
-"""tools/doctor.py finds faults that are planted for real, one at a time, tells nothing else, and is
-silent on a healthy machine.
+"""tools/doctor.py finds real faults, one at a time, and reports no other problem.
+
+On a healthy machine it reports no problem.
 """
 
 import contextlib
@@ -24,17 +25,18 @@ import pytest
 from job import NANO, Job, command_line, in_mounts
 from pool import ROOT, environment, free_port
 from recipekit.hosts.gpus import check_shared_memory
-from recipekit.spec.refusal import Problem
+from recipekit.spec.errors import Problem
 
 pytestmark = pytest.mark.processes
 DOCTOR = ROOT / "tools" / "doctor.py"
-HARD = 300.0  # seconds in which a doctor has ended, whatever was planted
+HARD = 300.0  # maximum seconds that a doctor may take with any fault
 NOBODY = 65534
 
 
 class Ranks:
-    """Doctors as a launcher starts them, each on a host of its own unless told otherwise;
-    `prefix[rank]` is put before the command of a rank.
+    """Doctor processes started as a launcher starts them, by default each on a separate host.
+
+    `prefix[rank]` is inserted before a rank's command.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Ranks:
                 )
 
     def wait(self, seconds: float = HARD) -> tuple[list[int], str]:
-        """Exit codes by rank, and what all printed, rank 0 first."""
+        """Return all ranks' exit codes by rank and their output, rank 0 first."""
         try:
             codes = [process.wait(seconds) for process in self.processes.values()]
         finally:
@@ -87,7 +89,7 @@ PINS = len([line for line in (ROOT / "requirements.txt").read_text().splitlines(
 
 
 def quiet() -> dict[str, str]:
-    """The environment of the tests, in which nobody is logged in anywhere."""
+    """Return the tests' environment without any login."""
     found = {
         name: value
         for name, value in environment().items()
@@ -107,7 +109,7 @@ def quiet() -> dict[str, str]:
 def doctor(
     folder: Path, *words: Any, prefix: list[str] | None = None, **variables: str
 ) -> tuple[int, str]:
-    """One machine: exit code and output."""
+    """Run the doctor on one machine; return its exit code and output."""
     done = subprocess.run(
         [
             *(prefix or []),
@@ -130,7 +132,7 @@ def doctor(
 
 
 def only_problem(text: str) -> str:
-    """The one problem that was told."""
+    """Return the only reported problem."""
     found = re.findall(r"^  \d+\. (.*)$", text, re.M)
     assert len(found) == 1 and "1 problem\n" in text, text
     assert len(found[0].split(". ")) >= 2, f"value: rule. Fix: {found[0]}"
@@ -142,7 +144,7 @@ def listing(folder: Path) -> set[str]:
 
 
 def test_a_healthy_machine(tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """With everything measured, and nothing left behind."""
+    """Everything is measured, and no files remain."""
     before = listing(tmp_path)
     code, text = doctor(tmp_path, "--recipe", NANO, "--out", "run")
     assert code == 0 and text.endswith("ok: no problem found\n"), text
@@ -173,9 +175,9 @@ def test_two_healthy_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_waits_for_the_others_as_long_as_rank_0_does(tmp_path: Path) -> None:
-    """The third never comes, and the second's own time for an answer is shorter than --patience."""
+    """The third rank never starts. The second rank's own timeout is shorter than --patience."""
     code = (
-        "import sys; from recipekit.commands import doctor; doctor.LOOK = 4.0;"
+        "import sys; from recipekit.commands import doctor; doctor.HOST_REPORT_SECONDS = 4.0;"
         " sys.exit(doctor.main(sys.argv[3:]))"
     )
     codes, text = Ranks(
@@ -292,7 +294,9 @@ def test_disk_too_small_for_the_checkpoints(tmp_path: Path, ops: Callable[[str],
 
 
 def test_unwritable_out(tmp_path: Path) -> None:
-    """To root without the right to overrule file permissions, which is what any user is."""
+    """The process is root without the right to override file permissions, so it acts as an ordinary
+    user.
+    """
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and util-linux's setpriv to give up rights")
     user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
@@ -329,7 +333,7 @@ def test_port_in_use(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_host_that_never_comes(tmp_path: Path) -> None:
     began = time.monotonic()
-    # what the hosts that come need to start, with room
+    # Enough time for the other hosts to start.
     codes, text = Ranks(tmp_path, 3, ("--quick", "--patience", "15"), {}, {2}, {}).wait()
     told = only_problem(text)
     assert codes == [1, 1] and told.startswith(
@@ -340,7 +344,7 @@ def test_a_host_that_never_comes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_whose_master_is_nowhere(tmp_path: Path) -> None:
-    """192.0.2.1 is an address of documentation (RFC 5737): no packet to it is answered."""
+    """192.0.2.1 is reserved for documentation (RFC 5737), so no host answers."""
     codes, text = Ranks(
         tmp_path, 2, ("--quick", "--patience", "3"), {}, {0}, {"MASTER_ADDR": "192.0.2.1"}
     ).wait(60)
@@ -354,10 +358,10 @@ def test_a_rank_whose_master_is_nowhere(tmp_path: Path) -> None:
 
 @pytest.fixture
 def star() -> Iterator[list[list[str]]]:
-    """Three hosts: the first reaches both others, which do not reach each other, as the first
-    forwards nothing.
+    """Yield commands that run on each of three hosts.
 
-    Commands that run on each.
+    The first host reaches both other hosts. The other hosts cannot reach each other, because the
+    first host forwards no packets.
     """
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip(
@@ -416,7 +420,7 @@ def test_hosts_that_do_not_reach_each_other(tmp_path: Path, star: list[list[str]
 def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 3, ("--quick", "--patience", "6"), {}, {2}, {})
     time.sleep(3)
-    ranks.processes[1].kill()  # rank 0 still waits for rank 2
+    ranks.processes[1].kill()  # rank 0 is still waiting for rank 2
     codes, text = ranks.wait()
     assert codes == [1, -signal.SIGKILL]
     assert re.search(r"rank 1.*: (ended while|did not come)", text) and re.search(
@@ -435,7 +439,9 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
-    """Ctrl-C in its terminal, which all ranks get, or a signal to the command alone."""
+    """The signal is Ctrl-C in the terminal, which all ranks receive, or is sent to the command
+    only.
+    """
     argv = [sys.executable, str(DOCTOR), "--out", "run", "--master_port", free_port()]
     job = Job(tmp_path / "job", list(map(str, argv)))
     job.wait_for(
@@ -461,7 +467,7 @@ def test_a_stopped_doctor_leaves_nothing(tmp_path: Path, number: int) -> None:
 
 @pytest.mark.slow
 def test_slow_host(tmp_path: Path) -> None:
-    """One of two hosts runs a thirtieth of the time, as SIGSTOP and SIGCONT let it."""
+    """One of two hosts gets only a thirtieth of the CPU time, by SIGSTOP and SIGCONT."""
     ranks = Ranks(tmp_path, 2, (), {}, set(), {})
     over = threading.Event()
 
@@ -496,14 +502,14 @@ def test_slow_host(tmp_path: Path) -> None:
 
 
 def test_too_little_shared_memory(tmp_path: Path) -> None:
-    """Ranks on a CPU take none of it, as test_ops proves by a run; GPUs do."""
+    """Ranks on a CPU need no shared memory, as a run in test_ops shows. Ranks on GPUs need it."""
     code, text = doctor(
         tmp_path, "--quick", prefix=in_mounts("mount -t tmpfs -o size=64k tmpfs /dev/shm")
     )
     assert code == 0, text
     found = [
         str(item)
-        for item in check_shared_memory(tmp_path, needed=1 << 60)
+        for item in check_shared_memory(tmp_path, required=1 << 60)
         if isinstance(item, Problem)
     ]
     assert (
@@ -517,7 +523,7 @@ def test_too_little_shared_memory(tmp_path: Path) -> None:
 def test_stale_extension_lock(tmp_path: Path) -> None:
     lock = tmp_path / "ops" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
-    with lock.open("w"):  # as torch holds it while it compiles
+    with lock.open("w"):  # as torch does while it compiles
         code, text = doctor(tmp_path, "--quick", TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"))
         assert code == 0, text
     os.utime(lock, (time.time() - 3 * 3600,) * 2)
@@ -553,7 +559,7 @@ def test_not_logged_in(tmp_path: Path) -> None:
 def test_a_model_that_may_not_be_downloaded(
     tmp_path: Path, status: int, code: str, says: str | None
 ) -> None:
-    """Asked of a server that answers as the hub does; with status 0 none is there."""
+    """The server answers as the hub does; with status 0 there is no server."""
     asked = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -630,7 +636,7 @@ def test_nvme_path_in_memory(tmp_path: Path) -> None:
     others = [
         problem for problem in re.findall(r"^  \d+\. (.*)$", text, re.M) if folder not in problem
     ]
-    # beside one for each of the two keys: a machine may lack it
+    # There is one problem for each of the two keys, and the machine may also lack libaio.
     assert all(problem.startswith("libaio: ") for problem in others), text
 
 
@@ -673,7 +679,7 @@ def test_a_recipe_that_cannot_run_is_told_with_the_rest(tmp_path: Path) -> None:
 
 
 def test_a_recipe_that_is_none_is_refused_before_links_are_measured(tmp_path: Path) -> None:
-    """In one line, without a rank of its own."""
+    """The error is one line, and no rank is started."""
     (tmp_path / "broken.py").write_text("RECIPE = (")
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "folder.py").mkdir()

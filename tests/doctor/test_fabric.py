@@ -1,6 +1,4 @@
-"""recipekit/doctor/fabric.py: what carries the messages between GPUs, from folders and texts as
-Linux and the driver give them.
-"""
+"""recipekit/doctor/fabric.py: links between GPUs, read from the output of Linux and the driver."""
 
 import resource
 from pathlib import Path
@@ -8,19 +6,19 @@ from pathlib import Path
 import pytest
 from recipekit.doctor import fabric
 from recipekit.doctor.fabric import (
-    Place,
-    Port,
-    below,
+    RankLocation,
+    RdmaPort,
     check_adapters,
-    floors,
-    network_of,
-    nvlinks,
-    over_sockets,
+    check_nccl_network,
+    expected_speeds,
+    links_below_expected,
+    nccl_network,
+    parse_nvlink_matrix,
 )
-from recipekit.hosts.findings import Row
-from recipekit.spec.refusal import Problem
+from recipekit.hosts.findings import ReportRow
+from recipekit.spec.errors import Problem
 
-# As `nvidia-smi topo -m` prints it: two GPUs on a bridge of 4, a third one alone
+# Output of `nvidia-smi topo -m` for two GPUs on a bridge of 4 links, and a third GPU alone.
 MATRIX = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\nGPU0\t X"
     " \tNV4\tPHB\tPXB\t0-31\t0\nGPU1\tNV4\t X \tSYS\tSYS\t0-31\t0\nGPU2\tPHB\tSYS\t X"
@@ -56,20 +54,20 @@ def test_ports_that_are_up(tmp_path: Path) -> None:
     adapter(tmp_path, "mlx5_0", "400 Gb/sec (4X NDR)")
     adapter(tmp_path, "mlx5_1", "2.5 Gb/sec (1X SDR)", state="1: DOWN")
     adapter(tmp_path, "mlx5_bond_0", "25 Gb/sec (1X EDR)", layer="Ethernet")
-    assert fabric.ports(tmp_path) == [
-        Port("mlx5_0", 400.0, "InfiniBand"),
-        Port("mlx5_bond_0", 25.0, "Ethernet"),
+    assert fabric.active_rdma_ports(tmp_path) == [
+        RdmaPort("mlx5_0", 400.0, "InfiniBand"),
+        RdmaPort("mlx5_bond_0", 25.0, "Ethernet"),
     ]
-    assert fabric.ports(tmp_path / "none") == []
+    assert fabric.active_rdma_ports(tmp_path / "none") == []
 
 
 def test_nvlinks_of_the_matrix() -> None:
-    assert nvlinks(MATRIX) == {(0, 1): 4, (1, 0): 4}
-    assert nvlinks("") == {}
+    assert parse_nvlink_matrix(MATRIX) == {(0, 1): 4, (1, 0): 4}
+    assert parse_nvlink_matrix("") == {}
 
 
 def test_facts_are_of_the_gpus_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local ranks 0 and 1 on the GPUs that nvidia-smi counts as 1 and 0."""
+    """Local ranks 0 and 1 use the GPUs with nvidia-smi's indices 1 and 0."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "topo").write_text(MATRIX)
     (tmp_path / "bin" / "nvidia-smi").write_text(
@@ -79,11 +77,11 @@ def test_facts_are_of_the_gpus_in_use(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     adapter(tmp_path / "ib", "mlx5_0", "200 Gb/sec (4X HDR)")
-    assert fabric.facts([1, 0], tmp_path / "ib") == {
+    assert fabric.collect_links([1, 0], tmp_path / "ib") == {
         "ports": [["mlx5_0", 200.0, "InfiniBand"]],
         "nvlinks": [[0, 1, 4], [1, 0, 4]],
     }
-    assert fabric.facts([2, 0], tmp_path / "none") == {"ports": [], "nvlinks": []}
+    assert fabric.collect_links([2, 0], tmp_path / "none") == {"ports": [], "nvlinks": []}
 
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
@@ -102,7 +100,7 @@ PEERMEM = "nvidia_uvm 4956160 0 - Live 0x0\nnvidia_peermem 16384 0 - Live 0x0\n"
         ),
         ({"limit": resource.RLIM_INFINITY, "driver": CLOSED}, ["GPUDirect RDMA"]),
         ({"limit": 64 << 10, "driver": OPEN}, ["RLIMIT_MEMLOCK = 64 KiB"]),
-        # what Docker gives root
+        # Docker gives root these rights.
         (
             {"limit": 64 << 10, "driver": OPEN, "rights": "00000000a80425fb"},
             ["RLIMIT_MEMLOCK = 64 KiB"],
@@ -129,7 +127,7 @@ def test_what_keeps_an_adapter_from_serving(
             about["limit"],
         )
     )
-    assert found[0] == Row("adapters", "mlx5_0 400 Gb/s InfiniBand")
+    assert found[0] == ReportRow("adapters", "mlx5_0 400 Gb/s InfiniBand")
     assert [item.where for item in found if isinstance(item, Problem)] == expected
     assert list(check_adapters(True, tmp_path / "none", own, "6.8.0", 0)) == []
 
@@ -139,21 +137,24 @@ def test_the_network_that_nccl_chose() -> None:
         "h:1:1 [0] NCCL INFO NCCL version 2.29.7+cuda13.0\nh:1:1 [0] NCCL INFO Initialized NET"
         " plugin {0}\nh:1:1 [0] NCCL INFO Assigned NET plugin {0} to comm\n"
     )
-    assert network_of(log.format("Socket")) == "Socket"
-    assert network_of(log.format("IB") + "h:1:1 [0] NCCL INFO Using network IB\n") == "IB"
-    assert network_of("") == ""
+    assert nccl_network(log.format("Socket")) == "Socket"
+    assert nccl_network(log.format("IB") + "h:1:1 [0] NCCL INFO Using network IB\n") == "IB"
+    assert nccl_network("") == ""
 
 
 def test_nccl_over_sockets_beside_infiniband() -> None:
-    infiniband, ethernet = Port("mlx5_0", 400.0, "InfiniBand"), Port("mlx5_1", 100.0, "Ethernet")
-    (problem,) = over_sockets({0: "Socket", 1: "Socket"}, [infiniband])
+    infiniband, ethernet = (
+        RdmaPort("mlx5_0", 400.0, "InfiniBand"),
+        RdmaPort("mlx5_1", 100.0, "Ethernet"),
+    )
+    (problem,) = check_nccl_network({0: "Socket", 1: "Socket"}, [infiniband])
     assert (
         "uses sockets between hosts, although mlx5_0 with 400 Gb/s is there" in problem.rule
         and "NCCL_IB_DISABLE" in problem.fix
     )
-    assert over_sockets({0: "IB", 1: "IB"}, [infiniband]) == []
-    assert over_sockets({0: "Socket"}, [ethernet]) == []  # RoCE has to be wanted
-    assert over_sockets({0: ""}, [infiniband]) == []
+    assert check_nccl_network({0: "IB", 1: "IB"}, [infiniband]) == []
+    assert check_nccl_network({0: "Socket"}, [ethernet]) == []  # RoCE has to be requested
+    assert check_nccl_network({0: ""}, [infiniband]) == []
 
 
 def host(ports: list[list], lanes: int = 0, ranks: int = 2) -> dict:
@@ -164,40 +165,49 @@ def host(ports: list[list], lanes: int = 0, ranks: int = 2) -> dict:
 
 
 def test_floors_inside_a_host() -> None:
-    places = {rank: Place(0, rank) for rank in range(2)}
-    assert floors(places, {0: host([], lanes=18)}, "") == {
+    places = {rank: RankLocation(0, rank) for rank in range(2)}
+    assert expected_speeds(places, {0: host([], lanes=18)}, "") == {
         (0, 1): (100.0, "18 NVLinks"),
         (1, 0): (100.0, "18 NVLinks"),
     }
-    assert floors(places, {0: host([], lanes=12)}, "")[0, 1][0] == 100.0  # A100
-    assert floors(places, {0: host([], lanes=4)}, "")[0, 1][0] == pytest.approx(100 / 3)  # a bridge
-    assert floors(places, {0: host([])}, "")[0, 1] == (2.0, "PCIe")
+    assert expected_speeds(places, {0: host([], lanes=12)}, "")[0, 1][0] == 100.0  # A100
+    assert expected_speeds(places, {0: host([], lanes=4)}, "")[0, 1][0] == pytest.approx(
+        100 / 3
+    )  # a bridge
+    assert expected_speeds(places, {0: host([])}, "")[0, 1] == (2.0, "PCIe")
 
 
 def test_floors_between_hosts() -> None:
-    """Two hosts of two ranks; half of 50 GB/s where each rank has an adapter, half of what is left
-    of it where they share one.
+    """The minimum bandwidth for two hosts with two ranks each depends on shared adapters.
+
+    The minimum is half of 50 GB/s if each rank has an adapter, and half of that value if two ranks
+    share an adapter.
     """
-    places = {0: Place(0, 0), 1: Place(0, 1), 2: Place(2, 0), 3: Place(2, 1)}
+    places = {
+        0: RankLocation(0, 0),
+        1: RankLocation(0, 1),
+        2: RankLocation(2, 0),
+        3: RankLocation(2, 1),
+    }
     port = lambda name, layer="InfiniBand": [name, 400.0, layer]  # noqa: E731
     both = host([port("mlx5_0"), port("mlx5_1")], lanes=18)
     one = host([port("mlx5_0")], lanes=18)
-    assert floors(places, {0: both, 2: both}, "IB")[0, 2] == (25.0, "400 Gb/s adapters")
-    # in round 2 both ranks of each host send
-    assert floors(places, {0: both, 2: one}, "IB")[0, 2][0] == 12.5
-    # in round 1 rank 1 alone leaves its host
-    assert floors(places, {0: one, 2: one}, "IB")[1, 2][0] == 25.0
+    assert expected_speeds(places, {0: both, 2: both}, "IB")[0, 2] == (25.0, "400 Gb/s adapters")
+    # In round 2 both ranks of each host send data.
+    assert expected_speeds(places, {0: both, 2: one}, "IB")[0, 2][0] == 12.5
+    # In round 1 only rank 1 sends to a different host.
+    assert expected_speeds(places, {0: one, 2: one}, "IB")[1, 2][0] == 25.0
     roce = host([port("mlx5_0", "Ethernet")])
-    assert (0, 2) not in floors(places, {0: roce, 2: roce}, "Socket") and floors(
+    assert (0, 2) not in expected_speeds(places, {0: roce, 2: roce}, "Socket") and expected_speeds(
         places, {0: roce, 2: roce}, "IB"
     )[0, 2][0] == 12.5
-    assert (0, 2) not in floors(places, {0: host([]), 2: both}, "IB")
+    assert (0, 2) not in expected_speeds(places, {0: host([]), 2: both}, "IB")
 
 
 def test_links_below_their_floor_are_named() -> None:
     least = {(0, 1): (100.0, "18 NVLinks"), (0, 2): (25.0, "400 Gb/s adapters")}
-    assert below({(0, 1): 100.0, (0, 2): 25.1, (1, 2): 0.1}, least) == {}
-    assert below({(0, 1): 21.3, (0, 2): 1.1}, least) == {
+    assert links_below_expected({(0, 1): 100.0, (0, 2): 25.1, (1, 2): 0.1}, least) == {}
+    assert links_below_expected({(0, 1): 21.3, (0, 2): 1.1}, least) == {
         (0, 1): "21.30 GB/s over 18 NVLinks, at least 100.0 is expected",
         (0, 2): "1.10 GB/s over 400 Gb/s adapters, at least 25.0 is expected",
     }

@@ -1,8 +1,8 @@
-"""The shipped JSONs, unchanged, under the two libraries whose contract they follow: transformers'
-Trainer and accelerate.
+"""The shipped JSONs, unchanged, with transformers' Trainer and with accelerate.
 
-Each test is one start of the `deepspeed` launcher with this file as its script, which trains two
-steps with one JSON after the other: a start costs more than the steps.
+The JSONs follow the conventions of both libraries. Each test starts the `deepspeed` launcher once,
+with this file as its script. The script trains two steps with each JSON, because a start takes
+longer than the steps.
 """
 
 import json
@@ -24,8 +24,8 @@ LR, WEIGHT_DECAY, ROWS, ACCUMULATION = 7e-4, 0.07, 2, 2
 def launch(
     library: str, names: list[str], ranks: int, cwd: Path, limit: int
 ) -> dict[str, dict[str, Any]]:
-    """What `library` made of each JSON, as rank 0 saw it. The processes are gone when it
-    returns.
+    """Run all JSONs with `library`, wait until all processes have ended, and return rank 0's
+    results.
     """
     from pool import environment, free_port
 
@@ -61,7 +61,7 @@ def launch(
 
 
 def check(report: dict[str, dict[str, Any]], names: list[str], ranks: int) -> None:
-    """Every JSON trained, and its "auto" numbers are those that the library was given."""
+    """Check that every JSON trained, and that its "auto" values equal the library's arguments."""
     assert list(report) == names
     for name, seen in report.items():
         assert seen["stage"] == int(name[4]), name
@@ -84,16 +84,14 @@ def check(report: dict[str, dict[str, Any]], names: list[str], ranks: int) -> No
 
 @pytest.mark.slow
 def test_the_zero_files_work_under_trainer_on_two_ranks(tmp_path: Path) -> None:
-    """And the checkpoints that Trainer leaves become the Hugging Face files that it saves beside
-    them.
-    """
+    """Trainer's checkpoints convert to the same Hugging Face files that Trainer saves."""
     check(launch("trainer", ZERO, 2, tmp_path, 240), ZERO, 2)
     from recipekit.convert.hugging_face import to_hf
     from safetensors.torch import load_file
 
     for name in ZERO:
         saved = tmp_path / f"out_{name}" / "checkpoint-2"
-        to_hf(saved, tmp_path / name, check=True)
+        to_hf(saved, tmp_path / name, verify=True)
         got, wanted = (
             load_file(tmp_path / name / "model.safetensors"),
             load_file(saved / "model.safetensors"),
@@ -115,7 +113,7 @@ def test_the_offload_files_work_under_both(device: str, library: str, tmp_path: 
     check(launch(library, OFFLOAD[device], 2, tmp_path, 900), OFFLOAD[device], 2)
 
 
-# What the launched processes run
+# Code of the launched processes
 
 
 def tiny_llama() -> Any:
@@ -198,7 +196,7 @@ def under_accelerate(name: str) -> dict[str, Any]:
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
     from transformers import default_data_collator
 
-    PartialState(backend="gloo")  # on a CPU, accelerate sees one process without it
+    PartialState(backend="gloo")  # on a CPU, accelerate starts only one process without this flag
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(FOLDER / f"{name}.json")),
         gradient_accumulation_steps=ACCUMULATION,
@@ -236,8 +234,7 @@ def main() -> None:
     distributed.barrier()
     distributed.destroy_process_group()
     sys.stdout.flush()
-    # threads that the engines of several configurations leave behind abort the interpreter's own
-    # exit now and then
+    # Threads left over by several engines sometimes abort the interpreter's normal exit.
     os._exit(0)
 
 

@@ -1,26 +1,13 @@
-"""tools/lint.py: the exit code and what is printed.
+"""tools/lint.py: the exit code and the output.
 
-The mistakes themselves are in test_ds_config.py.
+Tests of the rules are in test_check.py.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
+from lint_command import lint
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def lint(*words: str, cwd: Path = ROOT) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "lint.py"), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_clean_file_exits_0_and_shows_the_batch() -> None:
@@ -81,7 +68,7 @@ def test_a_recipe_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_mixture_that_is_written_wrong_is_a_problem(tmp_path: Path) -> None:
-    """As at a start."""
+    """A start reports the same problem."""
     nano = (ROOT / "recipes" / "llama_nano_zero2.py").read_text()
     (tmp_path / "mixed.py").write_text(
         nano.replace('dataset="builtin"', 'dataset="a=builtin@x; b"')
@@ -101,8 +88,9 @@ def test_a_mixture_that_is_written_wrong_is_a_problem(tmp_path: Path) -> None:
 
 
 def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> None:
-    """One line for each key, with the outcome; exit code 1. What works is but noted, and exits
-    0.
+    """The report contains one line with the outcome for each key, and the exit code is 1.
+
+    If all settings work, the report contains only notes, and the exit code is 0.
     """
     file = tmp_path / "ds.json"
     file.write_text(
@@ -133,7 +121,7 @@ def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> Non
         and "Delete # of 2020" in text
     )
     code, text = lint(str(file))
-    # all at once
+    # All problems are reported together.
     assert (
         code == 1
         and text.count("is not strict JSON") == 2
@@ -142,7 +130,7 @@ def test_a_json_of_anyone_is_told_what_deepspeed_would_do(tmp_path: Path) -> Non
 
 
 def test_of_a_stage_that_is_auto_only_the_stage_is_told(tmp_path: Path) -> None:
-    """What it holds besides suits the stage that its reader means."""
+    """The other keys are valid for the stage that the author has in mind."""
     file = tmp_path / "ds.json"
     file.write_text(
         '{"zero_optimization": {"stage": "auto", "reduce_bucket_size": 500000000,'
@@ -167,8 +155,10 @@ def test_the_layout_of_a_script_is_checked(tmp_path: Path) -> None:
 
 
 def test_the_shipped_files_are_clean_for_whoever_fills_them() -> None:
-    """But for those of optimizers that are recipes' own: DeepSpeed has no 1-bit Adam, its LAMB and
-    Adafactor would be other algorithms under ZeRO, its Muon does not read what ours does.
+    """The files for recipe-only optimizers are exceptions.
+
+    DeepSpeed has no 1-bit Adam. Under ZeRO its LAMB and Adafactor would be different algorithms,
+    and its Muon lacks some of our options.
     """
     own = {"zero0_onebit": "has its own 1-bit Adam"} | {
         "zero1_lamb": "another algorithm",
@@ -216,8 +206,10 @@ def test_a_wrong_command_line_exits_2() -> None:
 
 
 def test_a_recipe_of_another_task_is_checked_by_the_facts_of_its_task(tmp_path: Path) -> None:
-    """A degree that the task lacks, in the recipe and in the JSON, is one problem; a model of
-    another task names the one that fits.
+    """A degree that the task does not support is one problem, even if both recipe and JSON contain
+    it.
+
+    The error for a model that belongs to a different task suggests the correct task.
     """
     (tmp_path / "vit").mkdir()
     (tmp_path / "vit" / "config.json").write_text(

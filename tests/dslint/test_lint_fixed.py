@@ -1,6 +1,4 @@
-"""`tools/lint.py FILE --fix`: NAME.fixed.json beside FILE, and no traceback whatever the file
-holds.
-"""
+"""`tools/lint.py FILE --fix` writes NAME.fixed.json next to FILE and never ends in a traceback."""
 
 import json
 from collections.abc import Callable
@@ -11,12 +9,12 @@ import pytest
 from ds_json import Case
 from fuzzed_files import fuzzed_files
 from lint_cases import CASES
+from lint_command import lint as command
 from pool import Pools
 from recipekit.commands import lint
 from recipekit.dslint import fixes
-from recipekit.spec.refusal import FAILS, Problem, Refusal
+from recipekit.spec.errors import FAILS, ConfigError, Problem
 from record_lint_verdicts import Recorder
-from test_lint import lint as command
 
 Check = Callable[[Any], list[Problem]]
 BATCH = {"train_micro_batch_size_per_gpu": 2}
@@ -28,14 +26,14 @@ def check_of(case: Case, json_only: bool = True) -> Check:
 
 
 def fix_file(file: Path, json_only: bool, check: Check) -> tuple[Path | None, list[str]]:
-    return lint.fix(str(file), file.parent, json_only, check)
+    return lint.write_fixed_json(str(file), file.parent, json_only, check)
 
 
 @pytest.mark.parametrize("json_only", [True, False])
 def test_a_fixed_file_has_no_problem_that_was_said_to_be_fixed(
     json_only: bool, tmp_path: Path
 ) -> None:
-    """Nor a new one, unless a key got another name; and FILE is as it was."""
+    """A fixed file has no new problem either, unless a key was renamed. FILE stays unchanged."""
     cleaned, cases = 0, list(CASES.items())
     for name, case in cases if json_only else cases[::4]:
         file, check = tmp_path / "ds.json", check_of(case, json_only)
@@ -65,7 +63,7 @@ def test_a_fixed_file_has_no_problem_that_was_said_to_be_fixed(
     assert cleaned > (100 if json_only else 20), cleaned
 
 
-ALONE = {  # JSON -> (what is written instead, what is left)
+ALONE = {  # JSON -> (fixed JSON, number of remaining problems)
     '{"gradient_acumulation_steps": 4}': ({"gradient_accumulation_steps": 4}, 0),
     '{"zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}': (
         {"zero_optimization": {"stage": 2}},
@@ -91,15 +89,15 @@ ALONE = {  # JSON -> (what is written instead, what is left)
         {"zero_optimization": {"stage": 2, "allgather_bucket_size": 1000002}},
         0,
     ),
-    # no number is in it
+    # It contains no number.
     '{"elasticity": {}, "train_batch_size": "many"}': ({"train_batch_size": "many"}, 1),
-    '{"scheduler": {"type": "LinearLR"}}': (None, 2),  # which of DeepSpeed's schedules is meant?
+    '{"scheduler": {"type": "LinearLR"}}': (None, 2),  # it is unclear which schedule is meant
 }
 
 
 @pytest.mark.parametrize("text", ALONE)
 def test_what_is_written(text: str, tmp_path: Path) -> None:
-    """What it cannot fix stays a problem."""
+    """A problem that --fix cannot solve remains a problem."""
     expected, left = ALONE[text]
     file = tmp_path / "my.json"
     file.write_text(text)
@@ -193,7 +191,7 @@ def test_a_fix_that_brings_another_problem_is_dropped() -> None:
             else found
         )
 
-    config, changes = fixes.fix({"a": "x", "b": "x"}, check)
+    config, changes = fixes.apply_fixes({"a": "x", "b": "x"}, check)
     assert config == {"a": "x", "b": 2} and [str(change) for change in changes] == [
         'b = "x": = 2 (must be a whole number)'
     ]
@@ -212,7 +210,7 @@ CHOICES = [
 
 @pytest.mark.parametrize("fix", CHOICES)
 def test_a_choice_is_left_to_a_person(fix: str) -> None:
-    assert fixes.carried_out(Problem("a = 3", "is wrong", fix, FAILS), {"a": 3}) is None
+    assert fixes.apply_fix(Problem("a = 3", "is wrong", fix, FAILS), {"a": 3}) is None
 
 
 MODES: list[dict[str, Any]] = [
@@ -226,9 +224,7 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("count", [400, pytest.param(2000, marks=pytest.mark.slow)])
 def test_broken_files_end_without_a_traceback(count: int, tmp_path: Path) -> None:
-    """Each gets a list of problems; each fifth is also fixed, which leaves no problem that is not
-    one of the file.
-    """
+    """Each file gets a list of problems. For every fifth file, --fix also runs without an error."""
     file, found = tmp_path / "ds.json", 0
     for number, content in enumerate(fuzzed_files(count)):
         file.write_bytes(content)
@@ -270,7 +266,7 @@ def test_some_of_them_through_the_command(tmp_path: Path) -> None:
 def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(
     text: str, kept: bool, tmp_path: Path
 ) -> None:
-    """JSON may hold one; UTF-8 cannot."""
+    """JSON may contain half a surrogate pair, but UTF-8 cannot."""
     (tmp_path / "ds.json").write_text(
         f'{{"train_micro_batch_size_per_gpu": 2, "cpu_offload": "true", {text}}}'
     )
@@ -280,7 +276,7 @@ def test_half_a_surrogate_pair_is_printed_and_written_as_an_escape(
     code, said = command("ds.json", "--json-only", "--fix", cwd=tmp_path)
     fixed = (tmp_path / "ds.fixed.json").read_text()
     assert code == 0 and half in (fixed if kept else said), (said, fixed)
-    assert lint.read("ds.fixed.json", tmp_path, True)[0] == json.loads(fixed)
+    assert lint.read_lenient_json("ds.fixed.json", tmp_path, True)[0] == json.loads(fixed)
 
 
 @pytest.mark.parametrize(
@@ -304,8 +300,8 @@ def test_an_integer_may_be_too_large_for_a_float(
 
 
 def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
-    with pytest.raises(Refusal):
-        lint.read("absent.json", tmp_path, True)
+    with pytest.raises(ConfigError):
+        lint.read_lenient_json("absent.json", tmp_path, True)
     assert fix_file(tmp_path / "absent.json", True, lambda config: []) == (None, [])
 
 
@@ -314,8 +310,8 @@ def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
 def test_stock_deepspeed_trains_with_what_is_called_clean(
     ops: Callable[[str], None], tmp_path: Path
 ) -> None:
-    """Every case that --fix makes clean, given to DeepSpeed itself."""
-    # a worker that is stopped while it compiles leaves a lock
+    """DeepSpeed itself trains with every case that --fix makes clean."""
+    # If a worker is stopped during a compilation, its lock would remain.
     for name in ("cpu_adam", "async_io", "fused_adam"):
         ops(name)
     pools, trained, failed = Pools(), 0, {}

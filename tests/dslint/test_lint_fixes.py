@@ -1,5 +1,5 @@
-"""Lint's fixes, written literally into JSONs as people have them, give a JSON that lints clean and
-means what it meant.
+"""If lint's fixes are applied literally to typical JSONs, the JSONs are clean and keep their
+meaning.
 """
 
 import json
@@ -15,9 +15,9 @@ from job import metrics
 from recipekit.commands import lint
 from recipekit.dslint import numbers as numbers_module
 from recipekit.dslint import resolve
+from recipekit.spec.errors import Problem
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Problem
 
 RECIPE = Recipe(
     model="meta-llama/Llama-3.2-1B",
@@ -106,17 +106,19 @@ NVME = {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True}
 
 @dataclass(frozen=True)
 class Case:
-    """A JSON (or its text) that people copy from `after`, and what its reader expects of the
-    training, beside the recipe's numbers.
+    """A JSON (or its text) that users copy from the source `after`, and the training that they
+    expect.
+
+    The expectations are relative to the recipe's numbers.
     """
 
     after: str
     config: dict[str, Any] | str
     dtype: str
     stage: int
-    offload: str = "none"  # of the optimizer
-    numbers: dict[str, Any] | None = None  # field of Recipe -> the number that the JSON sets
-    schedule: str = "cosine"  # the recipe's, or the name of a scheduler that the JSON keeps
+    offload: str = "none"  # device of the optimizer
+    numbers: dict[str, Any] | None = None  # field of Recipe -> number that the JSON sets
+    schedule: str = "cosine"  # the recipe's schedule, or a scheduler that stays in the JSON
 
     @property
     def text(self) -> str:
@@ -348,7 +350,7 @@ CASES = {
             "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
         },
         "fp16",
-        1,  # which fp16 needs
+        1,  # fp16 needs it
         numbers={"global_batch": 4096, "micro_batch": 64, "lr": 2e-4, "weight_decay": 0.01},
     ),
     "DeepSpeed, ZeRO-Infinity": Case(
@@ -463,16 +465,17 @@ CASES = {
 }
 
 
-# What a user does who reads a fix and does just that
+# A user who applies a fix literally
 
 
 def apply(problems: list[Problem], text: str, recipe: Recipe) -> tuple[str, Recipe]:
-    """The file's text and the recipe after each fix was done as it is written; of several ways the
-    first.
+    """Apply each fix literally to the text and the recipe; return both.
+
+    If a fix offers several options, the first option is used.
     """
     notes = [problem for problem in problems if ", line " in problem.where]
     lines = text.split("\n")
-    for problem in reversed(notes):  # from the end, so that the columns before stay
+    for problem in reversed(notes):  # applied from the end, so that earlier columns stay valid
         found = re.fullmatch(r".*, line (\d+), column (\d+)", problem.where)
         told = re.match(r"delete (.+)", problem.fix, re.DOTALL)
         assert found and told, problem
@@ -512,10 +515,10 @@ def apply_one(problem: Problem, config: dict[str, Any], recipe: Recipe) -> Recip
             here[key] = told[1]
         else:
             here[told[1]] = here.pop(key)
-        # where the number stands: in the JSON, or in the recipe
+        # The number is either in the JSON or in the recipe.
     elif told := re.match(r"use (global_batch|micro_batch) (\d+)", fix):
-        if isinstance(config.get(numbers_module.SHARED[told[1]]), int):
-            config[numbers_module.SHARED[told[1]]] = int(told[2])
+        if isinstance(config.get(numbers_module.SHARED_FIELD_PATHS[told[1]]), int):
+            config[numbers_module.SHARED_FIELD_PATHS[told[1]]] = int(told[2])
         else:
             recipe = changed(recipe, told[1], told[2])
     else:
@@ -534,14 +537,14 @@ def changed(recipe: Recipe, name: str, value: str) -> Recipe:
 
 
 def linted(text: str, recipe: Recipe, folder: Path) -> list[Problem]:
-    """What the tool finds, as `python tools/lint.py ds.json --recipe mine.py --world 8` does."""
+    """Return the problems of `python tools/lint.py ds.json --recipe mine.py --world 8`."""
     (folder / "ds.json").write_text(text)
     (folder / "mine.py").write_text(f"from recipekit import Recipe\nRECIPE = {recipe!r}\n")
     return lint.lint(str(folder / "ds.json"), folder / "mine.py", WORLD)[0]
 
 
 def stock(text: str, folder: Path, filled_by: str) -> list[Problem]:
-    """The same for a script of anyone: `--json-only`, or `--filled-by` Trainer or accelerate."""
+    """Return the problems of a script that is no recipe, with `--json-only` or `--filled-by`."""
     (folder / "ds.json").write_text(text)
     return lint.lint(str(folder / "ds.json"), json_only=True, filled_by=filled_by)[0]
 
@@ -561,12 +564,12 @@ def test_each_fix_done_literally_gives_what_the_reader_expects(name: str, tmp_pa
     assert linted(text, recipe, tmp_path) == [], (text, [str(problem) for problem in problems])
 
     config = json.loads(text)
-    # as a start does
+    # A start does the same.
     recipe = replace(
-        recipe, **{name: value for name, value in numbers_module.literals(config).items()}
+        recipe, **{name: value for name, value in numbers_module.read_literals(config).items()}
     )
     mesh = Mesh(dp=WORLD)
-    resolved, _ = resolve.resolve(config, recipe, mesh, {"hidden_size": 2048})
+    resolved, _ = resolve.resolve_ds_config(config, recipe, mesh, {"hidden_size": 2048})
     expected = replace(RECIPE, **(case.numbers or {}))
     dtype = [name for name in ("fp16", "bf16") if resolved.get(name, {}).get("enabled")]
     zero, params = resolved["zero_optimization"], resolved["optimizer"]["params"]
@@ -575,8 +578,8 @@ def test_each_fix_done_literally_gives_what_the_reader_expects(name: str, tmp_pa
         case.stage,
         case.offload,
     )
-    numbers = {name: getattr(expected, name) for name in numbers_module.SHARED}
-    given = {name: getattr(recipe, name) for name in numbers_module.SHARED}
+    numbers = {name: getattr(expected, name) for name in numbers_module.SHARED_FIELD_PATHS}
+    given = {name: getattr(recipe, name) for name in numbers_module.SHARED_FIELD_PATHS}
     assert given == numbers
     assert (
         resolved["train_batch_size"] == numbers["global_batch"]
@@ -595,8 +598,10 @@ def test_each_fix_done_literally_gives_what_the_reader_expects(name: str, tmp_pa
 
 
 def test_the_same_holds_for_a_script_that_is_no_recipe(tmp_path: Path) -> None:
-    """But for the rows of a file of Hjson, and for how long a schedule that Trainer knows is:
-    DeepSpeed's own file has to say.
+    """Two kinds of cases are excluded.
+
+    The first kind is Hjson text. The second is a schedule whose length only Trainer knows, because
+    a file for DeepSpeed itself must state the length.
     """
     count = 0
     for filled_by in ("", "trainer", "accelerate"):
@@ -620,7 +625,7 @@ def test_the_same_holds_for_a_script_that_is_no_recipe(tmp_path: Path) -> None:
     assert count > 15
 
 
-PRECISION = [  # fp16.enabled, bf16.enabled -> what is on then
+PRECISION = [  # fp16.enabled, bf16.enabled -> enabled precision
     (("auto", "auto"), "bf16"),
     ((None, "auto"), "bf16"),
     ((False, "auto"), "bf16"),
@@ -650,7 +655,7 @@ def test_one_precision_is_on_where_auto_asked_for_one(
 
 
 def test_numbers_of_a_half_filled_schedule_are_kept(tmp_path: Path) -> None:
-    """What the JSON says of its schedule goes into the flags that take its place."""
+    """The numbers in the JSON's schedule appear in the flags that replace the schedule."""
     schedule = {
         "type": "WarmupLR",
         "params": {"warmup_min_lr": "auto", "warmup_max_lr": 2e-4, "warmup_num_steps": 7},
@@ -680,10 +685,14 @@ def test_numbers_of_a_half_filled_schedule_are_kept(tmp_path: Path) -> None:
 
 
 def trains(name: str, pools: Any, folder: Path) -> None:
-    """Two steps with the mended JSON, on two ranks: in bf16, with the recipe's numbers in the
-    optimizer.
+    """Train two steps with the fixed JSON on two ranks, in bf16.
+
+    The optimizer must use the recipe's numbers.
     """
-    from test_resume import BASE, train  # imports torch, which the rest of this file does without
+    from short_runs import (
+        BASE,  # imports torch, which the rest of this file does not need
+        train,
+    )
 
     problems = linted(CASES[name].text, RECIPE, folder)
     text, recipe = apply(problems, CASES[name].text, RECIPE)
@@ -693,7 +702,7 @@ def trains(name: str, pools: Any, folder: Path) -> None:
         word
         for field in numbers
         for word in (f"--{field}", str(getattr(recipe, field)))
-        if field not in numbers_module.literals(json.loads(text))
+        if field not in numbers_module.read_literals(json.loads(text))
     ]
     argv = [
         "--deepspeed_config",

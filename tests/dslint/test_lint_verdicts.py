@@ -1,5 +1,6 @@
-"""Lint against stock DeepSpeed: what was recorded by running (record_lint_verdicts.py) is what lint
-says, case by case and key by key.
+"""Lint compared with DeepSpeed, case by case and key by key.
+
+record_lint_verdicts.py recorded DeepSpeed's behaviour by running it.
 """
 
 import json
@@ -10,9 +11,9 @@ import pytest
 from ds_json import Case
 from lint_cases import CASES, NOT_SEEN, POSTED, is_seen
 from recipekit.commands import lint
-from recipekit.dslint.schema import at, schema
-from recipekit.dslint.values import converted
-from recipekit.spec.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem
+from recipekit.dslint.schema import schema, value_at
+from recipekit.dslint.values import convert_value
+from recipekit.spec.errors import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG, Problem
 from record_lint_verdicts import RECORDED, record
 
 VERDICTS = json.loads(RECORDED.read_text())
@@ -26,7 +27,7 @@ SAMPLE = [
 
 
 def said(case: Case, folder: Path) -> list[Problem]:
-    """The problems that the tool finds in the case's file."""
+    """Return the problems that lint reports for the case's file."""
     file = folder / "ds.json"
     file.write_text(case.text, newline="", encoding="utf-8")
     return lint.lint(
@@ -39,8 +40,10 @@ def path_of(problem: Problem) -> str:
 
 
 def covers(told: str, path: str) -> bool:
-    """True if what is told about one path is about the other too: the same, a block that holds it,
-    or the switch of its block.
+    """Return True if a report about one path also covers the other.
+
+    The path may be the same, a block that contains the other path, or the switch of that path's
+    block.
     """
     switch, _, key = told.rpartition(".")
     return (
@@ -56,7 +59,9 @@ def is_default(path: str, value: Any) -> bool:
     for key in path.split("."):
         node = node.get("keys", {}).get(key, {})
     return value in ({}, None) or (
-        "default" in node and "type" in node and node["default"] in (value, converted(node, value))
+        "default" in node
+        and "type" in node
+        and node["default"] in (value, convert_value(node, value))
     )
 
 
@@ -75,27 +80,27 @@ def test_lint_says_what_deepspeed_did(name: str, tmp_path: Path) -> None:
     problems, seen = said(CASES[name], tmp_path), VERDICTS[name]
     silent = {path_of(problem) for problem in problems if problem.outcome in (IGNORES, REPLACES)}
     ignored = {*seen.get("ignored", []), *seen.get("replaced", {})}
-    # where a key holds its default, or a block nothing, nothing is lost
+    # It has no consequence if a default value or an empty block is ignored.
     lost = {
         path
         for path in ignored
-        if is_seen(path) and not is_default(path, at(CASES[name].parsed, path))
+        if is_seen(path) and not is_default(path, value_at(CASES[name].parsed, path))
     }
     verdict = (
         "applies" if seen["verdict"] == "ignores" and not lost and not silent else seen["verdict"]
     )
-    # wrong numbers are seen in test_wrong_numbers.py
+    # Wrong numbers are tested in test_wrong_numbers.py.
     seen_at_all = [problem for problem in problems if problem.outcome != WRONG]
     assert lint.verdict(seen_at_all) == verdict, (
-        [lint.told(problem) for problem in problems],
+        [lint.format_problem(problem) for problem in problems],
         seen,
     )
     if seen["verdict"] == "fails":
         failing = {path_of(problem) for problem in problems if problem.outcome in (FAILS, HANGS)}
         causes = seen["because_of"]
-        # a file that cannot be read has no paths
+        # A file that cannot be read has no paths.
         if causes and not any("line " in path for path in failing):
-            # what is missing lies in the block of what needs it
+            # A missing key belongs to the block of the key that requires it.
             assert {path.partition(".")[0] for path in failing} & {
                 cause.partition(".")[0] for cause in causes
             }, (failing, causes)
@@ -114,9 +119,9 @@ def test_every_message_names_path_value_rule_and_fix(name: str, tmp_path: Path) 
     for problem in said(CASES[name], tmp_path):
         path, equals, value = problem.where.partition(" = ")
         written = path and equals and value
-        # of a file that cannot be read
+        # For a file that cannot be read.
         place = "line " in problem.where and "column " in problem.where
-        whole = problem.rule.endswith("not an object")  # a file that holds no block has neither
+        whole = problem.rule.endswith("not an object")  # a file without any block has neither
         assert (
             (written or place or whole)
             and len(problem.rule) > 10
@@ -124,7 +129,8 @@ def test_every_message_names_path_value_rule_and_fix(name: str, tmp_path: Path) 
             and problem.outcome
         ), problem
         assert (
-            lint.told(problem) == f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
+            lint.format_problem(problem)
+            == f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
         )
 
 
@@ -134,7 +140,7 @@ def test_keys_that_cannot_be_seen_here_are_few_and_said() -> None:
 
 
 def test_what_works_but_is_old_is_an_advice(tmp_path: Path) -> None:
-    """Old names and converted values: exit code 0, and a note."""
+    """Old names and converted values give a note and exit code 0."""
     for name in (
         "old names of offload",
         "old name of bf16",
@@ -151,8 +157,9 @@ def test_what_works_but_is_old_is_an_advice(tmp_path: Path) -> None:
 
 
 def test_trainer_s_files_are_clean_where_trainer_fills_them(tmp_path: Path) -> None:
-    """The files of transformers' docs, but for the keys that DeepSpeed ignores whoever fills the
-    others.
+    """The configs in transformers' docs have no problem if the Trainer fills in their values.
+
+    DeepSpeed ignores some of their keys, no matter which library fills in the other keys.
     """
     file = tmp_path / "ds.json"
     ignored = {
@@ -166,7 +173,7 @@ def test_trainer_s_files_are_clean_where_trainer_fills_them(tmp_path: Path) -> N
         file.write_text(CASES[name].text)
         problems, _ = lint.lint(str(file), filled_by="trainer", json_only=True)
         assert {path_of(problem) for problem in problems} == expected
-        # it fills no betas
+        # accelerate fills in no betas.
         assert (
             lint.verdict(lint.lint(str(file), filled_by="accelerate", json_only=True)[0]) == "fails"
         )
@@ -177,7 +184,7 @@ def test_the_support_table_is_the_rules() -> None:
     assert (
         lint.support_table() in page
         and lint.optimizer_table() in page
-        and lint.with_table(page) == page
+        and lint.update_tables(page) == page
     )
     assert (
         page.count(" (fails): ") > 20

@@ -1,5 +1,6 @@
-"""Blocks of a DeepSpeed JSON whose package is not installed: one line, from lint and from a start,
-before a model is built.
+"""Blocks of a DeepSpeed JSON whose package is not installed.
+
+Lint and a start report the missing package in one line, before a model is built.
 """
 
 import json
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 from recipekit.commands import lint
 from recipekit.dslint import check, rules
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import FAILS, ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import FAILS, Refusal
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
-BLOCKS = {  # path -> (the block, package as pip names it, fix)
+BLOCKS = {  # path -> (the block, pip's name of the package, fix)
     "tensorboard.enabled": (
         {"enabled": True},
         "tensorboard",
@@ -68,7 +69,7 @@ def test_lint_names_the_package_and_both_ways_out(path: str, tmp_path: Path) -> 
 def test_a_word_or_number_that_switches_a_block_on_counts(
     block: dict[str, Any], tmp_path: Path
 ) -> None:
-    """DeepSpeed's blocks convert them."""
+    """DeepSpeed's blocks convert such values."""
     for name in ("tensorboard", "comet"):
         block = {
             key: value
@@ -91,21 +92,27 @@ def test_a_block_that_is_off_needs_nothing(block: dict[str, Any], tmp_path: Path
 def test_a_package_that_is_installed_is_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder without __init__.py is not the package: such a namespace is what a folder of logs
-    called tensorboard makes.
+    """A folder without __init__.py is not the package.
+
+    For example, a folder of logs called tensorboard can be imported as a namespace package.
     """
     (tmp_path / "tensorboard").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     config = {"tensorboard": {"enabled": True}}
-    assert not rules.installed("tensorboard") and check.check(check.LintInput(config))
+    assert not rules.is_package_importable("tensorboard") and check.lint_config(
+        check.LintInput(config)
+    )
     (tmp_path / "tensorboard" / "__init__.py").touch()
-    assert rules.installed("tensorboard") and check.check(check.LintInput(config)) == []
+    assert (
+        rules.is_package_importable("tensorboard")
+        and check.lint_config(check.LintInput(config)) == []
+    )
 
 
 def test_a_start_refuses_it_before_a_model_is_built(tmp_path: Path) -> None:
     recipe = Recipe(model="org/model", ds_config={"tensorboard": {"enabled": True}})
-    with pytest.raises(Refusal) as refused:
-        make_plan(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"]))
+    with pytest.raises(ConfigError) as refused:
+        resolve_run(parse(recipe, tmp_path / "x.py", ["--tiny", "--dry_run"]))
     told = [str(problem) for problem in refused.value.problems if "tensorboard" in problem.where]
     assert len(told) == 1 and told[0].startswith(
         "tensorboard.enabled = true: requires the package tensorboard, which is not installed. Set "

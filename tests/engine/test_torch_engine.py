@@ -1,5 +1,7 @@
-"""A step of torch's engines at its edges, on two ranks of a small model: limits of the norm, dtypes
-of sums, micro-batches, ranks without a gradient, signs.
+"""Edge cases of a training step with PyTorch's engines, on two ranks with a small model.
+
+The tests cover norm limits, dtypes of sums, micro-batches, ranks without a gradient, and gradient
+signs.
 """
 
 import copy
@@ -12,17 +14,20 @@ import papers
 import pytest
 import torch
 from recipekit.engine import torch_engine
-from recipekit.parallel.param_groups import Group
+from recipekit.parallel.param_groups import ParamGroup
 from torch import nn
 
-# none of torch's defaults; with such an eps a factor of a gradient changes AdamW's step
+# These are not torch's defaults. With this eps, a scaled gradient changes AdamW's step.
 BETAS, EPS, DECAY = (0.6, 0.8), 1e-2, 0.3
 LR, RANKS, STEPS = 0.05, 2, 3
 
 
 class Net(nn.Module):
-    """Has rows that two ranks cannot halve, a vector that does not decay, a weight that only the
-    first rank uses, one that nobody uses, a frozen one.
+    """A model with unusual parameters.
+
+    - A matrix has a number of rows that is not divisible by two ranks.
+    - A vector has no weight decay.
+    - One weight is used only on the first rank, one is never used, and one is frozen.
     """
 
     def __init__(self) -> None:
@@ -54,9 +59,9 @@ def micro_batches(step: int) -> int:
     return 3 if step < STEPS else 2  # the number changes before the last step
 
 
-def groups_of(model: nn.Module) -> dict[str, Group]:
+def groups_of(model: nn.Module) -> dict[str, ParamGroup]:
     return {
-        name: Group(decays=value.dim() > 1)
+        name: ParamGroup(decays=value.dim() > 1)
         for name, value in model.named_parameters()
         if value.requires_grad
     }
@@ -70,12 +75,12 @@ def engine_of(
     optimizer: dict[str, Any] | None = None,
     accumulation: int = 3,
 ) -> Any:
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import Mesh
 
-    groups = Groups(Mesh(dp=RANKS), "cpu")
+    groups = ProcessGroups(Mesh(dp=RANKS), "cpu")
     if kind == "fsdp2":
-        divide = torch_engine.divider(groups, precision, "cpu")
+        divide = torch_engine.fsdp2_sharder(groups, precision, "cpu")
         for child in model.children():
             divide(child)
         divide(model)
@@ -87,7 +92,9 @@ def engine_of(
         "train_batch_size": 8 * accumulation,
     }
     built: Any = SimpleNamespace(model=model, blueprint=SimpleNamespace(trained=groups_of(model)))
-    return torch_engine.make(built, groups, kind, precision, config, torch.device("cpu"))
+    return torch_engine.make_torch_engine(
+        built, groups, kind, precision, config, torch.device("cpu")
+    )
 
 
 def take(engine: Any, rank: int, step: int) -> float:
@@ -108,9 +115,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def trained(
     kind: str, clippings: list[float]
 ) -> list[tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]]:
-    """Runs on every rank: of each limit the norms, the weights after the last step, and what the
-    engine counts.
-    """
+    """Return, for each limit, the norms, the final weights and the engine's counts, on a rank."""
     found, rank = [], torch.distributed.get_rank()
     for clipping in clippings:
         model = Net()
@@ -125,7 +130,7 @@ def trained(
 
 
 def plain(clipping: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same in one process, by torch's own optimizer and clipping."""
+    """Return the norms and weights of one process that uses torch's optimizer and clipping."""
     model, norms = Net(), []
     wanted = {name: value for name, value in model.named_parameters() if value.requires_grad}
     groups = [
@@ -144,20 +149,20 @@ def plain(clipping: float) -> tuple[list[float], dict[str, torch.Tensor]]:
             for number in range(micro_batches(step))
         ]
         torch.stack(losses).mean().backward()
-        model.unused.grad = torch.zeros_like(model.unused)  # as under ZeRO, it decays
+        model.unused.grad = torch.zeros_like(model.unused)  # as under ZeRO, it has weight decay
         norms.append(nn.utils.clip_grad_norm_(wanted.values(), clipping or math.inf).item())
         optimizer.step()
     return norms, {name: value.detach() for name, value in model.named_parameters()}
 
 
-LIMITS = [0.0, 2.0, 1e9]  # none, one below every norm, one above every norm
+LIMITS = [0.0, 2.0, 1e9]  # no limit, a limit below every norm, and a limit above every norm
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_step_is_plain_pytorchs_whatever_the_limit_of_the_norm(pools: Any, kind: str) -> None:
-    """With three micro-batches, then two.
+    """The steps have three micro-batches, and the last step has two.
 
-    Without a limit, and with one that no norm reaches, nothing is scaled.
+    If the norm has no limit, or a limit above every norm, gradients are not scaled.
     """
     results = pools.run(RANKS, trained, kind=kind, clippings=LIMITS)
     for number, clipping in enumerate(LIMITS):
@@ -180,7 +185,7 @@ def test_a_step_is_plain_pytorchs_whatever_the_limit_of_the_norm(pools: Any, kin
     assert torch.equal(unlimited, above) and not torch.allclose(unlimited, limited, rtol=1e-3)
 
 
-WHOLE = {  # optimizers that take sums over whole tensors, with none of their default numbers
+WHOLE = {  # optimizers with sums over full tensors, and values that differ from all defaults
     "Lamb": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY},
     "Adafactor": {
         "lr": LR,
@@ -193,10 +198,11 @@ WHOLE = {  # optimizers that take sums over whole tensors, with none of their de
 
 
 def moved_by(kind: str, name: str) -> dict[str, torch.Tensor]:
-    """Runs on every rank, or under "alone" in one process, which then has the batches of all ranks:
-    the weights after three steps.
+    """Return the weights after three steps.
+
+    This function runs on a rank, or with "alone" in one process that has the batches of all ranks.
     """
-    from recipekit.optim.ours import OURS
+    from recipekit.optim.factory import own_optimizer_class
 
     model, optimizer = Net(), {"type": name, "params": WHOLE[name]}
     if kind == "alone":
@@ -208,7 +214,7 @@ def moved_by(kind: str, name: str) -> dict[str, torch.Tensor]:
             }
             for decays in (True, False)
         ]
-        own = OURS[name](groups, **WHOLE[name])
+        own = own_optimizer_class(name)(groups, **WHOLE[name])
         for step in range(1, STEPS + 1):
             own.zero_grad()
             torch.stack(
@@ -230,7 +236,7 @@ def moved_by(kind: str, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_sums_over_whole_tensors_are_those_of_one_process(pools: Any, name: str, kind: str) -> None:
-    """FSDP2 divides seven rows into four and three, and three into two and one."""
+    """FSDP2 splits seven rows into four and three, and three rows into two and one."""
     expected = moved_by("alone", name)
     for found in pools.run(RANKS, moved_by, kind=kind, name=name):
         for key, value in expected.items():
@@ -247,19 +253,22 @@ class Product(nn.Module):
         self.weight = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()  # whose gradient is x
+        return (self.weight * x).sum()  # the gradient is x
 
 
-FINE = 1 + 2.0**-7, 2.0**-8  # what two ranks add: bf16 holds each, and not their sum
+# Gradients of two ranks: bf16 can represent each gradient, but not their sum.
+FINE = 1 + 2.0**-7, 2.0**-8
 
 
 def summed(kind: str, precision: str) -> dict[str, Any]:
-    """Runs on every rank: dtypes that the forward pass and the sum have, the norm of a mean of
-    `FINE`, and the norm with gradients cut small.
+    """Return the dtypes of the forward pass and the weights, and gradient norms, on a rank.
+
+    The norms are measured for a mean of `FINE` gradients and for large gradients, both also in
+    small chunks.
     """
     rank, found = torch.distributed.get_rank(), {}
-    for name, piece in (("norm", torch_engine.PIECE), ("norm in pieces", 2)):
-        before, torch_engine.PIECE = torch_engine.PIECE, piece
+    for name, piece in (("norm", torch_engine.NORM_CHUNK_ELEMENTS), ("norm in pieces", 2)):
+        before, torch_engine.NORM_CHUNK_ELEMENTS = torch_engine.NORM_CHUNK_ELEMENTS, piece
         try:
             engine = engine_of(Product(), kind, precision, 0.0, accumulation=1)
             seen = []
@@ -274,7 +283,7 @@ def summed(kind: str, precision: str) -> dict[str, Any]:
                 value.grad = torch.full_like(value, 1e25)
             found[f"{name} of large gradients"] = float(engine._grad_norm())
         finally:
-            torch_engine.PIECE = before
+            torch_engine.NORM_CHUNK_ELEMENTS = before
     found |= {
         "computed": seen,
         "weights": {str(value.dtype) for value in engine.module.parameters()},
@@ -289,7 +298,7 @@ def summed(kind: str, precision: str) -> dict[str, Any]:
 def test_gradients_are_added_up_in_fp32_and_squared_in_any_pieces(
     pools: Any, kind: str, precision: str
 ) -> None:
-    """In bf16 the mean of what two ranks have would be that of the first alone."""
+    """In bf16 the mean of both ranks would equal the value on the first rank."""
     exact = math.sqrt(6) * sum(FINE) / 2
     rounded = math.sqrt(6) * float(torch.tensor(FINE[0]).add(FINE[1]).bfloat16()) / 2
     assert abs(exact / rounded - 1) > 1e-3
@@ -297,7 +306,7 @@ def test_gradients_are_added_up_in_fp32_and_squared_in_any_pieces(
         assert found["norm"] == pytest.approx(exact, rel=1e-7) and found[
             "norm in pieces"
         ] == pytest.approx(found["norm"], rel=1e-14)
-        for name in ("norm", "norm in pieces"):  # fp32 has no number for their squares
+        for name in ("norm", "norm in pieces"):  # fp32 cannot represent their squares
             assert found[f"{name} of large gradients"] == pytest.approx(
                 1e25 * math.sqrt(6), rel=1e-6
             )
@@ -311,7 +320,7 @@ def test_gradients_are_added_up_in_fp32_and_squared_in_any_pieces(
 
 
 def test_a_precision_is_a_dtype() -> None:
-    assert [torch_engine.half(name) for name in ("bf16", "fp16", "fp32")] == [
+    assert [torch_engine.compute_dtype(name) for name in ("bf16", "fp16", "fp32")] == [
         torch.bfloat16,
         torch.float16,
         None,
@@ -323,8 +332,9 @@ def test_a_precision_is_a_dtype() -> None:
 
 
 def modes() -> dict[str, Any]:
-    """Runs on every rank: whether a module trains, and whether its weights are divided, after
-    `eval`, a forward, and `train`; the order of watchers.
+    """Return the modes and the sharding of modules, and the order of hooks, on a rank.
+
+    The states are recorded after `eval` with a forward pass, and after `train`.
     """
     from torch.distributed.tensor import DTensor
 
@@ -362,7 +372,7 @@ def test_an_evaluation_ends_with_divided_weights_and_watchers_act_last_added_fir
         assert found["said"] == ["added later", "first added", ("changed", True), "followed"]
 
 
-# Signs
+# Compression to signs
 # --------------------------------------------------------------------------------------------------
 
 FREEZE, SIGNED = 2, 6
@@ -373,10 +383,11 @@ ONE_BIT = {
 
 
 def signed(folder: str) -> dict[str, Any]:
-    """Runs on every rank: norms and weights of an unbroken run under DDP, and of one that is
-    stopped after each step and goes on from its files.
+    """Return the norms and weights of an unbroken run and of a resumed run under DDP, on a rank.
+
+    The resumed run stops after each step and continues from its files.
     """
-    from recipekit.storage import errors
+    from recipekit.storage import error_feedback
 
     rank, found = torch.distributed.get_rank(), {}
     engine = engine_of(model := Net(), "ddp", "fp32", 2.0, ONE_BIT)
@@ -391,14 +402,14 @@ def signed(folder: str) -> dict[str, Any]:
         engine = engine_of(model, "ddp", "fp32", 2.0, ONE_BIT)
         if kept[1] is not None:
             engine.optimizer.load_state_dict(kept[1])
-            written = Path(folder) / f"{step - 1}_{errors.file_of(rank)}"
-            errors.restore(
+            written = Path(folder) / f"{step - 1}_{error_feedback.error_file_name(rank)}"
+            error_feedback.restore_errors(
                 engine.optimizer,
                 torch.load(written, weights_only=True) if written.exists() else None,
             )
         norms.append(take(engine, rank, step))
         kept = copy.deepcopy(model.state_dict()), copy.deepcopy(engine.optimizer.state_dict())
-        for value, file in errors.kept(engine.optimizer, Path(folder), rank):
+        for value, file in error_feedback.errors_to_save(engine.optimizer, Path(folder), rank):
             torch.save(value, file.with_name(f"{step}_{file.name}"))
             files.append(step)
     found["broken"] = norms, whole(model)
@@ -409,8 +420,10 @@ def signed(folder: str) -> dict[str, Any]:
 def test_signs_under_ddp_are_the_papers_and_go_on_after_every_step(
     pools: Any, tmp_path: Path
 ) -> None:
-    """Up to the freeze gradients are averaged and clipped, from then on they are a rank's own, and
-    as they are; a resume before, at and after it changes no bit.
+    """Gradients are averaged and clipped up to the freeze, and are neither averaged nor clipped
+    after it.
+
+    A resume before, at or after the freeze must not change any bit.
     """
     results = pools.run(RANKS, signed, folder=str(tmp_path))
     model = Net()

@@ -1,7 +1,7 @@
-"""recipekit/hosts/gpus.py, checks.py: which GPUs are looked at, and what keeps a rank from using
+"""recipekit/hosts/gpus.py and checks.py: the GPUs of a host, and what prevents a rank from using
 them.
 
-The other checks are in test_doctor.py, as a user meets them.
+test_doctor.py covers the other checks from the user's point of view.
 """
 
 import os
@@ -12,17 +12,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from driver_versions import CLOSED, OPEN
 from job import NANO
 from pool import ROOT, environment
-from recipekit.doctor.subject import Slot, read_subject
+from recipekit.doctor.target import RankInfo, resolve_target
 from recipekit.hosts import checks, gpus
-from recipekit.hosts.gpus import check_gpus_seen, check_ordinal
+from recipekit.hosts.gpus import check_gpu_of_rank, check_torch_sees_gpus
 from recipekit.hosts.ports import check_master_port, free_port, launcher_port
-from recipekit.spec.refusal import Problem
-from test_torch_builds import CLOSED, OPEN
+from recipekit.spec.errors import Problem
 
-# As nvidia-smi of driver 550 prints it: index, uuid, name, memory.total, memory.used,
-# driver_version
+# nvidia-smi's output with driver 550: index, uuid, name, memory.total, memory.used, driver_version.
 TOLD = "".join(
     f"{number}, GPU-{number}{number}aa-bb, NVIDIA H200, 143771, {used}, 550.1\n"
     for number, used in enumerate((9, 80000, 9, 9))
@@ -31,7 +30,7 @@ TOLD = "".join(
 
 @pytest.fixture(autouse=True)
 def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of four GPUs, the second of which is in use."""
+    """Simulate a machine with four GPUs; the second GPU is in use."""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<END\n{TOLD}END\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
@@ -58,7 +57,7 @@ def test_only_visible_gpus_count(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [gpu.number for gpu in gpus.gpus()] == numbers
+    assert [gpu.device_index for gpu in gpus.visible_gpus()] == numbers
 
 
 def test_a_gpu_that_is_left_out_is_not_complained_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +79,9 @@ def test_a_gpu_that_is_left_out_is_not_complained_of(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """/dev of a host with two GPUs, beside what its driver tells of itself, in an environment that
-    wishes for nothing.
+    """Return a folder that contains /dev and the driver's files for a host with two GPUs.
+
+    No environment variable selects a device.
     """
     for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
@@ -100,11 +100,11 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unseen(host: Path) -> list[Problem]:
-    return check_gpus_seen(host / "dev", host / "driver" / "version")
+    return check_torch_sees_gpus(host / "dev", host / "driver" / "version")
 
 
 def test_gpus_that_torch_does_not_see(host: Path) -> None:
-    """As with the CPU build of torch, which pip may have taken, on a host of GPUs."""
+    """The host has GPUs, but pip has installed the CPU build of torch."""
     import torch
 
     (problem,) = unseen(host)
@@ -131,7 +131,7 @@ def test_gpus_that_torch_does_not_see(host: Path) -> None:
         ("CUDA_VISIBLE_DEVICES", "-1", 0),
         ("CUDA_VISIBLE_DEVICES", " none", 0),
         ("CUDA_VISIBLE_DEVICES", "void", 0),
-        ("CUDA_VISIBLE_DEVICES", "-1,-1", 0),  # from `python -m launch`, a word for each rank
+        ("CUDA_VISIBLE_DEVICES", "-1,-1", 0),  # set by `python -m launch`, one word per rank
         ("CUDA_VISIBLE_DEVICES", "NoDevFiles,NoDevFiles", 1),
         ("CUDA_VISIBLE_DEVICES", "NoDevFiles", 1),
         ("CUDA_VISIBLE_DEVICES", "0", 1),
@@ -148,7 +148,7 @@ def test_a_wish_for_the_cpu_is_honoured(
 def test_a_job_to_which_slurm_gave_no_gpu_is_refused(
     host: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with advice about drivers."""
+    """The fix is not advice about drivers."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "NoDevFiles")
     (problem,) = unseen(host)
     assert problem.where == "CUDA_VISIBLE_DEVICES = NoDevFiles" and "--gpus-per-node" in problem.fix
@@ -161,10 +161,10 @@ def test_a_host_without_gpus_is_fine(host: Path) -> None:
 
 
 def test_a_run_on_such_a_host_is_refused(host: Path) -> None:
-    """As a user meets it: exit code 1, one problem, in seconds."""
+    """The user gets exit code 1 and one problem within seconds."""
     code = (
         "import runpy, sys; from pathlib import Path; from recipekit.hosts import gpus as"
-        f" h\nh.check_gpus_seen.__defaults__ = (Path({str(host / 'dev')!r}),"
+        f" h\nh.check_torch_sees_gpus.__defaults__ = (Path({str(host / 'dev')!r}),"
         f" Path({str(host / 'driver' / 'version')!r}))\nsys.argv = sys.argv[1:];"
         " runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
@@ -191,9 +191,9 @@ def test_a_run_on_such_a_host_is_refused(host: Path) -> None:
         (0, 1, {}, None),
         (7, 8, {"LOCAL_WORLD_SIZE": "8"}, None),
         (3, 1, {}, 4),  # srun --gpus-per-task=1, with LOCAL_RANK set from SLURM_LOCALID
-        # its first rank refuses with the others
+        # The first rank fails together with the others.
         (0, 1, {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 8),
-        # torchrun in one task
+        # torchrun in one task.
         (
             0,
             8,
@@ -219,7 +219,7 @@ def test_every_rank_needs_a_gpu_of_its_own_in_sight(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("recipekit.hosts.torch_builds.gpus_in_use", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    problems = check_ordinal(local_rank)
+    problems = check_gpu_of_rank(local_rank)
     if ranks is None:
         assert problems == []
     else:
@@ -256,8 +256,9 @@ def test_memory_that_a_container_may_take(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused_before_anything_heavy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `deepspeed` sets it for every run; only rank 0 opens it, and torchrun itself holds its
-    own.
+    """`deepspeed` sets such a port for every run.
+
+    Only rank 0 opens the port. torchrun itself keeps its port open.
     """
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -311,8 +312,9 @@ STARTED_BY = {
 def test_another_port_is_named_as_the_launcher_takes_it(
     flag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """deepspeed and torchrun overwrite MASTER_PORT, and srun has no flag. The named port is
-    free.
+    """deepspeed and torchrun overwrite MASTER_PORT, and srun has no flag for it.
+
+    The suggested port must therefore be free and be named as the launcher accepts it.
     """
     for name in ("CROSS_SIZE", "GROUP_WORLD_SIZE", "LAUNCH_LOGS", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -327,9 +329,10 @@ def test_another_port_is_named_as_the_launcher_takes_it(
 
 
 def test_the_quickstart_takes_a_free_port() -> None:
-    """MASTER_PORT if that is free.
+    """MASTER_PORT is used if the port is free.
 
-    Whatever it holds, the port can be listened on, and a line says why it is another.
+    The chosen port can be opened for any value. If it differs from MASTER_PORT, a line explains
+    why.
     """
     with socket.create_server(("", 0)) as taken:
         used, free = taken.getsockname()[1], free_port()
@@ -375,8 +378,9 @@ print(found)
 
 
 def test_the_master_port_is_not_checked_once_a_process_has_joined_its_group() -> None:
-    """A program may call `init_process_group` before `run(RECIPE)`; then rank 0 itself holds the
-    port, or needs none.
+    """A program may call `init_process_group` before `run(RECIPE)`.
+
+    In that case rank 0 already uses the port, or needs no port.
     """
     place = {
         "RANK": "0",
@@ -398,7 +402,7 @@ def test_the_master_port_is_not_checked_once_a_process_has_joined_its_group() ->
 def test_a_package_whose_folder_is_gone_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its metadata still says that it is installed."""
+    """A package without its folder is reported, although its metadata says that it is installed."""
     for name, top in (("whole-one", "whole"), ("lost-one", "lost\n"), ("bare-one", None)):
         (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info").mkdir()
         (tmp_path / f"{name.replace('-', '_')}-1.0.dist-info" / "METADATA").write_text(
@@ -409,7 +413,9 @@ def test_a_package_whose_folder_is_gone_is_told(
     (tmp_path / "whole").mkdir()
     (tmp_path / "whole" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = list(checks.check_versions(["whole-one==1.0", "lost-one==1.0", "bare-one==1.0"]))
+    found = list(
+        checks.check_package_versions(["whole-one==1.0", "lost-one==1.0", "bare-one==1.0"])
+    )
     assert [str(problem) for problem in found if isinstance(problem, Problem)] == [
         (
             "lost-one 1.0: is recorded as installed, but its file lost is missing. Run: pip install"
@@ -424,18 +430,19 @@ def test_a_package_whose_folder_is_gone_is_told(
 
 
 def test_the_subject_of_a_recipe_of_pictures_is_planned_by_its_task() -> None:
-    """As a start would: no tokenizer is asked for, and a flag of another task is a problem beside
-    the host's.
+    """A start needs no tokenizer for this task, and neither does the plan.
+
+    A flag that belongs to a different task is reported in addition to the host's problems.
     """
     recipe, slot = (
         ROOT / "recipes" / "vit_l16_imagenet_zero2.py",
-        Slot(0, 2, 0, 2, "127.0.0.1", 29500),
+        RankInfo(0, 2, 0, 2, "127.0.0.1", 29500),
     )
-    found = read_subject(recipe, ["--init", "random"], None, 2, slot)
+    found = resolve_target(recipe, ["--init", "random"], None, 2, slot)
     assert (
         found.problems == []
         and found.plan is not None
         and found.plan.recipe.task == "image_classification"
     )
-    found = read_subject(recipe, ["--tiny", "--seq_len", "64"], None, 2, slot)
+    found = resolve_target(recipe, ["--tiny", "--seq_len", "64"], None, 2, slot)
     assert found.plan is None and [problem.where for problem in found.problems] == ["--seq_len 64"]

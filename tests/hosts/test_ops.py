@@ -1,5 +1,6 @@
-"""recipekit/hosts/ops.py and op_cache.py: what a host lacks to compile an op is one refusal with
-its fix, and what is compiled is used.
+"""recipekit/hosts/ops.py and op_cache.py: missing tools for compiling an op, and the op cache.
+
+A missing tool must be reported as one config error with its fix.
 """
 
 import importlib
@@ -21,10 +22,16 @@ from typing import Any
 import pytest
 from job import NANO, in_mounts
 from pool import ROOT, environment
-from recipekit.dslint.swap import file_system
+from recipekit.dslint.swap import file_system_type
 from recipekit.hosts import op_cache
-from recipekit.hosts.ops import OPS, check, check_cuda, cuda_home, needed
-from recipekit.spec.refusal import Refusal
+from recipekit.hosts.ops import (
+    OPS,
+    check_cuda_toolkit,
+    check_op_requirements,
+    find_cuda_home,
+    required_ops,
+)
+from recipekit.spec.errors import ConfigError
 
 SITE = Path(sysconfig.get_paths()["purelib"])
 NVME = ("--deepspeed_config", "zero3_nvme.json")
@@ -38,10 +45,9 @@ def start(
     python: list[str] | None = None,
     **variables: str | None,
 ) -> tuple[int, str]:
-    """One rank of the nano recipe, started plainly in an op folder of its own; its exit code and
-    output.
+    """Start one rank of the nano recipe with a separate op folder; return its exit code and output.
 
-    A variable that is None is not set.
+    Variables with the value None are unset.
     """
     env = environment() | {"TORCH_EXTENSIONS_DIR": str(folder / "ops")} | variables
     words = [
@@ -72,7 +78,7 @@ def start(
 
 
 def refusal(told: tuple[int, str]) -> str:
-    """The one problem that a start was refused for."""
+    """Return the only problem in a start's config error."""
     code, text = told
     assert code == 1 and "refused: 1 problem\n" in text, text
     (problem,) = re.findall(r"^  1\. (.*)$", text, re.M)
@@ -81,14 +87,14 @@ def refusal(told: tuple[int, str]) -> str:
 
 
 def programs(folder: Path, *names: str) -> str:
-    """A PATH of these programs alone."""
+    """Return a PATH with only these programs."""
     folder.mkdir()
     for name in names:
         (folder / name).symlink_to(str(shutil.which(name)))
     return str(folder)
 
 
-# What is missing
+# Missing tools
 
 
 def test_without_a_compiler(tmp_path: Path) -> None:
@@ -104,8 +110,10 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_needs_no_op_needs_no_compiler(tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """Nor ninja, nor a folder for ops, nor shared memory (DeepSpeed's own start on a CPU would take
-    all four), nor a home; to the end of the run.
+    """A run without ops needs no compiler, ninja, op folder, shared memory or home folder.
+
+    The run must reach its end. DeepSpeed's own start on a CPU would need a compiler, ninja, the op
+    folder and shared memory.
     """
     for name in ("ops", "home"):
         (tmp_path / name).mkdir()
@@ -125,9 +133,7 @@ def test_what_needs_no_op_needs_no_compiler(tmp_path: Path, ops: Callable[[str],
 
 
 def test_without_ninja(tmp_path: Path) -> None:
-    """In an environment of Python beside which none lies, as it does where the package ninja is not
-    installed.
-    """
+    """ninja is not next to this environment's Python, as if its package were not installed."""
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")],
         check=True,
@@ -171,7 +177,7 @@ CLAIM = """
 import runpy, sys
 import torch
 from recipekit.hosts import torch_builds
-torch_builds.installed = lambda platform="cuda": "13.0" if platform == "cuda" else None
+torch_builds.torch_platform_version = lambda platform="cuda": "13.0" if platform == "cuda" else None
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -179,8 +185,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_without_a_cuda_toolkit_where_a_gpu_is_claimed(tmp_path: Path) -> None:
-    """A torch that says it was built with CUDA and sees a GPU; nvcc is not on PATH, and the usual
-    place, if there is one, is empty.
+    """torch claims to be a build with CUDA on a machine with a GPU.
+
+    nvcc is not on PATH, and its usual folder is empty if it exists.
     """
     if not Path("/usr/include/libaio.h").exists():
         pytest.skip(
@@ -212,16 +219,16 @@ def test_the_toolkit_is_of_the_cuda_of_torch(
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
     wanted = [OPS["fused_adam"]]
-    assert check_cuda(wanted, "12.6", tmp_path, []) == []  # any of the same major version
-    (problem,) = check_cuda(wanted, "13.0", tmp_path, [])
+    assert check_cuda_toolkit(wanted, "12.6", tmp_path, []) == []  # the same major version
+    (problem,) = check_cuda_toolkit(wanted, "13.0", tmp_path, [])
     assert (
         "has CUDA 12.4, but torch was built for CUDA 13.0" in problem.rule
         and "cuda-toolkit-13-0" in problem.fix
     )
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-    assert check_cuda(wanted, "13.0", tmp_path, []) == []
-    (problem,) = check_cuda([OPS["async_io"]], "12.4", tmp_path, ["c++"])
-    # no libcudart lies there
+    assert check_cuda_toolkit(wanted, "13.0", tmp_path, []) == []
+    (problem,) = check_cuda_toolkit([OPS["async_io"]], "12.4", tmp_path, ["c++"])
+    # The folder has no libcudart.
     assert (
         "does not link with the libraries of CUDA" in problem.rule and "LIBRARY_PATH" in problem.fix
     )
@@ -236,11 +243,11 @@ def test_the_toolkit_is_found_as_torch_finds_it(
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(nvcc.parent))
-    assert cuda_home() == tmp_path
+    assert find_cuda_home() == tmp_path
     monkeypatch.setenv("PATH", "/nowhere")
-    assert (cuda_home(tmp_path), cuda_home(tmp_path / "none")) == (tmp_path, None)
+    assert (find_cuda_home(tmp_path), find_cuda_home(tmp_path / "none")) == (tmp_path, None)
     monkeypatch.setenv("CUDA_HOME", "/opt/cuda")
-    assert cuda_home(tmp_path) == Path("/opt/cuda")
+    assert find_cuda_home(tmp_path) == Path("/opt/cuda")
 
 
 # The folder of compiled ops
@@ -282,7 +289,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ],
 )
 def test_a_file_system_without_locks(tmp_path: Path, folder: str, where: str, fix: str) -> None:
-    """NFS without lockd answers flock so. It is told before anything is compiled or written."""
+    """NFS without lockd answers flock in this way. The error must precede any compilation or
+    output.
+    """
     (tmp_path / "ops").mkdir()
     told = refusal(
         start(
@@ -307,8 +316,8 @@ import fcntl, sys
 def flock(*_):
     raise AssertionError("locked")
 fcntl.flock = flock
-from recipekit.hosts.ops import OPS, check, load_op
-assert check([OPS["cpu_adam"]], None) == []
+from recipekit.hosts.ops import OPS, check_op_requirements, load_op
+assert check_op_requirements([OPS["cpu_adam"]], None) == []
 load_op(OPS["cpu_adam"], print)
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -327,15 +336,15 @@ print("weights", [round(value, 3) for value in weight.tolist()])
 def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(
     tmp_path: Path, ops: Callable[[str], None], signed: bool
 ) -> None:
-    """On a disk that nobody can write, without a compiler, ninja or a lock."""
+    """The disk is read-only, and there is no compiler, no ninja and no lock."""
     ops("cpu_adam")
     (tmp_path / "ops").mkdir()
-    shutil.copytree(op_cache.folder() / "cpu_adam", tmp_path / "theirs" / "cpu_adam")
+    shutil.copytree(op_cache.find_op_folder() / "cpu_adam", tmp_path / "theirs" / "cpu_adam")
     if not signed:
         (tmp_path / "theirs" / "cpu_adam" / "kind").unlink()
         log = tmp_path / "theirs" / "cpu_adam" / ".ninja_log"
         log.write_text("# ninja log v7\n0\t1\t2\tcpu_adam.so\tff\n")
-    (tmp_path / "theirs" / "cpu_adam" / "lock").touch()  # what a killed compile of theirs has left
+    (tmp_path / "theirs" / "cpu_adam" / "lock").touch()  # left over from a killed compilation
     prefix = in_mounts(
         f"mount --bind {tmp_path / 'theirs'} {tmp_path / 'ops'}\nmount -o remount,ro,bind"
         f" {tmp_path / 'ops'}"
@@ -359,18 +368,20 @@ def test_an_op_in_a_folder_that_is_not_ours_is_used_and_not_locked(
 def test_what_a_killed_link_has_left_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor in a folder that nobody can mend."""
-    monkeypatch.setattr(op_cache, "writable", lambda place: False)
+    """An incomplete op file must not be used, even in a folder that is not writable."""
+    monkeypatch.setattr(op_cache, "is_writable", lambda place: False)
     op = tmp_path / "cpu_adam"
     op.mkdir()
     (op / "cpu_adam.so").write_bytes(b"\x7fELF")
     (op / ".ninja_log").write_text(
         "# ninja log v7\n0\t48919\t1795432007177691539\tcpu_adam.o\td9e0687ddd6475ee\n"
     )
-    assert not op_cache.ready(tmp_path, "cpu_adam") and not op_cache.usable(tmp_path, "cpu_adam")
+    assert not op_cache.is_compiled(tmp_path, "cpu_adam") and not op_cache.is_loadable(
+        tmp_path, "cpu_adam"
+    )
     with (op / ".ninja_log").open("a") as log:
         log.write("51991\t52900\t1795432007177691539\tcpu_adam.so\td9e0687ddd6475ee\n")
-    assert op_cache.usable(tmp_path, "cpu_adam")
+    assert op_cache.is_loadable(tmp_path, "cpu_adam")
 
 
 def test_each_kind_of_host_has_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,23 +393,23 @@ def test_each_kind_of_host_has_its_folder(tmp_path: Path, monkeypatch: pytest.Mo
         "arm": "processor\t: 0\nFeatures\t: fp asimd sve\n",
     }.items():
         (tmp_path / name).write_text(text)
-        kinds[name] = op_cache.kind(tmp_path / name)
+        kinds[name] = op_cache.host_kind(tmp_path / name)
     assert kinds["old"] == kinds["same"] and len(set(kinds.values())) == 3
-    assert f"_torch{metadata.version('torch')}_" in op_cache.kind()
+    assert f"_torch{metadata.version('torch')}_" in op_cache.host_kind()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    assert op_cache.folder() == ROOT / ".cache" / "torch_extensions" / op_cache.kind()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/scratch/ops")  # the user's choice stands
-    assert op_cache.folder() == Path("/scratch/ops")
+    assert op_cache.find_op_folder() == ROOT / ".cache" / "torch_extensions" / op_cache.host_kind()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/scratch/ops")  # the user's choice takes precedence
+    assert op_cache.find_op_folder() == Path("/scratch/ops")
 
 
 def test_a_checkout_that_cannot_be_written_leaves_the_users_cache(tmp_path: Path) -> None:
-    code = "from recipekit.hosts import op_cache; print(op_cache.folder())"
+    code = "from recipekit.hosts import op_cache; print(op_cache.find_op_folder())"
     env = {
         name: value
         for name, value in environment().items()
         if name not in ("TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
     } | {"HOME": str(tmp_path)}
-    (ROOT / ".cache").mkdir(exist_ok=True)  # a place to mount something on
+    (ROOT / ".cache").mkdir(exist_ok=True)  # a mount point
     prefix = in_mounts(f"mount -t tmpfs -o ro tmpfs {(ROOT / '.cache').resolve()}")
     done = subprocess.run(
         [*prefix, sys.executable, "-c", code],
@@ -408,14 +419,16 @@ def test_a_checkout_that_cannot_be_written_leaves_the_users_cache(tmp_path: Path
         timeout=60,
         check=True,
     )
-    assert done.stdout.strip() == str(tmp_path / ".cache" / "torch_extensions" / op_cache.kind())
+    assert done.stdout.strip() == str(
+        tmp_path / ".cache" / "torch_extensions" / op_cache.host_kind()
+    )
 
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from recipekit.hosts import op_cache
-with op_cache.held(Path(sys.argv[1]), "cpu_adam", print):
+with op_cache.lock_op_folder(Path(sys.argv[1]), "cpu_adam", print):
     (Path(sys.argv[1]) / "cpu_adam").mkdir()
     (Path(sys.argv[1]) / "cpu_adam" / "lock").touch()
     print("held", flush=True)
@@ -436,7 +449,7 @@ def test_a_killed_compile_is_cleared_away_and_a_living_one_waited_for(tmp_path: 
         taken = threading.Event()
 
         def take() -> None:
-            with op_cache.held(tmp_path, "cpu_adam", said.append):
+            with op_cache.lock_op_folder(tmp_path, "cpu_adam", said.append):
                 taken.set()
 
         waiting = threading.Thread(target=take)
@@ -454,7 +467,7 @@ def test_a_killed_compile_is_cleared_away_and_a_living_one_waited_for(tmp_path: 
 
 
 def of_another_host(place: Path, owner: str) -> Path:
-    """The mark of a compile that `owner` began."""
+    """Write a lock for a compilation that `owner` started; return the lock."""
     (place / "cpu_adam").mkdir()
     (place / "cpu_adam.flock").write_text(owner)
     (place / "cpu_adam" / "lock").touch()
@@ -466,19 +479,19 @@ def test_the_compile_of_another_host_is_waited_for_and_never_unlinked(tmp_path: 
     said: list[str] = []
     threading.Timer(0.5, left.unlink, kwargs={"missing_ok": True}).start()
     begun = time.monotonic()
-    with op_cache.held(tmp_path, "cpu_adam", said.append):
+    with op_cache.lock_op_folder(tmp_path, "cpu_adam", said.append):
         assert time.monotonic() - begun >= 0.4
     assert said == ["waiting for worker-2, which compiles DeepSpeed's cpu_adam"]
-    assert not list(op_cache.left_over(tmp_path))
+    assert not list(op_cache.leftover_locks(tmp_path))
 
 
 def test_a_dead_compile_of_another_host_is_told(tmp_path: Path) -> None:
     left = of_another_host(tmp_path, "worker-2 11111111-2222-3333-4444-555555555555")
-    assert not list(op_cache.left_over(tmp_path))  # it may be at work
+    assert not list(op_cache.leftover_locks(tmp_path))  # the compilation may still run
     for path in (left, left.parent):
         os.utime(path, (time.time() - 3600,) * 2)
-    assert list(op_cache.left_over(tmp_path)) == [(left, "worker-2")]
-    with pytest.raises(Refusal) as caught, op_cache.held(tmp_path, "cpu_adam", print):
+    assert list(op_cache.leftover_locks(tmp_path)) == [(left, "worker-2")]
+    with pytest.raises(ConfigError) as caught, op_cache.lock_op_folder(tmp_path, "cpu_adam", print):
         pass
     assert (
         "is left over from a compile on worker-2, and nothing has changed beside it for 60 min."
@@ -495,41 +508,41 @@ def test_an_unsigned_mark_is_of_this_host_unless_others_write_there(
     os.utime(left, (time.time() - 3600,) * 2)
     os.utime(left.parent, (time.time() - 3600,) * 2)
     with monkeypatch.context() as shared:
-        shared.setattr(op_cache, "SHARED", {file_system(tmp_path)})
+        shared.setattr(op_cache, "NETWORK_FILE_SYSTEMS", {file_system_type(tmp_path)})
         with (
-            pytest.raises(Refusal, match="on another host"),
-            op_cache.held(tmp_path, "cpu_adam", print),
+            pytest.raises(ConfigError, match="on another host"),
+            op_cache.lock_op_folder(tmp_path, "cpu_adam", print),
         ):
             pass
     assert left.exists()
-    with op_cache.held(tmp_path, "cpu_adam", print):
+    with op_cache.lock_op_folder(tmp_path, "cpu_adam", print):
         assert not left.exists()
 
 
 def test_what_other_processors_compiled_is_not_loaded(tmp_path: Path) -> None:
-    """In a folder that the user chose for unlike hosts."""
+    """The user chose one folder for different hosts."""
     (tmp_path / "cpu_adam").mkdir()
     (tmp_path / "cpu_adam" / "cpu_adam.so").touch()
     (tmp_path / "cpu_adam" / "kind").write_text(
-        f"x86_64_00000000_{op_cache.kind().partition('_py')[2]}"
+        f"x86_64_00000000_{op_cache.host_kind().partition('_py')[2]}"
     )
-    assert not op_cache.usable(tmp_path, "cpu_adam")
+    assert not op_cache.is_loadable(tmp_path, "cpu_adam")
     with (
         pytest.raises(
-            Refusal,
+            ConfigError,
             match=(
                 r"was compiled for a different processor than this host's\. Unset"
                 r" TORCH_EXTENSIONS_DIR"
             ),
         ),
-        op_cache.held(tmp_path, "cpu_adam", print),
+        op_cache.lock_op_folder(tmp_path, "cpu_adam", print),
     ):
         pass
 
 
 @pytest.mark.slow
 def test_a_compile_that_fails_is_a_refusal_with_the_first_error(tmp_path: Path) -> None:
-    """A compiler that is there, tells its version and cannot compile."""
+    """The compiler exists and prints its version, but it cannot compile."""
     broken = tmp_path / "c++"
     error = "echo 'stuff.h:1:10: fatal error: immintrin.h: No such file or directory' >&2; exit 1"
     broken.write_text(
@@ -543,11 +556,14 @@ def test_a_compile_that_fails_is_a_refusal_with_the_first_error(tmp_path: Path) 
     ), told
 
 
-# Which ops a JSON needs
+# Ops that a JSON needs
 
 
 def names(config: dict[str, Any], cuda: bool) -> list[str]:
-    return [next(name for name, other in OPS.items() if other is op) for op in needed(config, cuda)]
+    return [
+        next(name for name, other in OPS.items() if other is op)
+        for op in required_ops(config, cuda)
+    ]
 
 
 def test_the_ops_of_the_strategies() -> None:
@@ -568,7 +584,7 @@ def test_the_ops_of_the_strategies() -> None:
     [
         ({"optimizer": {"type": "AdamW"}}, True, ["fused_adam"]),
         ({"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, True, []),
-        ({"optimizer": {"type": "Lion"}}, True, []),  # ours
+        ({"optimizer": {"type": "Lion"}}, True, []),  # this project's Lion
         (
             {
                 "optimizer": {"type": "Lion"},
@@ -596,7 +612,7 @@ def test_the_ops_of_the_strategies() -> None:
             True,
             ["quantizer", "deepcompile"],
         ),
-        # which another check tells
+        # Another check reports this value.
         ({"zero_optimization": ["wrong"], "optimizer": {"type": "SGD"}}, False, []),
     ],
 )
@@ -606,7 +622,9 @@ def test_the_ops_of_a_json(config: dict[str, Any], cuda: bool, expected: list[st
 
 @pytest.mark.parametrize("name", OPS)
 def test_the_table_says_what_deepspeed_does(name: str) -> None:
-    """Its builders on GPUs: their names, and which of them are compiled against CUDA."""
+    """The table lists the names of DeepSpeed's builders on GPUs, and which of them need CUDA to
+    compile.
+    """
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     op = OPS[name]
@@ -623,16 +641,16 @@ def test_what_is_compiled_needs_no_tools(
 ) -> None:
     ops("cpu_adam")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert check([OPS["cpu_adam"]], None) == []
+    assert check_op_requirements([OPS["cpu_adam"]], None) == []
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    assert check([OPS["cpu_adam"]], None) != []
+    assert check_op_requirements([OPS["cpu_adam"]], None) != []
 
 
-# Without W&B
+# Missing W&B
 
 
 def without_wandb(folder: Path) -> list[str]:
-    """A Python whose packages are those of this environment but wandb."""
+    """Return the command for a Python that has this environment's packages except wandb."""
     site = folder / "site"
     site.mkdir()
     for entry in SITE.iterdir():
@@ -647,8 +665,11 @@ def without_wandb(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_wish_for_wandb_without_its_package(tmp_path: Path, ops: Callable[[str], None]) -> None:
-    """Typed it is a refusal; as the recipe's default it is one line, and the run is complete."""
-    python, cache = without_wandb(tmp_path), str(op_cache.folder())
+    """An explicit --wandb is rejected.
+
+    If wandb is only the recipe's default, one line reports this, and the run completes.
+    """
+    python, cache = without_wandb(tmp_path), str(op_cache.find_op_folder())
     told = refusal(start(tmp_path, "--wandb", python=python, TORCH_EXTENSIONS_DIR=cache))
     assert told.startswith("--wandb: the package wandb is not installed. Run: pip install")
     code, text = start(tmp_path, python=python, TORCH_EXTENSIONS_DIR=cache)

@@ -1,6 +1,4 @@
-"""The Python and the environment that commands are started in: make_venv.py, packages.py, `import
-recipekit`.
-"""
+"""The Python and the environment of the commands: make_venv.py, packages.py, `import recipekit`."""
 
 import os
 import subprocess
@@ -9,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from job import NANO, in_mounts
+from make_setup import make_environment, project
 from pool import ROOT, environment
-from test_torch_builds import make_environment, project
 
 STUB = """#!/bin/sh
 # an older Python, which runs what any Python from 3.7 on can run
@@ -27,7 +25,7 @@ else:
 
 
 def older(folder: Path) -> Path:
-    """A python3 of 3.9."""
+    """Write a python3 that reports version 3.9; return its path."""
     folder.mkdir()
     path = folder / "python3"
     path.write_text(STUB.format(python=sys.executable))
@@ -93,7 +91,7 @@ def test_an_environment_of_an_older_python_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_python_that_cannot_make_environments_says_what_to_install(tmp_path: Path) -> None:
-    """As Debian's does without its package python3-venv: here venv itself is broken."""
+    """Debian's Python lacks venv without the package python3-venv. Here venv itself is broken."""
     project(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "venv.py").write_text(
@@ -125,8 +123,9 @@ TOOLS = (
 def test_outside_the_environment_a_command_says_how_to_activate_it(
     tmp_path: Path, command: str
 ) -> None:
-    """A Python of the same version with none of the packages, as the system's is; and an older
-    one.
+    """One Python has the same version but no packages, like the system's Python.
+
+    A second Python is older.
     """
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")],

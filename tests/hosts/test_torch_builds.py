@@ -1,27 +1,19 @@
-"""recipekit/hosts/torch_builds.py and tools/make/torch_build.py: which build of torch a driver can
-use, and installing it.
+"""recipekit/hosts/torch_builds.py and tools/make/torch_build.py: the torch build for a driver.
+
+One test also installs a build.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from make_setup import make_environment, project
 from pool import ROOT
 from recipekit.hosts import torch_builds
-from recipekit.hosts.torch_builds import advice, build_for
-
-OPEN = (
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build "
-    " (dvs-builder@U22)\nGCC version:  gcc version 12.3.0\n"
-)
-CLOSED = (
-    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC"
-    " version:  gcc version 11.4.0\n"
-)
+from recipekit.hosts.torch_builds import build_for, torch_build_advice
 
 
 @pytest.mark.parametrize(
@@ -31,7 +23,7 @@ CLOSED = (
         ("590.10", ["NVIDIA B200"], "cu130"),
         ("579.99", ["NVIDIA H200"], "cu126"),
         ("525.60.13", ["NVIDIA A100-SXM4-80GB"], "cu126"),
-        ("570.86.10", ["NVIDIA B200"], None),  # Blackwell has no kernels in cu126
+        ("570.86.10", ["NVIDIA B200"], None),  # cu126 has no kernels for Blackwell
         ("570.86.10", ["NVIDIA GeForce RTX 5090"], None),
         ("570.86.10", ["NVIDIA GeForce RTX 4090"], "cu126"),
         ("524.99", ["NVIDIA H100 80GB HBM3"], None),
@@ -44,30 +36,39 @@ def test_the_build_for_a_driver(driver: str, models: list[str], name: str | None
 
 def test_the_advice_names_the_way_on() -> None:
     assert (
-        advice("550.54.15", ["NVIDIA H200"], None)
+        torch_build_advice("550.54.15", ["NVIDIA H200"], None)
         == "install the build for this driver: make setup TORCH=cu126 (cu130 from driver 580 on)"
     )
     assert (
-        advice("580.65.06", ["NVIDIA H200"], "12.6")
+        torch_build_advice("580.65.06", ["NVIDIA H200"], "12.6")
         == "install the build for this driver: make setup TORCH=cu130"
     )
-    assert advice("510.1", [], None) == "update the driver to at least 525 (cu126) or 580 (cu130)"
-    assert advice("570.1", ["NVIDIA GB200"], "13.0") == "update the driver to at least 580 (cu130)"
-    # it is the right build already
-    assert "nvidia-fabricmanager" in advice("580.65.06", ["NVIDIA H200"], "13.0")
+    assert (
+        torch_build_advice("510.1", [], None)
+        == "update the driver to at least 525 (cu126) or 580 (cu130)"
+    )
+    assert (
+        torch_build_advice("570.1", ["NVIDIA GB200"], "13.0")
+        == "update the driver to at least 580 (cu130)"
+    )
+    # This is already the right build.
+    assert "nvidia-fabricmanager" in torch_build_advice("580.65.06", ["NVIDIA H200"], "13.0")
 
 
 def test_what_torch_was_built_with_is_known_without_importing_it() -> None:
     import torch
 
-    assert (torch_builds.installed("cuda"), torch_builds.installed("hip")) == (
+    assert (
+        torch_builds.torch_platform_version("cuda"),
+        torch_builds.torch_platform_version("hip"),
+    ) == (
         torch.version.cuda,
         torch.version.hip,
     )
 
 
 def test_of_a_torch_with_cuda(tmp_path: Path) -> None:
-    """version.py as PyPI's build of torch 2.13.0 has it."""
+    """The contents of version.py come from PyPI's build of torch 2.13.0."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
     told = (
@@ -76,8 +77,8 @@ def test_of_a_torch_with_cuda(tmp_path: Path) -> None:
     )
     (tmp_path / "torch" / "version.py").write_text(told)
     code = (
-        "from recipekit.hosts.torch_builds import installed; print(installed('cuda'),"
-        " installed('hip'))"
+        "from recipekit.hosts.torch_builds import torch_platform_version;"
+        " print(torch_platform_version('cuda'), torch_platform_version('hip'))"
     )
     path = os.pathsep.join([str(tmp_path), str(ROOT / "recipes")])
     done = subprocess.run(
@@ -124,8 +125,9 @@ def test_a_build_that_is_not_there_is_refused_before_anything_is_made(
 
 @pytest.mark.slow
 def test_a_build_is_installed_from_where_torch_index_points(tmp_path: Path) -> None:
-    """By a real pip into a real .venv, from a folder with a wheel of that name; the second call has
-    nothing to do.
+    """A real pip installs into a real .venv, from a folder that contains a wheel of that name.
+
+    The second call finds nothing left to install.
     """
     project(tmp_path)
     wheels = tmp_path / "index" / "torch"
@@ -169,22 +171,3 @@ def test_a_build_is_installed_from_where_torch_index_points(tmp_path: Path) -> N
     assert "Version: 2.13.0+cu126" in told
     done = make()
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-
-
-def project(folder: Path) -> None:
-    """What of the project `make setup` reads."""
-    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("recipes", "tools/make"):
-        (folder / name).mkdir(parents=True)
-    (folder / "recipes" / "recipekit").symlink_to(ROOT / "recipes" / "recipekit")
-    for name in ("torch_build.py", "make_venv.py"):
-        shutil.copy(ROOT / "tools" / "make" / name, folder / "tools" / "make")
-
-
-def make_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "TORCH", "TORCH_INDEX")
-    } | {"PYTHONDONTWRITEBYTECODE": "1"}

@@ -1,5 +1,5 @@
-"""Every command that a page or a docstring shows is typed here: its files exist, and its program
-knows each of its flags.
+"""Every command in pages and docstrings can be typed: its files exist, and its program accepts its
+flags.
 """
 
 import ast
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment
+from project_files import project_files
+from recipe_files import FILES, load
 from recipekit.__main__ import COMMANDS
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
-from test_recipes import FILES, load
-from test_structure import project_files
 
 PROGRAM = re.compile(
     r"^(?:[A-Z_]+=\S* )*(?:deepspeed|torchrun|accelerate launch|python -m"
@@ -44,7 +44,7 @@ PLACES = {
 
 
 def commands() -> list[str]:
-    """Each command once: those of a page's indented blocks and of its code spans, and those of
+    """Return each command once, from indented blocks and code spans of pages, and from
     docstrings.
     """
     found = CONTRACT.strip().splitlines()
@@ -83,7 +83,7 @@ def commands() -> list[str]:
 
 @functools.cache
 def shown(*program: str) -> str:
-    """What a program's help says, of its commands too."""
+    """Return the help of a program and its subcommands."""
     done = subprocess.run(
         [sys.executable, *program, "--help"],
         cwd=ROOT,
@@ -111,15 +111,16 @@ def check_flags(flags: list[str], text: str) -> None:
 
 
 def check_recipe_flags(recipe: str, flags: list[str]) -> None:
-    """As the command line of a recipe is read: a flag that is not known is a refusal."""
+    """Parse the flags as a recipe's command line does; an unknown flag raises an error."""
     name = PLACES.get(recipe, recipe)
     assert Path(name).stem in FILES, f"{recipe} is no recipe"
     parse(load(Path(name).stem).RECIPE, ROOT / name, flags)
 
 
 def check_subcommand(name: str = "ls", *words: str) -> None:
-    """Of `recipekit`: a recipe's flags follow the file of `run`, or the name of a shipped
-    recipe.
+    """Check a `recipekit` command.
+
+    After `run` comes a recipe's file or a shipped recipe's name, followed by the recipe's flags.
     """
     assert name in COMMANDS or name == "COMMAND", f"{name} is not a subcommand"
     if name == "run":
@@ -127,7 +128,7 @@ def check_subcommand(name: str = "ls", *words: str) -> None:
             (number for number, word in enumerate(words) if word.endswith(".py") or word in FILES),
             None,
         )
-        if at is None:  # a sentence names the subcommand alone
+        if at is None:  # a sentence that names only the subcommand
             return
         check_flags(list(words[:at]), shown("-m", "launch"))
         check_recipe_flags(
@@ -181,7 +182,7 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
             ]
             if "--recipe" in after and script == "tools/doctor.py":
                 after = after[: after.index("--recipe") + 1]
-            # benches pass them on
+            # Benches pass these flags on.
             fields = (
                 " ".join(f"--{field}" for field in Recipe.__dataclass_fields__)
                 if script.startswith("tools/bench/")
@@ -196,7 +197,7 @@ def test_a_command_of_the_docs_can_be_typed(command: str) -> None:
 
 
 def one_spelling(program: str) -> list[str]:
-    """Flags that a program gives to `add_argument` with `-` or with `_` only."""
+    """Return the flags that a program passes to `add_argument` only with `-` or only with `_`."""
     calls = [
         node
         for node in ast.walk(ast.parse(program))
@@ -219,9 +220,7 @@ def one_spelling(program: str) -> list[str]:
 
 
 def test_every_flag_may_be_written_with_either_sign() -> None:
-    """As a recipe's may, which `command.py` reads; the other programs give argparse both
-    spellings.
-    """
+    """Recipes accept both spellings through `command.py`. Other programs pass both to argparse."""
     assert one_spelling(
         'parser.add_argument("--a_b")\nparser.add_argument("--c-d",'
         ' "--c_d")\nparser.add_argument("--e")'

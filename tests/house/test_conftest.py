@@ -1,5 +1,5 @@
-"""What the session makes of skipped tests: FAIL_ON_SKIP allows none, SKIPPED_TO only those that
-name a package to install, and writes them down.
+"""The session's rules for skipped tests. If FAIL_ON_SKIP is set, no test may be skipped. If
+SKIPPED_TO is set, a skipped test must name a package to install, and the test is recorded.
 """
 
 import os
@@ -45,8 +45,8 @@ NAMED = ["test_module.py", "test_reasons.py::test_setup[[::]]", "test_reasons.py
 
 
 def session(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
-    """The exit code and the output of pytest with this project's conftest.py on tests in
-    `folder`.
+    """Run pytest with this project's conftest.py on tests in `folder`; return the exit code and the
+    output.
     """
     for name, text in TESTS.items():
         lines = text.splitlines()
@@ -74,7 +74,8 @@ def session(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
         command,
         cwd=folder,
         env=kept
-        | {"PYTHONPATH": os.pathsep.join([kept["PYTHONPATH"], str(ROOT / "tests")])}
+        # First, because a folder of tests may have a conftest.py as well.
+        | {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), kept["PYTHONPATH"]])}
         | variables,
         capture_output=True,
         text=True,
@@ -102,7 +103,7 @@ def test_what_is_skipped_for_a_package_is_written_down_to_be_run_later(
     assert code == 0, text
     earlier, *nodes = file.read_text().splitlines()
     assert earlier == "from an earlier session" and sorted(nodes) == NAMED
-    # each session of `make test` sees all modules
+    # Each session of `make test` sees all modules.
     file.write_text("".join(f"{node}\n" for node in [*nodes, *nodes]))
     code, text = session(tmp_path, f"@{file}", FAIL_ON_SKIP="1")
     assert code == 1 and "3 skipped" in text and "passed" not in text, text

@@ -1,5 +1,5 @@
-"""The list of planted faults is true: each is still in its file, once, and names tests that are
-there.
+"""The list of planted faults must be correct: each fault's text must occur exactly once in its
+file, and its tests must exist.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The picture of README.md: its record, and the sentence about it."""
+"""The plot in README.md: its recorded data, and the sentence about it."""
 
 import json
 import re

@@ -1,10 +1,10 @@
-"""The form of each refusal: `WHERE: rule.
+"""The format of each config error: `WHERE: rule. Fix`.
 
-Fix`, with nothing behind the fix that would be copied with a command.
+No text may follow the fix, because it would be copied together with a command.
 """
 
 import pytest
-from recipekit.spec.refusal import Problem, refuse, sentences
+from recipekit.spec.errors import Problem, config_error, sentences
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ from recipekit.spec.refusal import Problem, refuse, sentences
 def test_a_refusal_is_where_rule_and_fix(rule: str, fix: str, said: str) -> None:
     problem = Problem("lr = 0", rule, fix)
     assert str(problem) == f"lr = 0: {said}" and problem.fault == f"lr = 0: {rule}"
-    assert str(refuse("lr = 0", rule, fix)) == str(problem) and sentences(rule, fix) == said
+    assert str(config_error("lr = 0", rule, fix)) == str(problem) and sentences(rule, fix) == said

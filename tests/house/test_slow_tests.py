@@ -1,6 +1,4 @@
-"""tests/support/slow_tests.py, in a repository of its own: what runs first, what is remembered,
-what fails.
-"""
+"""tests/support/slow_tests.py in a separate repository: test order, record, and failures."""
 
 import json
 import shutil
@@ -18,7 +16,7 @@ LONG = "import time\nimport pytest\n\n@pytest.mark.slow\ndef test_it():\n    tim
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Two folders of tests; that of wing `a` was committed last."""
+    """Create two folders of tests; folder `a` has the newer commit."""
     (tmp_path / "tests" / "support").mkdir(parents=True)
     shutil.copy(ROOT / "tests" / "support" / "slow_tests.py", tmp_path / "tests" / "support")
     (tmp_path / "tests" / "slow_runs.json").write_text("{}")
@@ -83,6 +81,7 @@ def test_only_the_slow_tests_themselves_make_a_file_another() -> None:
     assert (
         slow_tests(QUICK)
         == slow_tests("import os\n" + QUICK + "\ndef helper(): ...\n")
+        == slow_tests(QUICK.replace("    assert", '    """Check it."""\n    assert'))
         != slow_tests(QUICK.replace("True", "1"))
     )
     short = QUICK.replace("@pytest.mark.slow", "slow = pytest.mark.slow\n\n@slow")

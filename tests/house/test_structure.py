@@ -1,4 +1,4 @@
-"""Who may import whom, what is pinned, what no file may hold, and how wide a page may be."""
+"""Allowed imports, pinned packages, forbidden content of files, and the maximum width of pages."""
 
 import ast
 import importlib.metadata
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment
+from project_files import project_files
 
 KIT = ROOT / "recipes" / "recipekit"
 KIT_MODULES = {
@@ -28,8 +29,9 @@ THIRD_PARTY = importlib.metadata.packages_distributions()  # import name -> dist
 
 
 def imports(path: Path) -> set[str]:
-    """Full names of everything a file imports, inside functions too; a relative import begins with
-    recipekit.
+    """Return the full names of a file's imports, including imports inside functions.
+
+    A relative import begins with recipekit.
     """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -88,27 +90,28 @@ def test_recipes_see_recipekit_by_its_front_door():
         assert ours == {"recipekit.Recipe", "recipekit.run"}, path
 
 
-# package or module -> packages that it imports besides itself and spec; recipekit/README.md has the
-# same table
+# package or module -> the packages that it imports in addition to itself and spec.
+# recipekit/README.md contains the same table.
 MAY = {
     "spec": set(),
+    "compat": set(),
     "architectures": set(),
     "dslint": {"architectures"},
-    "kernels": set(),
-    "parallel": {"kernels"},
-    "data": {"architectures", "kernels", "parallel"},
-    "model": {"architectures", "dslint", "kernels", "parallel"},
+    "kernels": {"compat"},
+    "parallel": {"compat", "kernels"},
+    "data": {"architectures", "compat", "kernels", "parallel"},
+    "model": {"architectures", "compat", "dslint", "kernels", "parallel"},
     "tasks": {"data", "model"},
-    "optim": {"parallel"},
+    "optim": {"compat", "parallel"},
     "storage": {"architectures", "parallel"},
-    "checkpoints": {"architectures", "dslint", "parallel", "storage"},
-    "engine": {"checkpoints", "model", "optim", "parallel"},
+    "checkpoints": {"architectures", "compat", "dslint", "parallel", "storage"},
+    "engine": {"checkpoints", "compat", "model", "optim", "parallel"},
     "plan": {"architectures", "dslint", "data", "kernels"},
-    "planner": {"dslint", "kernels", "parallel", "model", "tasks", "plan"},
+    "planner": {"compat", "dslint", "kernels", "parallel", "model", "tasks", "plan"},
     "track": set(),
-    "hosts": {"dslint", "plan"},
+    "hosts": {"compat", "dslint", "plan"},
     "runtime": {
-        *("dslint", "kernels", "parallel", "data", "model", "tasks"),
+        *("compat", "dslint", "kernels", "parallel", "data", "model", "tasks"),
         *("storage", "checkpoints", "engine", "track", "plan", "planner", "hosts"),
     },
     "train": {
@@ -124,7 +127,7 @@ MAY = {
     },
     "refusal": set(),
     "run": {"plan", "planner", "hosts", "runtime", "train"},
-    "convert": {"architectures", "storage", "checkpoints", "parallel", "model"},
+    "convert": {"architectures", "compat", "storage", "checkpoints", "parallel", "model"},
     "doctor": {"architectures", "dslint", "hosts", "plan", "planner", "parallel"},
     "commands": {
         *("architectures", "dslint", "parallel", "data", "model", "storage", "checkpoints"),
@@ -133,7 +136,7 @@ MAY = {
     "__main__": set(),  # it imports a subcommand by its name
 }
 LIGHT = (  # import neither torch nor transformers nor datasets
-    *(name for name in KIT_MODULES if name.startswith(("spec.", "dslint."))),
+    *(name for name in KIT_MODULES if name.startswith(("spec.", "compat.", "dslint."))),
     *(
         name
         for name in KIT_MODULES
@@ -158,21 +161,24 @@ LIGHT = (  # import neither torch nor transformers nor datasets
     *("hosts.checks", "runtime.stopping", "runtime.failure", "planner.memory"),
     *("__main__", "commands.ls", "commands.cp", "commands.run"),
 )
-NODES, PARAMETERS = 400, 6  # limits of a function; `self` and `cls` are not counted
-WIDE = {  # a library calls these and passes their parameters by keyword
+NODES, PARAMETERS = 400, 6  # limits for a function; `self` and `cls` are not counted
+WIDE = {  # a library calls these functions and passes their parameters by keyword
     "recipes/recipekit/kernels/attention.py: attend",
     "recipes/recipekit/optim/adafactor.py: __init__",
     "recipes/recipekit/optim/adagrad.py: __init__",
+    "recipes/recipekit/optim/ademamix.py: __init__",
     "recipes/recipekit/optim/muon.py: __init__",
 }
-# functions that take a whole one; what an engine does not read are eight fields, so its check is
-# one of them
+MOST_ANY = 130  # lines of recipekit that annotate a name with Any
+# Functions that take a complete Recipe. The check for settings that an engine does not read takes a
+# Recipe, because it reads eight of the fields.
 MOST_RECIPES = 20
 
 
 def module_of(name: str) -> str:
-    """The module that an imported name lies in: recipekit.data.mixture.Domain -> data.mixture; a
-    package is its __init__.
+    """Return an imported name's module: recipekit.data.mixture.Domain -> data.mixture.
+
+    A package's module is its __init__.
     """
     inner = name.removeprefix("recipekit.")
     candidates = [
@@ -195,7 +201,7 @@ def package(module: str) -> str:
 
 
 def test_no_two_files_and_no_two_packages_import_each_other():
-    """Imports inside functions included."""
+    """Imports inside functions count as well."""
     order = list(TopologicalSorter(GRAPH).static_order())  # raises CycleError
     assert [module for module in order if package(module) not in ("commands", "__main__")][
         -1
@@ -255,8 +261,8 @@ def test_light_modules_are_light():
 
 
 def test_what_refuses_imports_nothing_heavy():
-    """A refusal takes about a second: planning a run needs neither torch nor anything else of
-    size.
+    """A config error takes about a second, so planning a run must not import torch or any other
+    large package.
     """
     code = (
         "import sys, recipekit.plan, recipekit.runtime.stopping; print(*sorted(name for name in"
@@ -278,12 +284,12 @@ def test_what_refuses_imports_nothing_heavy():
         capture_output=True,
         text=True,
     )
-    # what every interpreter of this environment has loaded at its start
+    # modules that every interpreter in this environment loads when it starts
     assert heavy <= set(site.stdout.split()), heavy
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Yield the name and the syntax tree of each function of recipekit, launch and tools."""
+    """Yield the name and the syntax tree of each function in recipekit, launch and tools."""
     for path in [*KIT_MODULES.values(), *LAUNCH, *TOOLS]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -309,8 +315,73 @@ def test_a_function_has_few_parameters():
     assert wide == WIDE, f"at most {PARAMETERS} parameters a function"
 
 
+# Top-level names that several modules define. Each name has the same role in each of its modules.
+SHARED_NAMES = {
+    "main": "runs a command",
+    "LOG": "the logger of a module",
+    "TASK": "the row of a task in its file",
+    "OPTIMIZER": "the class of an optimizer in its file",
+    **dict.fromkeys(("forward", "loss", "count", "measure", "collate"), "a field of `TASK`"),
+}
+
+
+# The same rule for tools/bench: code that two benches need is in harness.py.
+SHARED_BY_BENCHES = {
+    "main": "runs a command",
+    "arguments_of": "the flags of a bench",
+    "measure": "everything that a bench measures",
+    "page": "the result as Markdown",
+    "verdicts": "the targets of a page, with the result",
+    "planned": "the plan that the ranks follow",
+    **dict.fromkeys(("Setup", "set_up"), "what the ranks need before they measure"),
+    **dict.fromkeys(("RECIPE", "VOCABULARY"), "the run that a bench measures"),
+    **dict.fromkeys(("WAYS", "TITLES"), "the rows of a table"),
+    "WORDS": "the text of a page",
+    **dict.fromkeys(("ENOUGH_ROUNDS", "WARM_UP", "PREPARED", "SAME_LOSS"), "a number of a bench"),
+}
+
+
+@pytest.mark.parametrize(
+    ("modules", "shared"),
+    [
+        (KIT_MODULES, SHARED_NAMES),
+        ({path.stem: path for path in TOOLS if path.parent.name == "bench"}, SHARED_BY_BENCHES),
+    ],
+    ids=["recipekit", "tools/bench"],
+)
+def test_a_top_level_name_has_one_meaning(modules: dict[str, Path], shared: dict[str, str]):
+    """No two modules may define the same function, class or value, except the names above."""
+    places: dict[str, list[str]] = {}
+    for module, path in modules.items():
+        for name in top_level_names(ast.parse(path.read_text())):
+            places.setdefault(name, []).append(module)
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    several.pop("__all__", None)
+    assert set(several) == set(shared), {
+        name: several.get(name) for name in set(several) ^ set(shared)
+    }
+
+
+def top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {
+                part.id
+                for target in targets
+                for part in ast.walk(target)
+                if isinstance(part, ast.Name)
+            }
+    return names
+
+
 def test_few_functions_take_a_whole_recipe():
-    """A leaf takes the values that it reads; who needs a recipe has to be given one."""
+    """A leaf function takes the values that it reads. A function that needs a recipe must be given
+    one.
+    """
     takers = [
         f"{module}.{node.name}"
         for module, path in KIT_MODULES.items()
@@ -342,8 +413,18 @@ def test_engine_model_and_state_have_types():
     assert not untyped, "\n".join(untyped)
 
 
+def test_few_names_have_the_type_any():
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in KIT_MODULES.values()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if ": Any" in line
+    ]
+    assert len(lines) <= MOST_ANY, f"{len(lines)} lines, at most {MOST_ANY}:\n" + "\n".join(lines)
+
+
 def pins(file: str) -> dict[str, str]:
-    """distribution -> version; every line is an exact pin."""
+    """Return distribution -> version; every line must be an exact pin."""
     found = {}
     for line in (ROOT / file).read_text().splitlines():
         if line and not line.startswith(("#", "-r ")):
@@ -360,7 +441,7 @@ def canonical(name: str) -> str:
 def test_requirements_pin_what_is_imported():
     run, dev = pins("requirements.txt"), pins("requirements-dev.txt")
     assert not run.keys() & dev.keys()
-    # what they measure ours against is no part of a run
+    # Packages that benches compare with are not part of a run.
     benches = [path for path in TOOLS if path.stem.startswith("bench_")]
     tools = [path for path in TOOLS if path not in benches]
     missing = {
@@ -376,17 +457,6 @@ def test_requirements_pin_what_is_imported():
     assert not missing
     for name, version in (run | dev).items():
         assert importlib.metadata.version(name).split("+")[0] == version
-
-
-def project_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    return [path for name in listed.splitlines() if (path := ROOT / name).is_file()]
 
 
 TOP_LEVEL = {
@@ -468,9 +538,9 @@ def pages() -> list[Path]:
 
 
 def test_no_line_of_a_page_is_wider_than_a_screen():
-    """Prose, tables and commands, also of the pages that a tool writes.
+    """Prose, tables and commands are checked, including those on generated pages.
 
-    A word that cannot be broken, such as an address, may stand alone.
+    A word that cannot be split, such as an address, may be alone on a line.
     """
     wide = [
         f"{path.relative_to(ROOT)}:{number}: {len(line)} columns: {line.strip()[:60]}"
@@ -485,7 +555,9 @@ def test_no_line_of_a_page_is_wider_than_a_screen():
 
 
 def test_the_wheel_has_every_package():
-    """pyproject.toml names them one by one, because two folders become data inside recipekit."""
+    """pyproject.toml lists the packages one by one, because two folders become data inside
+    recipekit.
+    """
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     packages = {
         ".".join(("recipekit", *path.parent.relative_to(KIT).parts))
@@ -510,18 +582,18 @@ def test_every_link_of_a_page_leads_somewhere():
 
 
 def sections(page: Path) -> set[str]:
-    """What a link names the headings of a page by: their small letters, digits and hyphens."""
+    """Return the anchors of a page's headings: their lower-case letters, digits and hyphens."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_json_parses_strictly():
-    from recipekit.dslint.json_file import load
+    from recipekit.dslint.json_file import load_ds_config
 
     strategies = sorted((ROOT / "ds_configs").glob("*.json"))
     assert strategies
     for path in strategies:
-        config, found = load(path.name, Path("/nowhere"))
+        config, found = load_ds_config(path.name, Path("/nowhere"))
         assert found == path and config
     for path in project_files():
         if path.suffix == ".json":

@@ -1,6 +1,4 @@
-"""tests/support/threaded.py: what it finds in small packages, and that recipekit does not come to
-have more of it.
-"""
+"""tests/support/threaded.py: its results for small packages, and a limit for recipekit."""
 
 from pathlib import Path
 from textwrap import dedent
@@ -9,12 +7,12 @@ import pytest
 from pool import ROOT
 from threaded import threads
 
-TODAY = 0  # 9 on the morning of 2026-11-24; threaded.py names them
+TODAY = 0  # 9 on the morning of 2026-11-24; threaded.py lists them
 END = "def read(x): return x + 1"
 
 
 def found(folder: Path, **modules: str) -> list[str]:
-    """The ways in a package of these modules."""
+    """Return the paths in a package of these modules."""
     for name, text in modules.items():
         path = folder.joinpath(*name.split("__")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +29,7 @@ def test_no_more_parameters_are_threaded_than_today() -> None:
 
 
 def chain(*bodies: str) -> str:
-    """A module in which `make` gives a value to f0, and the bodies are those of f0, f1, ..."""
+    """Return a module in which `make` passes a value to f0; the bodies belong to f0, f1, ..."""
     return "\n".join(
         [
             "def make(): return f0(object())",
@@ -49,7 +47,7 @@ def chain(*bodies: str) -> str:
             ["x: a.f0 > a.f1 > a.f2 > a.f3"],
         ),
         (("return f1(x)", "return f2(x)", "return read(x)"), []),
-        # read by f1
+        # f1 reads it
         (("return f1(x)", "return f2(x) if x else 0", "return f3(x)", "return read(x)"), []),
         (
             (
@@ -61,8 +59,8 @@ def chain(*bodies: str) -> str:
             ),
             ["x: a.f0 > a.f2 > a.f3 > a.f4"],
         ),
-        (("return f1(x)", "return f2(x)", "return f3(x)", "x = read(x)"), []),  # set by f3
-        # of another package
+        (("return f1(x)", "return f2(x)", "return f3(x)", "x = read(x)"), []),  # f3 sets it
+        # in another package
         (("return f1(x)", "return f2(x)", "return f3(x)", "return len(x)"), []),
         # another value from f1 on
         (("return f1(x)", "return f2(x.part)", "return f3(x)", "return read(x)"), []),

@@ -1,5 +1,5 @@
-"""`without_packages.sh COMMAND` hides what the packages of system_packages.sh installed, from that
-command alone.
+"""`without_packages.sh COMMAND` hides the files of the packages in system_packages.sh, but only
+from that command.
 """
 
 import os
@@ -16,7 +16,7 @@ HIDING = ["bash", str(ROOT / "tests" / "without_packages.sh")]
 
 @pytest.fixture
 def installed() -> list[str]:
-    """The files under /usr of the packages that are there."""
+    """Return the files under /usr of the installed packages."""
     packages = subprocess.run(
         ["bash", ROOT / "tests" / "system_packages.sh", "--list"],
         capture_output=True,
@@ -39,7 +39,7 @@ def installed() -> list[str]:
 
 
 def test_what_is_installed_is_hidden_from_the_command(installed: list[str], tmp_path: Path) -> None:
-    """Where nothing can be mounted over /usr the command sees it, after a warning."""
+    """If /usr cannot be overmounted, the command sees the files, after a warning."""
     over = f"lowerdir=/usr,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
     overlay = in_mounts(
         f"mount -t tmpfs tmpfs {tmp_path}\nmkdir {tmp_path}/upper {tmp_path}/work\nmount -t overlay"

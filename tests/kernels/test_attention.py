@@ -1,8 +1,8 @@
-"""Attention of packed documents without a mask: it equals softmax by its definition, keeps
-documents apart, and makes no square.
+"""Attention over packed documents without a mask.
+
+It must equal the definition of softmax, separate documents, and allocate no quadratic memory.
 """
 
-import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -11,18 +11,30 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from built_models import build_model
+from packed_documents import LENGTHS, WAYS, WINDOWS, by_definition, drawn
 from recipekit.architectures.families import default_config
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import shrink
 from recipekit.kernels import varlen as varlen_module
-from recipekit.kernels.attention import VARLEN, Unfit, attend
-from recipekit.kernels.documents import document_starts, documents_of, for_layers, with_documents
-from recipekit.kernels.varlen import BLOCK, PADDED, SHORT, Scoring, by_document, varlen
-from recipekit.model.attention import choose_attention, unfit, unfit_here
-from recipekit.model.build import build_model
+from recipekit.kernels.attention import VARLEN, VarlenUnsupportedError, attend
+from recipekit.kernels.documents import (
+    as_attention_mask,
+    cu_seqlens_of,
+    document_starts,
+    with_documents,
+)
+from recipekit.kernels.varlen import (
+    Scoring,
+    attention_by_document,
+    varlen,
+)
+from recipekit.model.attention import choose_attention, device_fallback_reason
 from recipekit.model.device import Activations
+from recipekit.model.empty import CAUSAL_AUTO_CLASS
+from recipekit.model.probes import Capabilities, probe
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import pretrain
 from recipekit.train import to_device
@@ -30,64 +42,6 @@ from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
 VOCABULARY = 96
-# Documents of one token, padded together, of one length side by side and apart, alone, longer than
-# a block of queries, and a row's padding at the end.
-LENGTHS = [
-    5,
-    1,
-    7,
-    PADDED,
-    PADDED + 1,
-    PADDED + 8,
-    PADDED + 8,
-    PADDED + 1,
-    SHORT + 1,
-    BLOCK + 44,
-    9,
-]
-
-WINDOWS, WAYS = [0, 8, BLOCK, BLOCK + 20], [True, False]  # of a GPU's cases, too
-
-
-def by_definition(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: list[int],
-    scale: float,
-    window: int,
-    causal: bool = True,
-) -> torch.Tensor:
-    """Softmax of the whole scores of each document, (tokens, heads, d) in fp64."""
-    outputs = []
-    groups = query.shape[1] // key.shape[1]
-    for q, k, v in zip(
-        *(tensor.double().split(lengths) for tensor in (query, key, value)), strict=True
-    ):
-        k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-        place = torch.arange(len(q))
-        distance = place[:, None] - place[None, :]
-        distance = distance if causal else distance.abs()
-        hidden = (distance < 0) | (distance >= (window or math.inf))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
-        )
-    return torch.cat(outputs)
-
-
-def drawn(
-    lengths: list[int], heads: tuple[int, int], dtype: torch.dtype, d: int = 16, device: str = "cpu"
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(query, key, value), which want gradients, and the documents."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randn(sum(lengths), count, d, generator=generator).to(device, dtype).requires_grad_()
-        for count in (heads[0], heads[1], heads[1])
-    ]
-    return tensors, torch.tensor(
-        [0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device
-    )
 
 
 @pytest.mark.parametrize("causal", WAYS, ids=["causal", "both ways"])
@@ -108,7 +62,10 @@ def check(
     window: int,
     causal: bool = True,
 ) -> None:
-    """Outputs and gradients are those of the definition to `most` as a share of the largest."""
+    """Check outputs and gradients against the definition.
+
+    `most` is the tolerance, relative to the largest value.
+    """
     inputs, documents = drawn(lengths, heads, dtype)
     output = varlen(*inputs, documents, max(lengths), Scoring(0.3, window, causal))
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -127,13 +84,14 @@ def check(
 @pytest.mark.parametrize("lengths", [[40], [33, 33, 33], [300, 300]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_documents_of_one_length_are_computed_where_they_lie(lengths, dtype):
-    """One batch of all tokens, which is neither gathered nor copied; the operation's results are
-    its own memory all the same.
+    """Documents of equal length form one batch of all tokens, which is neither gathered nor copied.
+
+    The operation's results still have separate memory.
     """
     check(lengths, (4, 2), dtype, 1e-5 if dtype == torch.float32 else 0.05, 0)
     inputs, documents = drawn(lengths, (4, 2), torch.float32)
     torch.library.opcheck(
-        by_document,
+        attention_by_document,
         (*inputs, documents, 0.5, 0),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
@@ -154,7 +112,7 @@ def test_as_an_operation_for_compilers_it_gives_the_same_bits(window, dtype):
     found = []
     for attention in (
         lambda *given: varlen(*given, Scoring(0.5, window)),
-        lambda *given: by_document(*given[:4], 0.5, window)[0],
+        lambda *given: attention_by_document(*given[:4], 0.5, window)[0],
     ):
         inputs, documents = drawn(LENGTHS, (4, 2), dtype)
         output = attention(*inputs, documents, max(LENGTHS))
@@ -166,7 +124,7 @@ def test_as_an_operation_for_compilers_it_gives_the_same_bits(window, dtype):
 def test_a_compiler_may_look_at_it_as_one_operation(window):
     inputs, documents = drawn([5, 9, 2], (2, 2), torch.float32, d=8)
     torch.library.opcheck(
-        by_document,
+        attention_by_document,
         (*inputs, documents, 0.5, window),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
@@ -175,7 +133,7 @@ def test_a_compiler_may_look_at_it_as_one_operation(window):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("window", [0, 16])
 def test_not_a_bit_of_a_document_reaches_another(window, causal):
-    """Not even what is no number: the third document is filled with NaN."""
+    """The third document is filled with NaN, and not even NaN reaches a different document."""
     found = []
     touched = slice(sum(LENGTHS[:2]), sum(LENGTHS[:3]))
     for spoilt in (False, True):
@@ -205,7 +163,7 @@ def built(attention: str, config: dict[str, Any], **changes: Any) -> Any:
 
 
 def packed(*rows: list[int]) -> dict[str, torch.Tensor]:
-    """A micro-batch of rows of documents of these lengths."""
+    """Return a micro-batch whose rows contain documents of these lengths."""
     generator = torch.Generator().manual_seed(3)
     positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
     ids, labels = (
@@ -216,7 +174,7 @@ def packed(*rows: list[int]) -> dict[str, torch.Tensor]:
 
 def test_documents_begin_with_rows_and_where_positions_begin_anew():
     batch = packed([3, 2, 1], [6])
-    assert documents_of(batch["position_ids"]).tolist() == [0, 3, 5, 6, 12]
+    assert cu_seqlens_of(batch["position_ids"]).tolist() == [0, 3, 5, 6, 12]
     assert document_starts(batch["position_ids"]).nonzero().tolist() == [
         [0, 0],
         [0, 3],
@@ -232,8 +190,9 @@ def test_documents_begin_with_rows_and_where_positions_begin_anew():
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 def test_a_model_learns_the_same_as_with_a_mask(recomputed):
-    """Documents given, found by the model from the positions, and with sdpa: the loss and every
-    gradient.
+    """The loss and every gradient agree for three ways to separate documents.
+
+    The documents are given, derived by the model from the positions, or separated by sdpa's mask.
     """
     batch = packed([40, 24], [64], [1, 63])
     found = []
@@ -253,8 +212,9 @@ def test_a_model_learns_the_same_as_with_a_mask(recomputed):
 
 
 def test_a_model_computes_its_own_loss_with_it():
-    """transformers hands what its loss is given to every layer: a loop of a user's own, Trainer and
-    accelerate call models so.
+    """transformers passes the arguments of its loss to every layer.
+
+    Users' training loops, Trainer and accelerate call models in this way.
     """
     batch = packed([40, 24], [64])
     labels = {
@@ -288,8 +248,9 @@ def test_a_document_changes_no_logit_and_no_gradient_of_another():
 
 
 def memory_of(length: int, attention: str = "auto") -> tuple[int, int]:
-    """(the most bytes that one allocation of a forward and backward pass takes, the bytes that
-    autograd saves) of a row of `length` tokens.
+    """Return the memory of a forward and backward pass for a row of `length` tokens.
+
+    The result is (bytes of the largest allocation, bytes that autograd saves).
     """
     model = built(attention, llama(num_hidden_layers=2, layer_types=None))
     batch = packed([length // 2, length // 4, *[length // 32] * 8])
@@ -314,8 +275,9 @@ def memory_of(length: int, attention: str = "auto") -> tuple[int, int]:
 
 
 def test_nothing_grows_with_the_square_of_a_row():
-    """Every allocation is seen, those inside of torch's operations too; sdpa's mask shows that it
-    would be.
+    """Every allocation is recorded, including those inside torch's operations.
+
+    sdpa's mask shows that a quadratic allocation would be detected.
     """
     assert memory_of(2048, "sdpa")[0] >= 2048**2
     largest, saved = {}, {}
@@ -326,17 +288,21 @@ def test_nothing_grows_with_the_square_of_a_row():
     assert saved[8192] - saved[4096] == pytest.approx(2 * (saved[4096] - saved[2048]), rel=0.01)
 
 
-# whole, windows, both, experts, narrow values, a hybrid
+# Full attention, windows, both, experts, narrow values, a hybrid.
 FITTING = ["llama", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"]
 OTHERS = {
     "gemma2": "a soft cap",
     "gpt_oss": "s_aux of its own",
     "gpt2": "attention dropout of 0.1",
-    "llama4_text": "computes something else",  # chunks
+    "llama4_text": "computes something else",  # chunked attention
     "bloom": "does not run",  # ALiBi
-    "gptj": "does not run",  # attention that is not in the interface
+    "reformer": "does not run",  # its attention does not use transformers' attention interface
     "mamba": "does not run",
 }
+
+
+def unfit(config: dict[str, Any]) -> str:
+    return probe(config, CAUSAL_AUTO_CLASS).unfit_for_varlen
 
 
 @pytest.mark.parametrize("family", FITTING)
@@ -351,12 +317,12 @@ def test_a_family_that_does_not_fit_keeps_sdpa_and_the_run_says_why(family):
         "auto", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU)
     )
     assert name == "sdpa" and OTHERS[family] in note and "not varlen" in note
-    with pytest.raises(Refusal, match=OTHERS[family]):
+    with pytest.raises(ConfigError, match=OTHERS[family]):
         choose_attention("varlen", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU))
 
 
 def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):
-    """What would be wrong in silence: Mistral whose window is only in the mask."""
+    """This Mistral's window is only in the mask, so ignoring the mask would give wrong results."""
     attention = transformers.models.mistral.modeling_mistral.MistralAttention
     whole = attention.forward
 
@@ -368,9 +334,9 @@ def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):
             self.config.sliding_window = theirs
 
     monkeypatch.setattr(attention, "forward", forward)
-    asked: Any = unfit
-    # not what it was found to be before
-    assert "computes something else" in asked.__wrapped__(default_config("mistral").to_dict())
+    # Without an earlier cached result.
+    seen = Capabilities(default_config("mistral").to_dict(), TASKS["pretrain"], "")
+    assert "computes something else" in seen.unfit_for_varlen
 
 
 def test_dropout_is_taken_from_the_config_as_it_is():
@@ -390,13 +356,15 @@ def test_dropout_is_taken_from_the_config_as_it_is():
     ],
 )
 def test_a_gpu_takes_half_precision_and_heads_up_to_256(changes, dtype, says):
-    reason = unfit_here(llama() | changes, dtype, torch.device("cuda"))
+    reason = device_fallback_reason(llama() | changes, dtype, torch.device("cuda"))
     assert says in reason if says else reason == ""
 
 
 def test_the_size_of_a_head_is_found_under_other_names():
     config = default_config("gpt2").to_dict() | {"n_embd": 1024, "n_head": 2}
-    assert "heads of 512 numbers" in unfit_here(config, torch.bfloat16, torch.device("cuda"))
+    assert "heads of 512 numbers" in device_fallback_reason(
+        config, torch.bfloat16, torch.device("cuda")
+    )
 
 
 @pytest.mark.parametrize(
@@ -406,7 +374,7 @@ def test_the_size_of_a_head_is_found_under_other_names():
         ("image_classification", "deit", "sdpa"),  # has two classes
         ("image_classification", "resnet", "eager"),  # has no attention
         ("preference", "llama", "sdpa"),
-        ("reward", "bloom", "eager"),  # whose class has no sdpa
+        ("reward", "bloom", "eager"),  # the class does not support sdpa
     ],
 )
 def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind, expected):
@@ -415,14 +383,14 @@ def test_a_task_without_packed_rows_keeps_sdpa_where_the_class_has_it(task, kind
         expected,
         "",
     )
-    with pytest.raises(Refusal, match="rows of packed documents"):
+    with pytest.raises(ConfigError, match="rows of packed documents"):
         choose_attention("varlen", config, "m", facts, Activations(torch.float32, CPU))
 
 
 def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
     config = default_config("gpt2").to_dict()
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"dense mask .* takes 51\.5 GB .* It is not varlen, which makes none: it has attention"
             r" dropout of 0\.1"
@@ -450,18 +418,19 @@ def test_a_row_is_refused_where_auto_needs_a_mask_after_all():
 )
 def test_what_it_does_not_compute_it_refuses(given):
     heads = torch.randn(1, 4, 8, 16)
-    documents = for_layers(torch.tensor([0, 8], dtype=torch.int32), CPU)
+    documents = as_attention_mask(torch.tensor([0, 8], dtype=torch.int32), CPU)
     attend(torch.nn.Module(), heads, heads, heads, documents)
-    with pytest.raises(Unfit):
+    with pytest.raises(VarlenUnsupportedError):
         attend(torch.nn.Module(), heads, heads, heads, **{"attention_mask": documents} | given)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize(("name", "size"), [("BLOCK", 7), ("PADDED", 3), ("SHORT", 2)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("WINDOW_BLOCK_QUERIES", 7), ("MAX_PADDED_TOKENS", 3), ("MAX_FP32_TOKENS", 2)],
+)
 def test_pieces_of_another_size_change_nothing(monkeypatch, name, size, causal):
-    """Blocks of queries, documents that are padded together, and those that are computed in
-    fp32.
-    """
+    """The sizes apply to query blocks, jointly padded documents, and fp32 documents."""
     lengths = [5, 1, 7, 3, 3, 12, 31, 2]
     varlen_module._batches.cache_clear()
     monkeypatch.setattr(varlen_module, name, size)
@@ -484,21 +453,26 @@ def test_pieces_of_another_size_change_nothing(monkeypatch, name, size, causal):
 
 
 def test_documents_are_sorted_by_their_lengths_and_the_window(monkeypatch):
-    """Short ones together, of one length together; longer ones than the window alone."""
-    monkeypatch.setattr(varlen_module, "PADDED", 3)
+    """Short documents are batched, and so are documents of equal length.
+
+    Documents longer than the window are computed separately.
+    """
+    monkeypatch.setattr(varlen_module, "MAX_PADDED_TOKENS", 3)
     varlen_module._batches.cache_clear()
     bounds = (0, 2, 5, 9, 13, 14, 24, 28)
     found = [
-        (batch.first, batch.documents, batch.length, batch.tokens is None, batch.padded is None)
+        (batch.first, batch.num_documents, batch.length, batch.tokens is None, batch.padded is None)
         for batch in varlen_module._batches(bounds, 0)
     ]
     assert found == [(0, 3, 3, False, False), (5, 3, 4, False, True), (14, 1, 10, True, True)]
     found = [
-        (batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 4)
+        (batch.first, batch.num_documents, batch.length)
+        for batch in varlen_module._batches(bounds, 4)
     ]
     assert found == [(0, 3, 3), (5, 3, 4), (14, 1, 10)]
     found = [
-        (batch.first, batch.documents, batch.length) for batch in varlen_module._batches(bounds, 3)
+        (batch.first, batch.num_documents, batch.length)
+        for batch in varlen_module._batches(bounds, 3)
     ]
     assert found == [
         (0, 3, 3),
@@ -510,7 +484,7 @@ def test_documents_are_sorted_by_their_lengths_and_the_window(monkeypatch):
     varlen_module._batches.cache_clear()
 
 
-# What a GPU is asked for
+# Calls on a GPU
 # ------------------------------------------------------------------------------------------
 
 ON_A_GPU = [
@@ -529,8 +503,9 @@ ON_A_GPU = [
 
 @pytest.mark.parametrize(("causal", "window", "heads", "sides", "grouped"), ON_A_GPU)
 def test_a_gpu_is_asked_for_the_same(monkeypatch, causal, window, heads, sides, grouped):
-    """A window as long as the longest document is none; FlashAttention counts the keys on both
-    sides without the query's own.
+    """A window that is as long as the longest document is dropped.
+
+    FlashAttention counts the keys on each side without the query's own key.
     """
     asked = []
     monkeypatch.setattr(
@@ -574,36 +549,11 @@ def test_an_old_or_another_card_does_without(monkeypatch, available, hip, capabi
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: asked.append(device) or capability
     )
-    reason = unfit_here(llama(), torch.bfloat16, torch.device("cuda", 1))
+    reason = device_fallback_reason(llama(), torch.bfloat16, torch.device("cuda", 1))
     assert says in reason if says else reason == ""
     assert asked == ([torch.device("cuda", 1)] if available and hip is None else [])
-    assert unfit_here(llama(), torch.float64, CPU) == "" and "device of type xpu" in unfit_here(
+    assert device_fallback_reason(
+        llama(), torch.float64, CPU
+    ) == "" and "device of type xpu" in device_fallback_reason(
         llama(), torch.bfloat16, torch.device("xpu")
     )
-
-
-def computes_on_a_gpu() -> None:
-    """Runs where there is a GPU (tests/loop/test_gpu.py): bf16 on CUDA beside fp64, and the same
-    bits twice with deterministic algorithms.
-    """
-    torch.use_deterministic_algorithms(True)
-    for window, causal, (heads, d) in itertools.product(
-        WINDOWS, WAYS, (((4, 4), 64), ((8, 2), 128))
-    ):
-        found = []
-        for _ in range(2):
-            inputs, documents = drawn(LENGTHS, heads, torch.bfloat16, d, "cuda")
-            output = varlen(*inputs, documents, max(LENGTHS), Scoring(d**-0.5, window, causal))
-            output.float().square().sum().backward()
-            found.append([output.detach(), *(tensor.grad for tensor in inputs)])
-        assert all(map(torch.equal, *found))
-        exact = [
-            tensor.detach().double().requires_grad_()
-            for tensor in drawn(LENGTHS, heads, torch.bfloat16, d)[0]
-        ]
-        expected = by_definition(*exact, LENGTHS, d**-0.5, window, causal)
-        expected.square().sum().backward()
-        for got, wanted in zip(
-            found[0], [expected.detach(), *(tensor.grad for tensor in exact)], strict=True
-        ):
-            assert (got.cpu().double() - wanted).abs().max() <= 0.05 * wanted.abs().max()

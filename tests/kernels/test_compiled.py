@@ -1,5 +1,7 @@
-"""What is compiled gives what the model's own code gives: layers as a whole, norms and rotary
-embeddings, the loss; alone and in every layout.
+"""Compiled code returns the same results as the model's own code.
+
+The tests cover complete layers, norms and rotary embeddings, and the loss, alone and in every
+layout.
 """
 
 import copy
@@ -11,21 +13,13 @@ from typing import Any
 import pytest
 import torch
 from job import NANO, metrics
+from parity import Case, accumulating, compare, each, recipe_for, reference, train_in_layout
+from peft_models import add_lora
 from pool import environment
-from recipekit.kernels.compiled import compile_layers, is_norm, switch
-from recipekit.kernels.cross_entropy import Head, losses_and_tokens, token_losses
+from recipekit.kernels.compiled import compile_layers, is_norm, set_fusion
+from recipekit.kernels.cross_entropy import Head, token_losses, token_losses_and_argmax
 from recipekit.spec.recipe import Recipe
-from test_export import add_lora
-from test_parity import (
-    Case,
-    accumulating,
-    compare,
-    each,
-    recipe_for,
-    reference,
-    strategy,
-    train_in_layout,
-)
+from shipped_jsons import strategy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZE: dict[str, Any] = {
@@ -40,7 +34,7 @@ ON = {"compile": "on"}
 
 
 def models(kind: str, dtype: torch.dtype) -> list[Any]:
-    """The same model twice."""
+    """Return the same model twice."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type=kind, **SIZE, **({"head_dim": 16} if kind != "gpt2" else {})
@@ -80,8 +74,9 @@ WITHIN = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
     ],
 )
 def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype):
-    """Relative to the norm of each gradient; in bf16 a compiled kernel rounds once where the code
-    as it is rounds several times.
+    """Differences are relative to the norm of each gradient.
+
+    In bf16 a compiled kernel rounds once where plain code rounds several times.
     """
     within = WITHIN[dtype]
     plain, compiled = models(kind, dtype)
@@ -102,25 +97,25 @@ def test_the_same_loss_and_gradients(kind: str, whole: bool, dtype: torch.dtype)
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
 def test_the_same_losses_in_blocks(dtype: torch.dtype):
-    """With labels in each of the blocks, and some that count for nothing; the likeliest tokens,
-    too.
-    """
+    """Each block has labels, and some labels are ignored. The most likely tokens also agree."""
     torch.manual_seed(0)
     weight, hidden = torch.randn(1000, 16, dtype=dtype), torch.randn(48, 16, dtype=dtype)
     labels = torch.randint(0, 1000, (48,)).masked_fill_(torch.rand(48) < 0.2, -100)
     found = []
     try:
         for on in (False, True):
-            switch(on)
+            set_fusion(on)
             inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             losses = token_losses(inputs[0], Head(inputs[1]), labels, block=48 * 300)
             (losses * torch.linspace(0.5, 2, 48)).sum().backward()
-            likeliest = losses_and_tokens(inputs[0], Head(inputs[1]), labels, block=48 * 300)[1]
+            likeliest = token_losses_and_argmax(inputs[0], Head(inputs[1]), labels, block=48 * 300)[
+                1
+            ]
             found.append(
                 [losses.detach(), *(tensor.grad.float() for tensor in inputs), likeliest.float()]
             )
     finally:
-        switch(False)
+        set_fusion(False)
     for plain, compiled in zip(*found, strict=True):
         assert (compiled - plain).norm() <= WITHIN[dtype] * plain.norm()
 
@@ -157,11 +152,11 @@ def test_a_compiler_that_is_missing_is_told_before_the_start(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_compiler_that_fails(asked: bool):
-    """Where it was asked for the run ends, else it goes on without."""
+    """If compilation was requested, the run ends; otherwise it continues without compilation."""
     program = f"""
 import torch
 from recipekit.kernels import compiled
-compiled.switch(True, asked={asked})
+compiled.set_fusion(True, asked={asked})
 x = torch.ones(8, requires_grad=True)
 made = compiled.fused(lambda x: (x.sin() * 2).cos())(x)
 made.sum().backward()
@@ -247,7 +242,7 @@ LAYOUTS = [
 
 
 def train_compiled(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank of a pool: the real loop, in which something has to be compiled."""
+    """Run the real loop on a rank of a pool, and check that code was compiled."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -273,7 +268,10 @@ def test_a_layout_trains_like_plain_pytorch(pools: Any, tmp_path: Path, case: Ca
 
 @pytest.mark.slow
 def test_an_adapter_keeps_layers_in_parts(pools: Any, tmp_path: Path):
-    """Whose modules an adapter has put inside the layers; the same losses as without."""
+    """The adapter adds modules inside the layers.
+
+    The losses equal the losses without compilation.
+    """
     lines = []
     for way in ("on", "off"):
         recipe = recipe_for("untied", **accumulating(2), compile=way, adapt=add_lora)

@@ -1,6 +1,4 @@
-"""The loss of each token, made of blocks of logits, is that of whole logits; no tensor of all
-logits is ever there.
-"""
+"""Each token's chunked loss equals its loss from full logits, which are never allocated."""
 
 import contextlib
 import itertools
@@ -11,14 +9,14 @@ import pytest
 import torch
 from ranks_in_threads import Ranks
 from recipekit.kernels import cross_entropy as kernel
-from recipekit.kernels.blocks import BLOCK, CPU_BLOCK, NARROWEST, columns_at_once
-from recipekit.kernels.cross_entropy import Head, Part, losses_and_tokens, token_losses
+from recipekit.kernels.blocks import BLOCK_LOGITS, CPU_BLOCK_LOGITS, MIN_COLUMNS, columns_per_block
+from recipekit.kernels.cross_entropy import Head, VocabShard, token_losses, token_losses_and_argmax
 from recipekit.spec.task import IGNORE
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WIDTH, VOCABULARY = 24, 1009  # a prime: every block but the last is of another width than the last
+WIDTH, VOCABULARY = 24, 1009  # a prime number, so that the last block is narrower than the others
 
 
 def cap(logits: torch.Tensor) -> torch.Tensor:
@@ -31,7 +29,7 @@ def example(
     bias: bool = False,
     vocabulary: int = VOCABULARY,
 ) -> dict[str, Any]:
-    """Draws what a head and a loss take; every third token has no label."""
+    """Return random arguments for a head and a loss; every third token has no label."""
     draw = torch.Generator().manual_seed(tokens)
     labels = torch.randint(vocabulary, (tokens,), generator=draw)
     labels[1::3] = IGNORE
@@ -66,11 +64,11 @@ def losses_and_argmax(
     part: Any = None,
     block: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return losses_and_tokens(hidden, Head(weight, bias, chain, part), labels, block)
+    return token_losses_and_argmax(hidden, Head(weight, bias, chain, part), labels, block)
 
 
 def whole(hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any = None) -> torch.Tensor:
-    """Computes the same of whole logits, as a task does."""
+    """Return the losses from full logits, as a task computes them."""
     logits = linear(hidden, weight, bias)
     return cross_entropy(
         (chain(logits) if chain else logits).float(), labels, ignore_index=IGNORE, reduction="none"
@@ -78,9 +76,7 @@ def whole(hidden: Any, weight: Any, bias: Any, labels: Any, chain: Any = None) -
 
 
 def gradients(losses: torch.Tensor, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Computes the gradients of a sum in which every token has another weight, as rows of a mixture
-    might.
-    """
+    """Return the gradients of a sum with a different weight for each token, as in a mixture."""
     weights = torch.linspace(0.5, 2.0, losses.numel()).view_as(losses)
     wanted = {
         name: value
@@ -97,7 +93,7 @@ def gradients(losses: torch.Tensor, given: dict[str, Any]) -> dict[str, torch.Te
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Measures the norm of the difference as a share of that of the expected numbers."""
+    """Return the norm of the difference, relative to the norm of the expected values."""
     return float(
         (found.detach().double() - expected.detach().double()).norm()
         / expected.detach().double().norm()
@@ -105,7 +101,7 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def furthest(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Measures the largest difference as a share of the largest expected number."""
+    """Return the largest difference, relative to the largest expected value."""
     return float(
         (found.detach().double() - expected.detach().double()).abs().max()
         / expected.detach().double().abs().max()
@@ -115,10 +111,11 @@ def furthest(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
-    ("tokens", "block"), [(1, NARROWEST), (2, 2 * NARROWEST), (50, 50 * NARROWEST), (50, CPU_BLOCK)]
+    ("tokens", "block"),
+    [(1, MIN_COLUMNS), (2, 2 * MIN_COLUMNS), (50, 50 * MIN_COLUMNS), (50, CPU_BLOCK_LOGITS)],
 )
 def test_losses_and_gradients_are_those_of_whole_logits(tokens, block, bias, chain):
-    """In several blocks, and in one, whose logits are kept."""
+    """The results agree for several blocks, and for one block whose logits are kept."""
     given = example(tokens, bias=bias)
     losses, expected = losses_of(**given, chain=chain, block=block), whole(**given, chain=chain)
     assert losses.dtype == torch.float32 and losses.shape == (tokens,)
@@ -130,17 +127,22 @@ def test_losses_and_gradients_are_those_of_whole_logits(tokens, block, bias, cha
 
 @pytest.mark.parametrize(
     ("dtype", "block"),
-    [(torch.float32, 50 * NARROWEST), (torch.bfloat16, 50 * NARROWEST), (torch.float32, CPU_BLOCK)],
+    [
+        (torch.float32, 50 * MIN_COLUMNS),
+        (torch.bfloat16, 50 * MIN_COLUMNS),
+        (torch.float32, CPU_BLOCK_LOGITS),
+    ],
     ids=str,
 )
 def test_the_likeliest_tokens_are_those_of_argmax(dtype, block):
-    """The first of equal logits, which bf16 has, also across blocks; losses and gradients are not
-    touched.
+    """If logits are equal, which is frequent in bf16, the first logit wins, even across blocks.
+
+    Losses and gradients do not change.
     """
     given = example(dtype=dtype, bias=True)
-    # a token that is as likely in each block, and often the likeliest
-    given["weight"].data[NARROWEST + 3 :: NARROWEST] = given["weight"].data[3]
-    given["bias"].data[3::NARROWEST] = 8.0
+    # This token is equally likely in each block, and is often the most likely token.
+    given["weight"].data[MIN_COLUMNS + 3 :: MIN_COLUMNS] = given["weight"].data[3]
+    given["bias"].data[3::MIN_COLUMNS] = 8.0
     losses, tokens = losses_and_argmax(**given, chain=cap, block=block)
     logits = cap(torch.nn.functional.linear(given["hidden"], given["weight"], given["bias"]))
     assert (
@@ -158,13 +160,13 @@ def test_the_likeliest_tokens_are_those_of_argmax(dtype, block):
 @pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_half_precision_the_losses_are_the_same_and_the_gradients_nearly_as_exact(dtype, chain):
-    """The logits are rounded as a linear layer rounds them.
+    """The logits are rounded like the output of a linear layer.
 
-    The input's gradient is a sum over blocks, each rounded once.
+    The input's gradient is a sum over blocks, and each block is rounded once.
     """
     given = example(dtype=dtype, bias=True)
     losses, expected = (
-        losses_of(**given, chain=chain, block=NARROWEST * 50),
+        losses_of(**given, chain=chain, block=MIN_COLUMNS * 50),
         whole(**given, chain=chain),
     )
     assert losses.dtype == torch.float32 and furthest(losses, expected) < 1e-6
@@ -184,9 +186,9 @@ def test_in_half_precision_the_losses_are_the_same_and_the_gradients_nearly_as_e
 def test_under_autocast_it_computes_in_its_dtype_and_the_gradients_have_that_of_the_weights():
     given = example(bias=True)
     with torch.autocast("cpu", torch.bfloat16):
-        losses, expected = losses_of(**given, block=NARROWEST * 50), whole(**given)
+        losses, expected = losses_of(**given, block=MIN_COLUMNS * 50), whole(**given)
     assert furthest(losses, expected) < 1e-6
-    assert furthest(losses, whole(**given)) > 1e-4  # fp32 would be seen
+    assert furthest(losses, whole(**given)) > 1e-4  # fp32 would be noticed
     theirs = gradients(expected, given)
     for name, found in gradients(losses, given).items():
         assert found.dtype == torch.float32 and furthest(found, theirs[name]) < 1e-2, name
@@ -197,7 +199,7 @@ def test_gradients_are_those_of_differences_in_fp64(chain):
     given = example(4, torch.float64, bias=True, vocabulary=70)
     labels = given.pop("labels")
     assert torch.autograd.gradcheck(
-        lambda *inputs: losses_of(*inputs, labels, chain=chain, block=NARROWEST * 4),
+        lambda *inputs: losses_of(*inputs, labels, chain=chain, block=MIN_COLUMNS * 4),
         tuple(given.values()),
     )
 
@@ -212,9 +214,9 @@ def test_tokens_without_a_label_have_no_loss_and_no_gradient():
 
 
 def test_a_block_of_words_that_cannot_be_counts_nothing():
-    """A bias of -inf hides the words that fill up a vocabulary."""
+    """A bias of -inf masks the tokens that only pad a vocabulary."""
     hidden, weight, labels = torch.randn(6, 4), torch.randn(40, 4), torch.arange(6)
-    # the first blocks
+    # The first blocks contain only masked tokens.
     bias = torch.zeros(40).index_fill_(0, torch.arange(20, 40), -torch.inf).roll(20)
     losses = losses_of(hidden, weight, bias, labels + 20, block=6 * 8)
     torch.testing.assert_close(
@@ -250,8 +252,9 @@ def test_what_is_frozen_gets_no_gradient(frozen):
 
 
 class Largest(TorchDispatchMode):
-    """Watches every operation of a forward and its backward; `numel` is that of the largest tensor
-    that one returned.
+    """A mode that watches every operation in a forward and backward pass.
+
+    `numel` is the size of the largest tensor that an operation returned.
     """
 
     def __init__(self) -> None:
@@ -281,15 +284,15 @@ def test_no_tensor_of_all_logits_is_ever_there(chain):
             gradients(compute(**given, chain=chain), given)
         found[name] = largest.numel
     assert found["blocks"] < tokens * vocabulary / 4 and found["blocks"] == max(
-        CPU_BLOCK, vocabulary * WIDTH
+        CPU_BLOCK_LOGITS, vocabulary * WIDTH
     )
-    # the watch sees what is large
+    # The mode detects large tensors.
     assert found.get("whole", tokens * vocabulary) == tokens * vocabulary
 
 
 @contextlib.contextmanager
 def saved_bytes(told: list[int]):
-    """Counts the bytes that autograd keeps for the backward pass, each memory once."""
+    """Count the bytes that autograd keeps for the backward pass; each storage counts once."""
     kept: dict[int, int] = {}
 
     def pack(value: torch.Tensor) -> torch.Tensor:
@@ -307,28 +310,32 @@ def test_it_keeps_its_input_and_little_more():
         losses_of(**given)
     weights = given["weight"].nbytes
     assert (
-        told[0] - weights <= 1.2 * (given["hidden"].nbytes + given["labels"].nbytes) + 4 * CPU_BLOCK
+        told[0] - weights
+        <= 1.2 * (given["hidden"].nbytes + given["labels"].nbytes) + 4 * CPU_BLOCK_LOGITS
     )
-    # and a number for each token
+    # Plus one number for each token.
     assert told[0] - weights == given["hidden"].nbytes + given["labels"].nbytes + 4 * 4096
 
 
 def test_blocks_are_as_wide_as_their_bytes_allow():
-    assert columns_at_once(4096, 151_936) == BLOCK // 4096 == 4096
-    assert columns_at_once(1, 151_936) == 151_936 and columns_at_once(0, 10) == 10
-    assert columns_at_once(10**9, 151_936) == NARROWEST
+    assert columns_per_block(4096, 151_936) == BLOCK_LOGITS // 4096 == 4096
+    assert columns_per_block(1, 151_936) == 151_936 and columns_per_block(0, 10) == 10
+    assert columns_per_block(10**9, 151_936) == MIN_COLUMNS
 
 
-# Over tensor ranks
+# Tensor parallelism
 # ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chain", [None, cap], ids=["", "soft cap and scale"])
-@pytest.mark.parametrize("block", [50 * NARROWEST, CPU_BLOCK], ids=["several blocks", "one block"])
+@pytest.mark.parametrize(
+    "block", [50 * MIN_COLUMNS, CPU_BLOCK_LOGITS], ids=["several blocks", "one block"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_on_three_ranks_it_is_the_loss_of_whole_logits(monkeypatch, dtype, block, chain):
-    """With labels in the columns of every rank, the first and the last ones of each among them;
-    equal logits, which bf16 has, lie on several ranks.
+    """Every rank has labels in its columns, including its first and last column.
+
+    Equal logits, which are frequent in bf16, occur on several ranks.
     """
     given, bounds = example(bias=True, dtype=dtype), [0, 337, 673, 1009]
     given["labels"][:12:2] = torch.tensor([0, 336, 337, 672, 673, 1008])
@@ -337,14 +344,14 @@ def test_on_three_ranks_it_is_the_loss_of_whole_logits(monkeypatch, dtype, block
         for low, high in itertools.pairwise(bounds)
     ]
     assert min(held) > 5
-    expected, one = losses_and_argmax(**given, chain=chain, block=50 * NARROWEST)
+    expected, one = losses_and_argmax(**given, chain=chain, block=50 * MIN_COLUMNS)
     theirs = gradients(expected, given)
 
     def case(rank: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         own = slice(bounds[rank], bounds[rank + 1])
         mine = {name: given[name].detach()[own].requires_grad_() for name in ("weight", "bias")}
         mine |= {"hidden": given["hidden"].detach().requires_grad_(), "labels": given["labels"]}
-        part: Any = Part(bounds[rank], (0, 1, 2))
+        part: Any = VocabShard(bounds[rank], (0, 1, 2))
         losses, tokens = losses_and_argmax(**mine, chain=chain, part=part, block=block)
         return losses, tokens, gradients(losses, mine)
 
@@ -363,19 +370,26 @@ def test_on_three_ranks_it_is_the_loss_of_whole_logits(monkeypatch, dtype, block
 
 @pytest.mark.parametrize(
     ("device", "own", "expected"),
-    [("cpu", None, CPU_BLOCK), ("cuda", None, BLOCK), ("xpu", None, BLOCK), ("cuda", 777, 777)],
+    [
+        ("cpu", None, CPU_BLOCK_LOGITS),
+        ("cuda", None, BLOCK_LOGITS),
+        ("xpu", None, BLOCK_LOGITS),
+        ("cuda", 777, 777),
+    ],
 )
 def test_a_block_is_as_large_as_the_device_wants_it(monkeypatch, device, own, expected):
     asked = []
     monkeypatch.setattr(
         kernel,
-        "columns_at_once",
+        "columns_per_block",
         lambda rows, columns, block: asked.append((rows, columns, block)) or columns,
     )
-    monkeypatch.setattr(kernel, "_of_whole_logits", lambda *given: "computed")
+    monkeypatch.setattr(kernel, "_from_full_logits", lambda *given: "computed")
     hidden, weight = (
         SimpleNamespace(device=SimpleNamespace(type=device), dtype=torch.float32),
         torch.empty(1009, 0),
     )
-    assert kernel._computed(hidden, Head(weight), torch.zeros(5, 3), own, False) == "computed"  # type: ignore[arg-type]
+    assert (
+        kernel._losses_and_argmax(hidden, Head(weight), torch.zeros(5, 3), own, False) == "computed"
+    )  # type: ignore[arg-type]
     assert asked == [(15, 1009, expected)]

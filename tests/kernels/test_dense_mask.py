@@ -1,5 +1,6 @@
-"""The bytes of the mask that keeps packed documents apart: `mask_bytes` says what transformers and
-torch are seen to hold.
+"""Bytes of the dense mask for packed documents.
+
+`dense_mask_bytes` must equal the memory that transformers and torch actually use.
 """
 
 import gc
@@ -10,21 +11,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from recipe_files import plan
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import shrink
-from recipekit.dslint.divisions import MOST_MASK_BYTES
-from recipekit.dslint.shapes import mask_bytes
-from recipekit.spec.refusal import Refusal
-from test_recipes import plan
+from recipekit.dslint.divisibility import MAX_MASK_BYTES
+from recipekit.dslint.shapes import dense_mask_bytes
+from recipekit.spec.errors import ConfigError
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LENGTH = 192  # no other dimension of the tiny model
+LENGTH = 192  # different from all other dimensions of the tiny model
 
 
 class Squares(TorchDispatchMode):
-    """Counts the bytes of the storages of (rows, 1, LENGTH, LENGTH) tensors that are alive, and
-    their peak.
-    """
+    """A counter for the storages of live (rows, 1, LENGTH, LENGTH) tensors, and for their peak."""
 
     def __init__(self, rows: int):
         super().__init__()
@@ -61,7 +60,7 @@ def test_a_layer_holds_so_many_bytes_of_masks(attention, rows, dtype):
         model(input_ids=torch.zeros(rows, LENGTH, dtype=torch.long), position_ids=documents)
     assert (
         seen.peak
-        == mask_bytes(attention, rows, LENGTH, dtype.itemsize)
+        == dense_mask_bytes(attention, rows, LENGTH, dtype.itemsize)
         == rows * LENGTH**2 * (1 + dtype.itemsize)
     )
 
@@ -84,7 +83,7 @@ def test_a_mask_that_leaves_no_room_is_refused(argv, gigabytes):
         assert plan("llama3_1_8b_zero3_sp8", *argv).mesh.sp == 8
         return
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             rf"takes {gigabytes} GB on every rank, but the limit is 40 GB\. Use --seq_len"
             r" (65536|32768), or --attention varlen"
@@ -95,4 +94,8 @@ def test_a_mask_that_leaves_no_room_is_refused(argv, gigabytes):
 
 def test_a_tiny_recipe_has_a_small_mask():
     assert plan("llama3_1_8b_zero3_sp8", "--tiny", "--world", "8").recipe.seq_len == 128
-    assert mask_bytes("sdpa", 1, 115_000, 2) < MOST_MASK_BYTES < mask_bytes("sdpa", 1, 116_000, 2)
+    assert (
+        dense_mask_bytes("sdpa", 1, 115_000, 2)
+        < MAX_MASK_BYTES
+        < dense_mask_bytes("sdpa", 1, 116_000, 2)
+    )

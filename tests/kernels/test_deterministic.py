@@ -1,5 +1,6 @@
-"""`--deterministic`: every setting is in force on every rank and told; two runs and a resume have
-the same bits.
+"""`--deterministic`: every setting must be active on every rank and be reported.
+
+Two runs and a resume must have the same bits.
 """
 
 import contextlib
@@ -13,19 +14,18 @@ from unittest import mock
 
 import pytest
 import torch
-from job import metrics, numbers
+from job import metrics, reproducible_values
 from recipekit.kernels import deterministic
-from recipekit.kernels.deterministic import VARIABLES, check_environment
-from recipekit.plan import make_plan
+from recipekit.kernels.deterministic import DETERMINISM_VARIABLES, check_environment
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.run_folder import IDENTITY
 from safetensors.torch import load_file
-from test_resume import BASE, train
+from short_runs import BASE, train
 
-# What each setting has to be where it takes effect; asked here with torch's own questions, not with
-# ours.
+# The required value of each setting, queried with torch's functions.
 EXPECTED = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -41,8 +41,8 @@ EXPECTED = {
 
 @contextlib.contextmanager
 def putting_back() -> Iterator[None]:
-    """Leaves this process as it was."""
-    before = {name: os.environ.get(name) for name in VARIABLES}
+    """Restore the settings of this process afterwards."""
+    before = {name: os.environ.get(name) for name in DETERMINISM_VARIABLES}
     fill, cudnn = (
         torch.utils.deterministic.fill_uninitialized_memory,
         torch.backends.cudnn.deterministic,
@@ -62,14 +62,14 @@ def putting_back() -> Iterator[None]:
 
 
 def train_and_ask(recipe: Recipe, argv: list[str]) -> tuple[Any, str, dict[str, Any]]:
-    """Runs on every rank of a pool; the settings are those in the middle of the last step."""
+    """Train on a rank of a pool, and record the settings in the middle of the last step."""
     from recipekit import train as loop
 
     asked: dict[str, Any] = {}
     step = loop.train_step
 
     def asking(*arguments: Any, **more: Any) -> Any:
-        asked.update({name: os.environ.get(name) for name in VARIABLES})
+        asked.update({name: os.environ.get(name) for name in DETERMINISM_VARIABLES})
         asked["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
         asked["fill_uninitialized_memory"] = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
         asked["cudnn_deterministic"] = torch.backends.cudnn.deterministic
@@ -83,19 +83,19 @@ def train_and_ask(recipe: Recipe, argv: list[str]) -> tuple[Any, str, dict[str, 
 
 
 def bits(run: Path) -> Any:
-    """All numbers of training, unrounded, and the final weights."""
+    """Return all unrounded training metrics, and the final weights."""
     weights = {
         name: value
         for file in sorted((run / "hf").glob("*.safetensors"))
         for name, value in load_file(file).items()
     }
-    return numbers(metrics(run)), weights
+    return reproducible_values(metrics(run)), weights
 
 
 def test_settings_are_in_force_on_every_rank_and_runs_have_the_same_bits(
     pools: Any, tmp_path: Path
 ) -> None:
-    # it has dropout: random numbers count
+    # GPT-2 has dropout, so random numbers matter.
     recipe = replace(
         BASE, model="openai-community/gpt2", export=True, eval_every=0, warmup_steps=0, steps=3
     )
@@ -128,18 +128,18 @@ def test_settings_are_in_force_on_every_rank_and_runs_have_the_same_bits(
 def test_a_setting_that_was_put_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with putting_back():
-        deterministic.switch_on()
-        assert deterministic.check_in_force() == EXPECTED
+        deterministic.enable_determinism()
+        assert deterministic.check_active_settings() == EXPECTED
         torch.use_deterministic_algorithms(True, warn_only=True)
         os.environ["NCCL_ALGO"] = "Tree"
         with pytest.raises(
-            Refusal,
+            ConfigError,
             match=(
                 "--deterministic on rank 3: the settings have changed since the start:"
                 " NCCL_ALGO=Tree, deterministic_algorithms=False"
             ),
         ):
-            deterministic.check_in_force()
+            deterministic.check_active_settings()
 
 
 @pytest.mark.parametrize(
@@ -151,17 +151,19 @@ def test_a_variable_that_contradicts_is_refused_before_anything_starts(
     monkeypatch.setenv(name, value)
     argv = ["--tiny", "--deterministic"]
     with pytest.raises(
-        Refusal, match=rf"{name}={value}: contradicts --deterministic\. Unset it, or set it to "
+        ConfigError, match=rf"{name}={value}: contradicts --deterministic\. Unset it, or set it to "
     ):
-        make_plan(parse(BASE, Path("deterministic.py"), argv))
-    assert make_plan(parse(BASE, Path("deterministic.py"), argv[:1])).recipe.deterministic is False
+        resolve_run(parse(BASE, Path("deterministic.py"), argv))
+    assert (
+        resolve_run(parse(BASE, Path("deterministic.py"), argv[:1])).recipe.deterministic is False
+    )
     assert check_environment({"CUBLAS_WORKSPACE_CONFIG": ":16:8", "NCCL_ALGO": "Ring"}) == []
-    # a run may go on with it or without: what is trained is the same but for the last bits
+    # A resume may change the flag, because only the last bits of the results differ.
     assert "deterministic" not in IDENTITY
 
 
 def test_cuda_that_was_used_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(Refusal, match="CUDA was used before the run started"):
-        deterministic.switch_on()
+    with pytest.raises(ConfigError, match="CUDA was used before the run started"):
+        deterministic.enable_determinism()
     assert not torch.are_deterministic_algorithms_enabled()

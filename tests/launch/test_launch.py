@@ -1,5 +1,6 @@
-"""The real `deepspeed` launcher: every way to stop a run ends all of its processes in time, with
-nothing lost; refusals are told once.
+"""The real `deepspeed` launcher: every stop ends all processes in time, and no data is lost.
+
+Config errors are printed once.
 """
 
 import signal
@@ -15,22 +16,22 @@ import pytest
 import torch
 from job import NANO, Job, checkpoints, contention, deepspeed, metrics, steps_done
 from pool import ROOT
-from recipekit.storage.manifest import faults
+from recipekit.storage.manifest import find_faults
 from wandb_file import read_exit_codes, read_history
 
-GONE = 10.0  # seconds in which no process may be left
-# seconds from the command to its end, in which a launcher and two ranks start: with room for a
-# crowded machine
+GONE = 10.0  # seconds after which no process may remain
+# Seconds from the command to its end, with a launcher and two ranks. The limit allows for a busy
+# machine.
 REFUSED = 30.0
-HARD = 60.0  # seconds for the same on a machine that others load
+HARD = 60.0  # the same limit in seconds on a machine with other load
 
 
 @pytest.fixture
 def launch(
     tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]
 ) -> Iterator[Callable[..., Job]]:
-    """Starts a command in tmp_path; ends what is left of it after the test."""
-    compiling.wait()  # what is promised in seconds is promised for an idle machine
+    """Return a function that starts a command in tmp_path; end its processes after the test."""
+    compiling.wait()  # the time limits assume an idle machine
     jobs: list[Job] = []
 
     def launch(
@@ -46,7 +47,7 @@ def launch(
 
 @pytest.fixture
 def start(launch: Callable[..., Job]) -> Callable[..., Job]:
-    """Starts the smallest recipe in tmp_path/run."""
+    """Return a function that starts the smallest recipe in tmp_path/run."""
     return lambda *flags, **more: launch(deepspeed(NANO, "--tiny", "--out", "run", *flags), **more)
 
 
@@ -62,7 +63,7 @@ def wait_until_training(job: Job, run: Path) -> None:
 
 
 slow = pytest.mark.slow
-FLAGS = ("--steps", "100000", "--eval_every", "0", "--save_every", "0")  # runs until it is stopped
+FLAGS = ("--steps", "100000", "--eval_every", "0", "--save_every", "0")  # runs until a signal
 WAYS = [
     pytest.param("terminal", signal.SIGINT, 130, id="Ctrl-C in the terminal", marks=slow),
     pytest.param("rank 1", signal.SIGTERM, 143, id="SIGTERM to rank 1", marks=slow),
@@ -105,7 +106,7 @@ def test_a_stopped_run_leaves_no_process_and_loses_nothing(
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert checkpoints(run) == [len(lines)], "the step that was in progress is saved"
-    assert faults(run / "checkpoints" / f"step_{len(lines):08d}") == []
+    assert find_faults(run / "checkpoints" / f"step_{len(lines):08d}") == []
     assert read_exit_codes(run) == [code]
     assert read_history(run) == lines
     if who == "rank 1":
@@ -115,7 +116,7 @@ def test_a_stopped_run_leaves_no_process_and_loses_nothing(
 
 
 def go_on(start: Callable[..., Job], run: Path, done: list[dict[str, Any]]) -> None:
-    """The same command again: one run, in metrics.jsonl and in W&B."""
+    """Run the same command again, and check that metrics.jsonl and W&B each contain one run."""
     job = start(*FLAGS, "--stop_at", len(done) + 3)
     assert job.wait(120) == 0, job.output[-8000:]
     assert f"resumed from run/checkpoints/step_{len(done):08d}" in job.output
@@ -131,8 +132,9 @@ def go_on(start: Callable[..., Job], run: Path, done: list[dict[str, Any]]) -> N
 def test_a_clean_run_ends_with_0_twenty_times_of_twenty(
     launch: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """A rank that ends without leaving its process group, or before a thread of a library, aborts
-    now and then.
+    """A rank sometimes aborts if it ends too early.
+
+    The rank must first leave its process group and wait for the threads of libraries.
     """
     for number in range(20):
         job = launch(deepspeed(NANO, "--tiny", "--steps", "2", "--out", f"run{number}"))
@@ -170,7 +172,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_1(
     assert f"the last good checkpoint is step {len(lines)}" in job.output
     assert "Traceback" not in job.output
     assert max(checkpoints(tmp_path / "run")) == len(lines)
-    assert faults(tmp_path / "run" / "checkpoints" / f"step_{len(lines):08d}") == []
+    assert find_faults(tmp_path / "run" / "checkpoints" / f"step_{len(lines):08d}") == []
     assert read_exit_codes(tmp_path / "run") == [1]
 
 
@@ -251,11 +253,13 @@ def test_a_refusal_is_printed_once_and_soon(
     code: int,
     told: str,
 ) -> None:
-    """On two ranks, though the launcher ends all ranks as soon as one has ended."""
+    """Two ranks print only one config error, although the launcher ends all ranks once one has
+    ended.
+    """
     job = launch(deepspeed(NANO, *flags(tmp_path)))
     ended, seconds, busy = job.wait(90), time.monotonic() - job.began, contention()
     print(f"{seconds:.1f} s, contention {busy:.1f}")
-    # the launcher repeats the command
+    # The launcher repeats the command in these lines.
     said = "\n".join(
         line for line in job.output.splitlines() if "[INFO]" not in line and "[ERROR]" not in line
     )
@@ -292,8 +296,9 @@ def test_a_second_job_on_the_same_folder_is_refused(
 def test_a_copied_recipe_uses_what_was_changed_in_it(
     launch: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """`cp`, two numbers, one JSON literal, started from there: read from what the engine itself
-    wrote of its state.
+    """A copied recipe with two changed numbers and a changed JSON is started from its folder.
+
+    The test reads the values from the state that the engine wrote.
     """
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -337,9 +342,7 @@ def test_a_copied_recipe_uses_what_was_changed_in_it(
 
 @slow
 def test_accelerate_launch_starts_a_recipe(launch: Callable[..., Job], tmp_path: Path) -> None:
-    """On a CPU it counts one process; what it sets for its own library must not confuse a
-    recipe.
-    """
+    """On a CPU it starts one process. The variables for accelerate must not affect a recipe."""
     accelerate = [
         str(Path(sys.executable).with_name("accelerate")),
         "launch",

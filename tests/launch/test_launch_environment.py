@@ -1,5 +1,6 @@
-"""Which variables reach the ranks: by ssh, `--where slurm`, `sbatch launch/slurm.sbatch` and
-Kubernetes; no secret is printed.
+"""Variables that reach the ranks by ssh, Slurm and Kubernetes.
+
+Slurm means `--where slurm` and `sbatch launch/slurm.sbatch`. No secret may be printed.
 """
 
 import os
@@ -17,9 +18,9 @@ from launch.__main__ import main
 from launch.slurm import LOGIN
 
 NANO = "recipes/llama_nano_zero2.py"
-HIDDEN = "hunter2hunter2"  # a part of each value that nobody may see
-# Ways: ssh, --where slurm, slurm.sbatch, Kubernetes. R: reaches the ranks; S: does, as a secret; L:
-# stays here, listed by name; -: not in the line of slurm.sbatch.
+HIDDEN = "hunter2hunter2"  # the part of each value that must stay secret
+# Columns: ssh, --where slurm, slurm.sbatch, Kubernetes. R: reaches the ranks. S: reaches the ranks
+# as a secret. L: stays on this machine and is listed by name. -: not in the line of slurm.sbatch.
 REACHED = {
     **{
         name: "http://proxy.corp:3128"
@@ -129,7 +130,7 @@ TABLE = {
         ),
         "SL-L",
     ),
-    # addresses with a key or password
+    # Addresses with a key or a password.
     **dict.fromkeys(("WANDB_APP_URL", "MLFLOW_TRACKING_URI", "all_proxy"), "SLRL"),
     **dict.fromkeys(
         ("CUDA_VISIBLE_DEVICES", "WANDB_SERVICE", "HF_OIDC_ID_TOKEN", "AWS_BEARER_TOKEN_BEDROCK"),
@@ -152,7 +153,7 @@ SBATCH = re.findall(
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and what a login has, nothing else."""
+    """Set the variables of the table and a login shell's variables, and remove all others."""
     for name in [
         name for name in os.environ if name not in ("PATH", "HOME", "LANG", "PYTEST_CURRENT_TEST")
     ]:
@@ -163,7 +164,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names_after(text: str, output: str) -> set[str]:
-    """The names in the line that begins with `text`."""
+    """Return the names in the line that begins with `text`."""
     (line,) = [line for line in output.splitlines() if line.startswith(text)]
     return set(re.findall(r"\b[A-Za-z]\w+\b", line.removeprefix(text)))
 
@@ -174,8 +175,9 @@ STAYS = "launch: variables that stay here: "
 def ways(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[set[str], set[str], set[str]]]:
-    """Of ssh, slurm, slurm.sbatch and Kubernetes: the names that travel, those that travel as
-    secrets, those that are listed.
+    """Return (exported names, secret names, listed names) for each way to start ranks.
+
+    The ways are ssh, slurm, slurm.sbatch and Kubernetes.
     """
     (tmp_path / "hostfile").write_text("worker-1 slots=2\nworker-2 slots=2\n")
     assert main(["--hostfile", str(tmp_path / "hostfile"), "--dry-run", NANO]) == 0
@@ -223,8 +225,9 @@ def test_each_variable_reaches_the_ranks_or_is_listed(
 
 
 def test_sbatch_passes_on_the_known_names_of_each_family() -> None:
-    """Names of the installed packages, and nothing that is a secret by its name or is not on the
-    list.
+    """The names come from the installed packages.
+
+    No name may look like a secret or be missing from the list.
     """
     wrong = [
         name
@@ -232,7 +235,7 @@ def test_sbatch_passes_on_the_known_names_of_each_family() -> None:
         if name not in LOGIN
         and (not environment.is_listed(name) or environment.is_secret(name, "x"))
     ]
-    # a switch
+    # The name is a switch.
     assert len(SBATCH) == len(set(SBATCH)) and wrong == ["HF_HUB_DISABLE_IMPLICIT_TOKEN"]
     known = {
         value
@@ -346,7 +349,7 @@ def test_a_value_without_one_is_no_secret(value: str) -> None:
 def test_an_address_with_a_key_is_not_submitted(
     capsys: pytest.CaptureFixture[str], where: list[str], words: list[str], flag: str
 ) -> None:
-    """sacct shows a job's command line, and a manifest is a file."""
+    """sacct shows a job's command line, and a manifest is a file that others may read."""
     assert main([*where, "--dry-run", NANO, *words]) == 1
     said = capsys.readouterr()
     assert (
@@ -357,7 +360,7 @@ def test_an_address_with_a_key_is_not_submitted(
 
 
 def test_an_address_with_a_key_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranks get it as typed."""
+    """The ranks get the address as typed."""
     words = [
         "--dataset",
         f"https://h/x?token={HIDDEN}",

@@ -1,5 +1,7 @@
-"""A signal in a step of 40 s, from `launch`, a real Slurm and a pod: one checkpoint, no stacks, and
-one further start that continues.
+"""A signal during a step of 40 s, sent by `launch`, a real Slurm and a pod.
+
+The signal must lead to one checkpoint, no stack traces, and one further start that continues the
+run.
 """
 
 import os
@@ -15,7 +17,7 @@ from job import NANO, Job, metrics, steps_done
 from pool import ROOT, free_port
 from slurm import Slurm, slurm_or_skip
 
-# Eight micro-batches of 5 s: a large model with offload, or with many micro-batches, has such steps
+# Eight micro-batches of 5 s each. Large models with offload or many micro-batches have such steps.
 SLOW = """
 import pathlib, time
 from recipekit import Recipe, run
@@ -36,7 +38,7 @@ if __name__ == "__main__":
     run(RECIPE)
 """
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
-START, TWO_STEPS = 240, 300  # seconds, on a machine that others use
+START, TWO_STEPS = 240, 300  # seconds, on a machine with other load
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def slow_recipe(folder: Path, name: str) -> Path:
 
 
 def as_a_pod(folder: Path, recipe: Path) -> Job:
-    """Run the command of the manifest, with its environment, as the kubelet does."""
+    """Run the manifest's command with its environment, as the kubelet does."""
     flags = [
         "--where",
         "k8s",
@@ -94,12 +96,12 @@ def as_a_pod(folder: Path, recipe: Path) -> Job:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": PATHS,
     }
-    *command, _ = container["command"]  # the recipe of the test is in no image
+    *command, _ = container["command"]  # no image contains the recipe of the test
     return Job(folder / "pod", [*command, str(recipe)], **variables)
 
 
 def ended_well(run: Path, text: str) -> int:
-    """The step of the only checkpoint."""
+    """Check that a run has only one checkpoint, and return the checkpoint's step."""
     assert "stuck" not in text and "Thread 0x" not in text, text
     (only,) = (run / "checkpoints").glob("step_*")
     assert (
@@ -112,9 +114,9 @@ def ended_well(run: Path, text: str) -> int:
 def test_a_signal_in_a_step_of_40_s_leads_to_one_checkpoint_and_one_requeue(
     slurm: Slurm, ops: Callable[[str], None], tmp_path: Path
 ) -> None:
-    """All three at once, since they mostly wait.
+    """The three jobs run at the same time, because they mostly wait.
 
-    The signal comes in step 2 of the first two, and in step 1 of the Slurm job.
+    The signal arrives in step 2 of the first two jobs, and in step 1 of the Slurm job.
     """
     with ExitStack() as closed:
         words = [sys.executable, "-m", "launch", "--gpus", "1", str(slow_recipe(tmp_path, "alone"))]

@@ -1,5 +1,7 @@
-"""`python -m launch` on two hosts with a real sshd each: the losses of one machine, secrets that
-nobody sees, and an end that leaves nothing.
+"""`python -m launch` on two hosts, each with a real sshd.
+
+The losses must equal the losses on one machine, secrets must stay secret, and no process may
+remain.
 """
 
 import contextlib
@@ -16,12 +18,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job import MARK, NANO, Job, contention, metrics, numbers, steps_done
+from job import MARK, NANO, Job, contention, metrics, reproducible_values, steps_done
 from pool import FOLDERS, ROOT
 from two_hosts import NAMES, TwoHosts, two_hosts_or_skip
 from words import BYTES, arbitrary_words
 
-GONE = 10.0  # seconds in which no process may be left on any host
+GONE = 10.0  # seconds after which no process may remain on either host
 FLAGS = (
     "--tiny",
     "--schedule",
@@ -56,7 +58,7 @@ def hosts() -> Iterator[TwoHosts]:
 
 @pytest.fixture
 def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
-    """Starts `python -m launch` on the first host."""
+    """Return a function that starts `python -m launch` on the first host."""
     jobs: list[Job] = []
 
     def start(*words: object, names: Sequence[str] = NAMES, **variables: str) -> Job:
@@ -88,7 +90,7 @@ def start(tmp_path: Path, hosts: TwoHosts) -> Iterator[Callable[..., Job]]:
 def one_machine(
     tmp_path_factory: pytest.TempPathFactory, ops: Callable[[str], None], hosts: TwoHosts
 ) -> Path:
-    """The run folder of the same four ranks on one machine, under the `deepspeed` launcher."""
+    """Return the run folder of four ranks on one machine, started with the `deepspeed` launcher."""
     folder = tmp_path_factory.mktemp("one")
     job = Job(
         folder,
@@ -103,7 +105,7 @@ def one_machine(
 
 
 class Listing:
-    """The command lines of all processes of the machine, read again and again while it is open."""
+    """A thread that collects the command lines of all processes until it is closed."""
 
     def __enter__(self) -> "Listing":
         self.seen: set[str] = set()
@@ -139,7 +141,7 @@ def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(
         variables = {rank: process.environ() for rank, process in hosts.ranks(1).items()}
         assert job.wait(240) == 0, job.output[-8000:]
     assert sorted(variables) == [2, 3]
-    # a rank of the other host has what a run needs, the secrets among it
+    # A rank on the second host has the variables that a run needs, including the secrets.
     for own in variables.values():
         assert {name: own.get(name) for name in (*SECRETS, *REACHED)} == SECRETS | REACHED
         assert (
@@ -147,7 +149,9 @@ def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(
             and own["OMP_NUM_THREADS"] == "1"
             and own["MASTER_ADDR"] == hosts.addresses[0]
         )
-    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
+    assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
+        metrics(one_machine)
+    )
     assert any("launch.host" in line for line in listing.seen), "else nothing was listed"
     files = [
         path
@@ -173,7 +177,7 @@ def test_two_hosts_train_as_one_machine_and_nobody_sees_a_secret(
 def test_a_killed_remote_rank_ends_both_hosts(
     start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path, spawn: str
 ) -> None:
-    """Until then the losses are those of one machine."""
+    """Up to the kill, the losses must equal the losses on one machine."""
     run = tmp_path / "run"
     job = start("--spawn", spawn, NANO, *FLAGS, "--steps", "100000", "--no-wandb")
     job.wait_for(lambda: steps_done(run) > 3 or job.process.poll() is not None, 240)
@@ -189,9 +193,9 @@ def test_a_killed_remote_rank_ends_both_hosts(
     seconds, busy = time.monotonic() - began, contention()
     print(f"gone after {seconds:.1f} s, contention {busy:.1f}")
     assert seconds < GONE * busy
-    assert job.process.returncode == 75  # a lost rank: start me again
+    assert job.process.returncode == 75  # a lost rank: start the job again
     assert "rank 3 on worker-2 was ended by SIGKILL" in job.output, job.output[-4000:]
-    assert numbers(metrics(run)[:3]) == numbers(metrics(one_machine))
+    assert reproducible_values(metrics(run)[:3]) == reproducible_values(metrics(one_machine))
 
 
 @pytest.mark.slow
@@ -217,14 +221,18 @@ def test_hosts_with_addresses_of_ipv6_train(
         "--spawn", spawn, NANO, *FLAGS, "--steps", "3", "--no-wandb", names=hosts.addresses_6
     )
     assert job.wait(240) == 0, job.output[-8000:]
-    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
+    assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
+        metrics(one_machine)
+    )
 
 
 @pytest.mark.slow
 def test_a_host_that_is_away_for_three_minutes_costs_one_restart(
     start: Callable[..., Job], hosts: TwoHosts, one_machine: Path, tmp_path: Path
 ) -> None:
-    """Its cable is out and its processes have ended; the steps are those of one machine."""
+    """The host has lost its network and its processes. The steps must equal the steps on one
+    machine.
+    """
     run = tmp_path / "run"
     flags = ["--steps", "100000", "--save_every", "2", "--no-wandb", "--stop_at", "12"]
     job = start("--max_restarts", "3", NANO, *FLAGS, *flags)
@@ -245,9 +253,9 @@ def test_a_host_that_is_away_for_three_minutes_costs_one_restart(
         "worker-2: cannot be reached" in job.output and job.output.count("launch: restart ") == 1
     ), job.output[-8000:]
     lines = metrics(run)
-    assert [line["step"] for line in lines] == list(range(1, 13)) and numbers(lines[:3]) == numbers(
-        metrics(one_machine)
-    )
+    assert [line["step"] for line in lines] == list(range(1, 13)) and reproducible_values(
+        lines[:3]
+    ) == reproducible_values(metrics(one_machine))
 
 
 @pytest.mark.slow
@@ -294,9 +302,9 @@ sys.exit(restart.run(job, 1, say, float(sys.argv[4])))
 def test_a_restart_waits_until_a_host_answers_again(
     hosts: TwoHosts, tmp_path: Path, wait: int, code: int
 ) -> None:
-    """A host that reboots: its sshd answers once the wait has been reported, or never.
+    """After a reboot, the host's sshd answers once the wait has been reported, or it never answers.
 
-    One script on each host, without torch.
+    Each host runs one script, without torch.
     """
     (tmp_path / "twice.py").write_text(TWICE)
     words = [
@@ -371,7 +379,7 @@ def test_a_script_once_on_each_host_gets_words_and_variables_as_typed(
 def test_hosts_may_have_addresses_of_ipv6(
     start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    """Their own names lead to 127.0.1.1, so the interface is named for gloo."""
+    """The hosts' names resolve to 127.0.1.1, so gloo receives the interface's name."""
     dump = (
         "import json, os, sys; json.dump([os.environ[name] for name in sys.argv[1:]],"
         " open(f\"dump_{os.environ['RANK']}.json\", 'w'))"
@@ -397,8 +405,9 @@ def test_hosts_may_have_addresses_of_ipv6(
 def test_the_doctor_examines_both_hosts(
     start: Callable[..., Job], hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    """Four ranks, two on each host, which reach each other; and a fault of the second host only is
-    told of that.
+    """The four ranks, two on each host, can reach each other.
+
+    A fault on the second host is reported for that host only.
     """
     job = start("--doctor", "--quick", "--out", str(tmp_path / "run"))
     assert job.wait(150) == 0, job.output
@@ -437,8 +446,9 @@ def test_hosts_that_cannot_start_are_all_named(
 def test_stock_deepspeed_over_pdsh_reaches_both_hosts(
     hosts: TwoHosts, one_machine: Path, tmp_path: Path
 ) -> None:
-    """What launch/README.md offers without our launcher: it forwards fewer variables, so those of
-    the ranks come from a file.
+    """launch/README.md describes this method, which does not use our launcher.
+
+    It forwards fewer variables, so the ranks read the variables from a file.
     """
     if not shutil.which("pdsh"):
         pytest.skip("needs Debian's pdsh (tests/system_packages.sh)")
@@ -446,7 +456,7 @@ def test_stock_deepspeed_over_pdsh_reaches_both_hosts(
     home = tmp_path / "home"
     home.mkdir()
     kept = ("DS_ACCELERATOR", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCH_EXTENSIONS_DIR", "PATH")
-    # its name leads a host to 127.0.1.1
+    # Its name resolves to 127.0.1.1 on a host.
     lines = [f"{name}={os.environ[name]}\n" for name in kept] + ["GLOO_SOCKET_IFNAME=eth0\n"]
     (home / ".deepspeed_env").write_text("".join(lines))
     words = [
@@ -476,7 +486,9 @@ def test_stock_deepspeed_over_pdsh_reaches_both_hosts(
             for process in hosts.processes(host):
                 with contextlib.suppress(psutil.Error):
                     process.send_signal(signal.SIGKILL)
-    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(one_machine))
+    assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
+        metrics(one_machine)
+    )
 
 
 def test_launch_loads_the_standard_library_only() -> None:

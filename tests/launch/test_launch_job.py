@@ -1,5 +1,7 @@
-"""Which rank a start is said to have failed by: the first one, not a peer that lost it, in the
-words of gloo, torch, NCCL and our own.
+"""The rank that is reported as the cause of a failed start.
+
+It must be the first rank that failed, not a rank that lost its connection. The messages come from
+gloo, torch, NCCL and this project.
 """
 
 import dataclasses
@@ -15,10 +17,10 @@ from pool import ROOT
 sys.path.insert(0, str(ROOT))
 
 from launch.connection import Connection
+from launch.errors import LaunchError
 from launch.host import TAIL, TRACEBACK, last_lines, named_error
 from launch.hosts import Host
 from launch.job import SETTLE, SETTLE_LOST, Job, Start
-from launch.refused import Refused
 
 MEMORY = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total"
@@ -30,7 +32,7 @@ OWN = [
     "    engine.backward(loss * weight)",
     MEMORY,
 ]
-# How a rank ends that lost its peer: (exit code, what it said last)
+# How a rank ends after losing a different rank: (exit code, last lines of its output).
 GLOO = [
     "Traceback (most recent call last):",
     '  File "x.py", line 1, in <module>',
@@ -96,7 +98,7 @@ PEERS = {
 
 
 def ended(folder: Path, rank: int, code: int, said: list[str]) -> dict[str, Any]:
-    """What the agent of a host tells of a rank that has ended, by way of its file."""
+    """Return an agent's report on an ended rank, from the rank's log file."""
     log = folder / f"rank_{rank}.log"
     log.write_text("\n".join(["loaded 8 B parameters", *said, ""]))
     return json.loads(
@@ -150,7 +152,7 @@ def test_the_rank_that_failed_is_named_and_not_its_peer(
 def test_a_refusal_that_the_console_has_is_not_printed_again(
     tmp_path: Path, rank: int, spawn: str, shown: bool
 ) -> None:
-    """The console has the output of rank 0; without ranks, the output of each host's script."""
+    """The console shows rank 0's output or, without ranks, the output of each host's script."""
     said: list[str] = []
     job = start(tmp_path, said)
     job.job = dataclasses.replace(job.job, spawn=spawn)
@@ -192,7 +194,7 @@ def test_a_peer_alone_is_named_at_the_end_with_what_it_lost(tmp_path: Path, peer
 
 
 def test_an_end_by_a_signal_is_told_besides_what_was_told_before(tmp_path: Path) -> None:
-    """A crash tells more than an exception of another rank in words that we do not know."""
+    """A crash is more informative than an unknown exception on a different rank."""
     said: list[str] = []
     job = start(tmp_path, said)
     job.rank_ended(
@@ -258,7 +260,7 @@ def test_the_last_lines_hold_the_whole_last_traceback(tmp_path: Path, frames: in
 def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(
     tmp_path: Path, gpus: tuple[int, int], named: str
 ) -> None:
-    """Its ranks would train on the CPU."""
+    """The ranks on a host without GPUs would train on the CPU."""
     job = start(tmp_path, [])
     for node, found in enumerate(gpus):
         job.events.put(
@@ -268,7 +270,7 @@ def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(
         assert list(job.greet()) == [0, 1]
         return
     with pytest.raises(
-        Refused,
+        LaunchError,
         match=rf"{named}: no GPU is visible, but worker-. has {max(gpus)}\. Load its driver",
     ):
         job.greet()
@@ -280,14 +282,14 @@ def test_a_host_without_gpus_beside_hosts_with_gpus_is_refused(
 def test_a_host_that_does_not_answer_is_named_with_its_last_words(
     tmp_path: Path, line: str
 ) -> None:
-    """srun, for example, waits without an end until another step of the job leaves it a core."""
+    """For example, srun waits forever until a different step of the job frees a core."""
     silent = start(tmp_path, [])
     silent.nodes, silent.patience = [0], 0.5
     silent.connections[0] = Connection(
         0, ["sh", "-c", f'echo "{line}" >&2; exec sleep 60'], silent.events
     )
     try:
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(LaunchError) as refused:
             silent.greet()
     finally:
         silent.connections[0].process.kill()

@@ -1,5 +1,5 @@
-"""The manifest holds against the official schema, and its entry command runs here as two pods would
-run it.
+"""Kubernetes manifests must follow the official schema, and their entry command runs as in two
+pods.
 """
 
 import contextlib
@@ -14,11 +14,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from job import NANO, Job, metrics, numbers, steps_done
+from job import NANO, Job, metrics, reproducible_values, steps_done
 from pool import ROOT
-from test_launch_words import expanded
 from two_hosts import two_hosts_or_skip
-from words import arbitrary_words
+from words import arbitrary_words, expanded
 
 from launch.__main__ import main
 
@@ -30,7 +29,7 @@ SECRETS = {
 
 
 def render(*words: str) -> list[dict[str, Any]]:
-    """Service and Job."""
+    """Render a command's manifest; return its Service and its Job."""
     flags = [
         "--where",
         "k8s",
@@ -67,7 +66,7 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def stated(job: dict[str, Any]) -> dict[str, str]:
-    """The variables with a value in the manifest."""
+    """Return the variables that have a value in the manifest."""
     return {
         variable["name"]: expanded(variable["value"])
         for variable in container(job)["env"]
@@ -99,7 +98,7 @@ def test_words_arrive_as_typed() -> None:
     words = [*arbitrary_words(), "--out", "runs/x"]  # some of the words are --out and ~
     _, job = render("--gpus", "8", str(NANO), *words)
     command = [expanded(word) for word in container(job)["command"]]
-    script = command.index("recipes/llama_nano_zero2.py")  # in the image, whatever its path is here
+    script = command.index("recipes/llama_nano_zero2.py")  # relative to the image's folder
     assert command[:script] == [
         *(
             "python",
@@ -121,7 +120,7 @@ def test_words_arrive_as_typed() -> None:
 
 
 RECIPE = "recipes/llama_nano_zero2.py"
-MANIFESTS = [  # flags of launch, the script, its words
+MANIFESTS = [  # flags of launch, the script, the script's arguments
     (["--gpus", "8"], RECIPE, []),
     (["--gpus", "1", "--nodes", "64"], RECIPE, ["--tiny"]),
     (["--gpus", "8", "--max_restarts", "3"], RECIPE, ["--out", "runs/a b"]),
@@ -161,7 +160,7 @@ def test_manifests_of_twelve_commands_are_valid(
     script: str,
     words: list[str],
 ) -> None:
-    """In Kubernetes 1.30 and newer; the script is named as it is in the image."""
+    """The schemas are from Kubernetes 1.30 and newer. The script has its path in the image."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     words = [word.replace("{folder}", "/opt/recipes") for word in words]
@@ -202,7 +201,7 @@ def test_manifests_of_twelve_commands_are_valid(
 def test_a_run_folder_outside_the_claim_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
 ) -> None:
-    """Typed, or written in the recipe's file: it would be gone with the pod."""
+    """The folder is given as a flag or in the recipe's file. It would be lost with the pod."""
     place = ["--where", "k8s", "--gpus", "8", "--image", "x", "--dry-run"]
     assert main([*place, str(NANO), "--out", out]) == 1
     (tmp_path / "mine.py").write_text(
@@ -216,7 +215,7 @@ def test_a_run_folder_outside_the_claim_is_refused(
 def test_a_recipe_that_is_not_in_the_image_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And one whose run folder nobody can read off the file."""
+    """A recipe whose run folder cannot be read from its file is also rejected."""
     place = ["--where", "k8s", "--gpus", "8", "--image", "x", "--dry-run"]
     mine = tmp_path / "mine.py"
     mine.write_text(NANO.read_text())
@@ -239,8 +238,9 @@ def test_a_recipe_that_is_not_in_the_image_is_refused(
 
 
 def decided(job: dict[str, Any], code: int, disrupted: bool = False) -> str:
-    """What the Job controller does with a pod that ended with `code`: the first rule that matches,
-    else Count.
+    """Return the Job controller's action for a pod that ends with `code`.
+
+    The first matching rule decides. If no rule matches, the action is Count.
     """
     for rule in job["spec"]["podFailurePolicy"]["rules"]:
         codes = rule.get("onExitCodes", {"containerName": "ranks", "operator": "In", "values": []})
@@ -259,9 +259,9 @@ def decided(job: dict[str, Any], code: int, disrupted: bool = False) -> str:
 @pytest.mark.parametrize("restarts", [0, 1, 3])
 def test_a_lost_pod_comes_back_and_a_refusal_fails_the_job(restarts: int) -> None:
     _, job = render("--gpus", "8", "--max_restarts", str(restarts), str(NANO))
-    # drained, preempted, its node lost
+    # The pods are drained or preempted, or their node is lost.
     assert [decided(job, code, disrupted=True) for code in (143, 137, 1)] == ["Ignore"] * 3
-    # the other pods of the same job
+    # These are the exit codes of the job's other pods.
     assert [decided(job, code) for code in (75, 143)] == ["Ignore"] * 2
     assert [decided(job, code) for code in (1, 2)] == ["FailJob"] * 2
     assert decided(job, 137) == "Count" and job["spec"]["backoffLimit"] == 2 * (restarts + 1)
@@ -317,7 +317,7 @@ def test_a_number_that_is_none_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_variable_that_was_asked_for_is_in_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image has its own PYTHONPATH, unless the user wants this one."""
+    """An image has its own PYTHONPATH, unless the user requests the local one."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
 
     def named(*words):
@@ -333,7 +333,7 @@ def test_a_variable_that_was_asked_for_is_in_the_manifest(monkeypatch: pytest.Mo
 
 
 def test_what_is_applied_is_printed_as_a_shell_takes_it(tmp_path: Path) -> None:
-    """Without --dry-run: what is printed, given to a shell, gives kubectl the same manifest."""
+    """If a shell runs the text printed without --dry-run, kubectl receives the manifest."""
     (tmp_path / "kubectl").write_text(f'#!/bin/sh\ncat > "{tmp_path}/$N"\n')
     (tmp_path / "kubectl").chmod(0o755)
     variables = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "N": "applied"}
@@ -364,7 +364,7 @@ def test_what_is_applied_is_printed_as_a_shell_takes_it(tmp_path: Path) -> None:
 
 
 def test_a_pod_that_waits_for_the_first_one_ends_when_it_is_told(tmp_path: Path) -> None:
-    """The first process of a pod gets no signal for which it has no handler."""
+    """A pod's first process receives only the signals for which it has a handler."""
     place = {
         "KUBERNETES_SERVICE_HOST": "10.0.0.1",
         "JOB_COMPLETION_INDEX": "1",
@@ -386,8 +386,9 @@ def test_a_pod_that_waits_for_the_first_one_ends_when_it_is_told(tmp_path: Path)
 
 
 def in_a_pod(job: dict[str, Any], run: Path) -> list[str]:
-    """The command of the manifest as it runs in `workingDir`, with another run folder: these pods
-    have their logs in a folder of their own.
+    """Return the manifest's command as it runs in `workingDir`, with a different run folder.
+
+    These pods write their logs to a separate folder.
     """
     recipe = NANO.relative_to(container(job)["workingDir"]).as_posix()
     return [
@@ -398,10 +399,10 @@ def in_a_pod(job: dict[str, Any], run: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> None:
-    """With the numbers of one machine.
+    """The numbers must equal the numbers on one machine.
 
-    Each is in a network namespace of its own; the name of the first pod gets its address when the
-    second already waits for it.
+    Each pod has a separate network namespace. The first pod's name gets its address only when the
+    second pod is already waiting for the first.
     """
     with two_hosts_or_skip() as pods:
         flags = [str(NANO), "--tiny", "--steps", "3", "--no-wandb", "--no-export", "--out"]
@@ -454,7 +455,9 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
                 pod.close()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["mesh"]["world"] == 2
     assert len(metrics(tmp_path / "run")) == 3
-    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(tmp_path / "one_machine" / "run"))
+    assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
+        metrics(tmp_path / "one_machine" / "run")
+    )
 
 
 @pytest.mark.slow
@@ -462,8 +465,9 @@ def test_two_pods_train_together(ops: Callable[[str], None], tmp_path: Path) -> 
 def test_a_lost_pod_comes_back_and_the_run_continues(
     ops: Callable[[str], None], tmp_path: Path, restarts: int
 ) -> None:
-    """Without a restart of its own the other pod ends with 75, and the Job starts it again; with
-    one it waits for the lost pod.
+    """Without restarts the other pod exits with 75, and the Job starts it again.
+
+    With a restart the other pod waits for the lost pod.
     """
     with two_hosts_or_skip() as pods, contextlib.ExitStack() as closed:
         flags = [

@@ -1,5 +1,6 @@
-"""Recipes started by a real `mpirun`, of Open MPI and of MPICH: one run of all ranks, which ends in
-one line where that cannot be.
+"""Recipes started with a real `mpirun`, from Open MPI and from MPICH.
+
+All ranks must form one run. If this is impossible, the error must be one line.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job import NANO, Job, metrics, numbers, steps_done
+from job import NANO, Job, metrics, reproducible_values, steps_done
 from pool import ROOT, environment
 
 FLAGS = (
@@ -33,7 +34,7 @@ MPICH = ("mpirun.mpich",)
 
 @pytest.fixture(params=[OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
 def mpirun(request: pytest.FixtureRequest) -> list[str]:
-    """The command, without the number of ranks."""
+    """Return the mpirun command, without the number of ranks."""
     if not shutil.which(request.param[0]):
         pytest.skip("needs Debian's openmpi-bin and mpich (tests/system_packages.sh)")
     return list(request.param)
@@ -52,7 +53,7 @@ def run(words: list[str], folder: Path, **variables: str) -> subprocess.Complete
 
 
 def test_all_ranks_meet_and_two_jobs_do_not(mpirun: list[str], tmp_path: Path) -> None:
-    """The first one through a shell, whose child has another parent than its peers."""
+    """The first job's ranks are children of shells, so they have different parents."""
     jobs = (
         ["-n", "3", "sh", "-c", f"{sys.executable} {MEETS}; exit $?"],
         ["-n", "2", sys.executable, MEETS],
@@ -78,7 +79,7 @@ def test_a_refusal_is_printed_once_and_ends_all_ranks(mpirun: list[str], tmp_pat
 
 @pytest.mark.slow
 def test_several_launchers_are_refused(mpirun: list[str], tmp_path: Path) -> None:
-    """`mpirun -n 2 torchrun`: what such a launcher gives to its rank."""
+    """`mpirun -n 2 torchrun` gives its ranks these variables."""
     given = " ".join(
         ["RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 GROUP_WORLD_SIZE=1", sys.executable, str(NANO), "--tiny"]
     )
@@ -94,7 +95,10 @@ def test_several_launchers_are_refused(mpirun: list[str], tmp_path: Path) -> Non
 def test_it_trains_as_with_launch_and_stops_at_a_signal(
     mpirun: list[str], ops: Callable[[str], None], tmp_path: Path
 ) -> None:
-    """SIGUSR1 reaches one rank; all save the same step, and the same command continues there."""
+    """SIGUSR1 reaches only one rank.
+
+    All ranks must save the same step, and the same command must continue from it.
+    """
     path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
     words = [*mpirun, "-n", "2", sys.executable, str(NANO), *FLAGS, "--out", "run"]
     job = Job(tmp_path, [*words, "--steps", "100000"], PYTHONPATH=path)
@@ -134,6 +138,6 @@ def test_it_trains_as_with_launch_and_stops_at_a_signal(
         str(done + 2),
     ]
     whole = run(launch, tmp_path, PYTHONPATH=path)
-    assert whole.returncode == 0 and numbers(metrics(tmp_path / "whole")) == numbers(
-        metrics(tmp_path / "run")
-    ), whole.stdout
+    assert whole.returncode == 0 and reproducible_values(
+        metrics(tmp_path / "whole")
+    ) == reproducible_values(metrics(tmp_path / "run")), whole.stdout

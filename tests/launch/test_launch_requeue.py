@@ -1,6 +1,4 @@
-"""When a scheduler starts a job again: the time that Slurm grants, and chains of starts without a
-new step.
-"""
+"""Restarts by a scheduler: Slurm's grace period, and chains of starts without a new step."""
 
 import os
 import sys
@@ -98,7 +96,8 @@ def test_a_limit_below_twice_the_warning_is_reported(
 
 
 CHAINS = [
-    # newest checkpoint at the end of each start -> starts in a row that added none
+    # The newest checkpoint at the end of each start -> number of consecutive starts without a new
+    # one.
     (["", "", "", ""], [0, 1, 2, 3]),
     (["step_00000004"] * 4, [0, 1, 2, 3]),
     (["", "step_00000002", "step_00000002", "step_00000003"], [0, 0, 1, 0]),
@@ -110,7 +109,7 @@ CHAINS = [
 def test_a_chain_counts_starts_without_a_new_checkpoint(
     tmp_path: Path, checkpoints: list[str], counts: list[int]
 ) -> None:
-    (tmp_path / "note").write_text("step_00000004\n" * 9)  # of an earlier job with this number
+    (tmp_path / "note").write_text("step_00000004\n" * 9)  # an earlier job with this number
     assert [
         Chain(tmp_path / "note", first=index == 0).without_step(name)
         for index, name in enumerate(checkpoints)
@@ -120,8 +119,8 @@ def test_a_chain_counts_starts_without_a_new_checkpoint(
 @pytest.mark.parametrize(
     ("ends", "codes"),
     [
-        ([(75, "step_00000004")] * 5, [75, 75, 75, 1, 75]),  # the fifth is of another Job
-        ([(75, None)] * 4, [75, 75, 75, 1]),  # a script whose steps nobody sees
+        ([(75, "step_00000004")] * 5, [75, 75, 75, 1, 75]),  # the fifth belongs to another Job
+        ([(75, None)] * 4, [75, 75, 75, 1]),  # a script whose steps are unknown
         ([(75, f"step_{step:08d}") for step in range(5)], [75] * 5),
         ([(143, "step_00000004")] * 5, [143] * 5),  # evicted
         ([(1, "")] * 5, [1] * 5),
@@ -158,9 +157,9 @@ def test_without_a_scheduler_the_exit_code_stays(
 def test_a_slurm_job_that_is_over_is_not_put_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str
 ) -> None:
-    """A signal in the last step finds the run finished.
+    """A signal in the last step arrives when the run is already finished.
 
-    There is no scontrol here: asking Slurm would be reported.
+    This machine has no scontrol, so a query to Slurm would be reported.
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,5 +1,7 @@
-"""What `python -m launch` makes of a start that ended: each rank's own file, the first one that
-failed, restarts, and when there is no sense in another.
+"""How `python -m launch` handles a start that ended.
+
+The tests cover each rank's log file, the first rank that failed, restarts, and the cases in which
+launch gives up.
 """
 
 import json
@@ -18,18 +20,19 @@ from typing import Any
 import pytest
 from job import NANO, Job, contention, metrics
 from pool import ROOT, environment
-from recipekit.spec import refusal
+from recipekit.spec import errors
 
 sys.path.insert(0, str(ROOT))
 
-from launch import refused, restart, run_folder
+from launch import errors as launch_errors
+from launch import restart, run_folder
+from launch.errors import LaunchError
 from launch.host import Agent
 from launch.hosts import Host
 from launch.job import Job as LaunchJob
 from launch.job import Outcome, Start, new_logs
-from launch.refused import Refused
 
-# A rank without torch, in the place of a recipe: it leaves what a recipe leaves
+# A rank without torch that replaces a recipe and writes the same files as a recipe.
 FAILS = """
 import json, os, pathlib, time
 rank, out = int(os.environ["RANK"]), pathlib.Path("runs/fails")
@@ -60,7 +63,7 @@ time.sleep(600)
 
 @pytest.fixture
 def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[..., Job]]:
-    """Starts a script on two ranks in tmp_path."""
+    """Return a function that starts a script on two ranks in tmp_path."""
     jobs: list[Job] = []
 
     def launch(name: str, script: str, *flags: str, words: Sequence[str] = ()) -> Job:
@@ -150,9 +153,9 @@ CRASH = "after 3 s rank 1 ended with 1"
 STOPPED = [
     ("", {0: 0, 1: 0}, [], ("done", 0, "")),
     ("SIGTERM", {0: 143, 1: 143}, [], ("stopped", 143, "SIGTERM")),
-    ("SIGTERM", {0: 0, 1: 0}, [], ("done", 0, "SIGTERM")),  # it came in the last step
+    ("SIGTERM", {0: 0, 1: 0}, [], ("done", 0, "SIGTERM")),  # the signal came in the last step
     ("SIGTERM", {0: 0}, [], ("stopped", 143, "SIGTERM")),
-    # while it saved
+    # The rank failed while it saved.
     ("SIGTERM", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "SIGTERM")),
     ("SIGINT", {0: 130, 1: 2}, [(2, 3.0, "rank 1 ended with 2", [], 2)], ("failed", 2, "SIGINT")),
     ("", {0: 143, 1: 1}, [(2, 3.0, "rank 1 ended with 1", [], 1)], ("failed", 1, "")),
@@ -170,7 +173,7 @@ def test_how_a_start_that_was_asked_to_stop_has_ended(
 
 
 ENDED = [
-    # exit code of rank 0, its last line -> kind and exit code of the start
+    # Rank 0's exit code and last line -> the start's kind and exit code.
     (-9, "", ("failed", 75)),
     (-11, "", ("failed", 75)),
     (None, "", ("failed", 75)),
@@ -200,13 +203,13 @@ def test_the_exit_code_tells_whether_another_start_helps(
 
 
 def test_the_exit_code_is_the_recipes() -> None:
-    assert refused.START_AGAIN == refusal.START_AGAIN == 75
+    assert launch_errors.START_AGAIN == errors.START_AGAIN == 75
 
 
 class Starts:
-    """In the place of `Start`: starts that end, one after the other, as they are told to."""
+    """A fake of `Start`, whose starts end one after the other with the given results."""
 
-    def __init__(self, ends: list[Outcome | Refused]):
+    def __init__(self, ends: list[Outcome | LaunchError]):
         self.ends, self.said = ends, list[str]()
 
     def __call__(self, *_: Any) -> "Starts":
@@ -214,17 +217,20 @@ class Starts:
 
     def run(self) -> Outcome:
         end = self.ends.pop(0)
-        if isinstance(end, Refused):
+        if isinstance(end, LaunchError):
             raise end
         return end
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """Exit code and what was said of a job whose starts end in these ways."""
+    """Return a function that runs a job whose starts end in the given ways.
+
+    The function returns the exit code and the messages.
+    """
 
     def run(
-        *ends: Outcome | Refused,
+        *ends: Outcome | LaunchError,
         max_restarts: int = 10,
         wait_hosts: float = 600,
         look: float = 0.05,
@@ -241,7 +247,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     return run
 
 
-AWAY = Refused("worker-2: cannot be reached", "worker-3: cannot be reached")
+AWAY = LaunchError("worker-2: cannot be reached", "worker-3: cannot be reached")
 
 
 def test_waiting_for_a_host_costs_no_restart(
@@ -254,12 +260,12 @@ def test_waiting_for_a_host_costs_no_restart(
         and said.count("restart ") == 1
     )
     assert len(list((tmp_path / "runs" / "x.logs").glob("start_*"))) == 2
-    with pytest.raises(Refused):  # the first start waits for nobody: the name may be wrong
+    with pytest.raises(LaunchError):  # the first start does not wait, because the name may be wrong
         run(AWAY)
 
 
 def test_waiting_and_crashes_are_counted_apart(run: Callable[..., tuple[int, str]]) -> None:
-    """Three waits between two crashes at one step are no third failure at that step."""
+    """Three waits between two crashes at one step are not a third failure at that step."""
     code, said = run(
         Outcome("failed", 1, CRASH),
         AWAY,
@@ -301,7 +307,7 @@ LOST = Outcome("failed", 75, "after 3 s rank 1 was ended by SIGKILL")
     [
         ([LOST], 0, 75),
         ([LOST, LOST], 1, 75),
-        ([LOST] * 3, 5, 1),  # three starts in a row failed at the same step
+        ([LOST] * 3, 5, 1),  # three consecutive starts failed at the same step
         ([LOST, Outcome("refused", 1, "refused")], 3, 1),
         ([Outcome("failed", 1, CRASH)], 0, 1),
         ([LOST, Outcome("failed", 1, CRASH)], 1, 1),
@@ -310,7 +316,7 @@ LOST = Outcome("failed", 75, "after 3 s rank 1 was ended by SIGKILL")
 )
 def test_a_job_ends_with_75_where_another_start_may_help(
     run: Callable[..., tuple[int, str]],
-    ends: list[Outcome | Refused],
+    ends: list[Outcome | LaunchError],
     max_restarts: int,
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -340,7 +346,7 @@ def test_a_signal_in_the_pause_before_a_restart_stops_the_job(
 
 
 def test_a_signal_between_two_starts_is_not_lost(tmp_path: Path) -> None:
-    """It came when the one had ended and the other not begun."""
+    """The signal arrives after one start has ended and before the next start begins."""
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     asked.put("SIGTERM")
     outcome = Start(job(tmp_path), tmp_path, print, asked).run()
@@ -379,7 +385,7 @@ ENDS = [
 def test_an_end_with_0_counts_only_if_the_run_folder_says_so(
     tmp_path: Path, steps: int, done: int, newest: str, kind: str
 ) -> None:
-    """A launcher that is killed ends with 0."""
+    """A launcher exits with 0 even when it is killed."""
     out = folder(tmp_path / "run", steps, done, newest)
     assert restart.judged(Outcome("done", 0), out, since=0).kind == kind
     assert restart.judged(Outcome("done", 0), out, since=time.time() + 60).kind == "done", (
@@ -392,18 +398,18 @@ def test_an_end_with_0_counts_only_if_the_run_folder_says_so(
     ("resume", "saved", "begun", "goes_on"),
     [
         ("never", True, True, True),
-        ("never", False, True, True),  # nothing to lose, and nothing more to put aside
-        ("never", True, False, False),  # the start ended before it put the old run aside
+        ("never", False, True, True),  # there is no run to lose and no other folder to move aside
+        ("never", True, False, False),  # the start ended before it moved the old run aside
         ("runs/other", True, True, True),
-        ("runs/other", False, True, False),  # it must still begin from there
+        ("runs/other", False, True, False),  # it must still start from that run
         ("runs/other", False, False, False),
     ],
 )
 def test_a_typed_resume_is_for_the_first_start(
     tmp_path: Path, resume: str, saved: bool, begun: bool, goes_on: bool
 ) -> None:
-    """The next start continues what this job has written; what an earlier job has left says
-    nothing.
+    """The next start continues from files that this job wrote. Files of an earlier job do not
+    count.
     """
     out, words = (
         folder(tmp_path / "run", 10, 7, "step_00000005"),
@@ -449,7 +455,7 @@ def test_a_requeued_slurm_job_began_with_its_first_start(
 
 
 def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
-    """In the folder that rank 0 reported: there the job began at step 4."""
+    """The steps are counted in the folder that rank 0 reported. The job started there at step 4."""
     out, said = tmp_path / "elsewhere" / "run", list[str]()
     progress = restart.Progress(job(tmp_path), said.append)
     progress.learn(folder(out, 10, 4, ""))
@@ -468,12 +474,13 @@ def test_goodput_counts_the_steps_that_were_kept(tmp_path: Path) -> None:
 def test_a_requeued_slurm_job_knows_the_reported_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new process with the same command line, here --resume never, which would put the run
-    aside.
+    """A requeue is a new process with the same command line.
+
+    Its --resume never would otherwise move the run aside.
     """
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
-    out = tmp_path / "scratch of 7\udcff" / "run"  # a byte that is no text
+    out = tmp_path / "scratch of 7\udcff" / "run"  # a byte that is not valid text
     first = restart.Progress(job(tmp_path), print)
     first.learn(out)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -483,7 +490,7 @@ def test_a_requeued_slurm_job_knows_the_reported_run_folder(
     assert restart.Progress(job(tmp_path), print).out == tmp_path / "runs" / "x", "another job"
 
 
-COMPUTED = [  # `out` of a recipe, and the folder
+COMPUTED = [  # `out` of a recipe, and its folder
     ("os.environ['SCRATCH'] + '/run'", "scratch/run"),
     ("f'{os.getcwd()}/{1 + 1}/run'", "2/run"),
     ("str(Path('there') / 'run')", "there/run"),
@@ -494,8 +501,9 @@ COMPUTED = [  # `out` of a recipe, and the folder
 def test_rank_0_reports_the_run_folder_that_its_recipe_computes(
     tmp_path: Path, out: str, expected: str
 ) -> None:
-    """Into the pipe of launch; this start is refused soon after, because its folder cannot be
-    locked.
+    """The rank writes the folder to launch's pipe.
+
+    The start then fails, because its folder cannot be locked.
     """
     text = NANO.read_text().replace("Recipe(\n", f"Recipe(\n    out={out},\n", 1)
     (tmp_path / "mine.py").write_text(f"import os\nfrom pathlib import Path\n{text}")
@@ -563,8 +571,9 @@ print(told)
 def test_a_rank_whose_exit_code_the_launcher_took_first_ended_as_the_launcher_did(
     tmp_path: Path, launcher_ended: str, reported: str
 ) -> None:
-    """torchrun logs nothing of a rank that succeeded, and may wait for it before the agent looks:
-    the job has not failed.
+    """torchrun logs no message about a rank that succeeded.
+
+    torchrun may also read the exit code before the agent does. In this case the job has not failed.
     """
     words = [sys.executable, "-c", TAKEN, launcher_ended]
     done = subprocess.run(
@@ -598,7 +607,7 @@ def adapt(model):
 def test_a_restart_goes_on_in_a_folder_that_the_recipe_computes(
     launch: Callable[..., Job], tmp_path: Path, out: str, expected: str
 ) -> None:
-    """Whatever --resume was typed."""
+    """A restart must find the recipe's computed folder, whatever value --resume has."""
     text = NANO.read_text().replace("Recipe(\n", f"Recipe(\n    out={out},\n    adapt=adapt,\n", 1)
     assert "import Recipe, run\n" in text
     text = (
@@ -647,9 +656,9 @@ def drill(*flags: str, limit: float) -> str:
 
 @pytest.mark.slow
 def test_eight_kills_end_as_the_unbroken_run(ops: Callable[[str], None]) -> None:
-    """Of ranks, of their launcher and of the agent.
+    """The drill kills ranks, their launcher and the agent.
 
-    `python tools/drill/drill_launch.py` alone makes fifty, in half an hour.
+    `python tools/drill/drill_launch.py` by itself makes fifty kills, in half an hour.
     """
     said = drill("--kills", "8", limit=1200)
     assert "8 kills (" in said and "goodput" in said

@@ -1,5 +1,7 @@
-"""`sbatch launch/slurm.sbatch` on a real Slurm of two nodes: equal losses, a checkpoint at SIGTERM,
-and a requeue that goes on exactly there.
+"""`sbatch launch/slurm.sbatch` on a real Slurm of two nodes.
+
+The tests cover equal losses, a checkpoint at SIGTERM, and a requeue that continues exactly at that
+checkpoint.
 """
 
 import json
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from job import NANO, Job, contention, metrics, numbers, steps_done
+from job import NANO, Job, contention, metrics, reproducible_values, steps_done
 from pool import ROOT
 from slurm import Slurm, slurm_or_skip
 from words import arbitrary_words
@@ -44,14 +46,14 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "aws/fake+0003",
 }
 
-# a line without a terminal, which has every field once the first steps are over
+# A progress line for output that is not a terminal. After the first steps it contains every field.
 PROGRESS = re.compile(
     r"step (?P<step>\d+)/\d+  \d+%(  epoch \d+\.\d\d)?  loss \d+\.\d{4}  lr \d\.\d\de-\d\d  [\d,]+"
     r" tokens/s  \d+\.\d GiB(?P<left>  ETA \d.*  at .*\d\d)?$",
     re.MULTILINE,
 )
 
-REACHED = {  # of another company's network
+REACHED = {  # as in a company network
     "no_proxy": "localhost,10.0.0.0/8",
     "https_proxy": "http://proxy.corp:3128",
     "REQUESTS_CA_BUNDLE": "/etc/corp/ca.pem",
@@ -76,7 +78,7 @@ def submit(
     batch: str = "launch/slurm.sbatch",
     folder: Path = ROOT,
 ) -> str:
-    """The number of the job."""
+    """Submit a job and return its number."""
     command = ["sbatch", "--parsable", f"--nodes={nodes}", f"--output={output}", batch, *words]
     answer = slurm.run(*command, folder=folder, **SECRETS, **REACHED)
     assert answer.strip().isdigit(), answer
@@ -95,8 +97,10 @@ def wait_for(true: Callable[[], object], seconds: float, tell: Callable[[], obje
 def test_a_job_trains_stops_and_goes_on_as_one_run(
     slurm: Slurm, ops: Callable[[str], None], tmp_path: Path, signal: str
 ) -> None:
-    """A preemption (SIGTERM, or what a user asks Slurm for), the requeue, and a stop for good
-    (SIGINT); the steps are those of one machine that nobody disturbed.
+    """The job survives a preemption (SIGTERM or the user's signal) and a requeue, and stops at
+    SIGINT.
+
+    Its steps equal the steps of an uninterrupted run on one machine.
     """
     run, output = tmp_path / "run", tmp_path / "job.log"
     job = submit(slurm, output, "--gpus", "2", str(NANO), *FLAGS, "--out", str(run))
@@ -143,7 +147,9 @@ def test_a_job_trains_stops_and_goes_on_as_one_run(
         assert whole.wait(300) == 0, whole.output[-8000:]
     finally:
         whole.close()
-    assert numbers(metrics(tmp_path / "runs" / f"{NANO.stem}_tiny")) == numbers(lines)
+    assert reproducible_values(
+        metrics(tmp_path / "runs" / f"{NANO.stem}_tiny")
+    ) == reproducible_values(lines)
 
 
 def python_path() -> str:
@@ -157,7 +163,7 @@ DUMP = (
 
 
 def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: Path) -> None:
-    """Submitted from another folder, by a link, with a path that is relative to that folder."""
+    """The job is submitted from a different folder, through a link, with a relative script path."""
     (tmp_path / "dump.py").write_text(DUMP)
     words = [str(tmp_path / "dump_"), *arbitrary_words()]
     folder = tmp_path / "a folder"
@@ -190,7 +196,7 @@ def test_words_reach_the_script_on_both_nodes_as_typed(slurm: Slurm, tmp_path: P
         assert {name: variables.get(name) for name in REACHED} == REACHED
 
 
-BATCHES = [  # what is submitted, where, and how the job ends
+BATCHES = [  # the submitted file, its working directory, and the job's final state
     (str(ROOT / "launch" / "slurm.sbatch"), "", "COMPLETED"),
     ("copy of it.sbatch", str(ROOT), "COMPLETED"),
     ("copy of it.sbatch", "", "FAILED"),
@@ -198,7 +204,7 @@ BATCHES = [  # what is submitted, where, and how the job ends
 
 
 def test_sbatch_finds_the_repository_from_any_folder(slurm: Slurm, tmp_path: Path) -> None:
-    """By its own path, or by the folder of a user's copy, whose path has blanks."""
+    """The script uses its own path, or the folder of a user's copy, whose path contains spaces."""
     (tmp_path / "dump.py").write_text(DUMP)
     (tmp_path / "copy of it.sbatch").write_bytes((ROOT / "launch" / "slurm.sbatch").read_bytes())
     jobs = []
@@ -275,7 +281,7 @@ def test_launch_in_several_tasks_of_srun_is_refused_at_once(slurm: Slurm) -> Non
 
 
 def test_the_command_to_try_by_hand_is_whole() -> None:
-    """For a host that does not answer in time."""
+    """The command is shown if a host does not answer in time."""
     host = Host("n1", 2)
 
     def by_hand(where):
@@ -307,8 +313,9 @@ def srun(slurm: Slurm, *words: str) -> str:
 
 
 def test_tasks_of_srun_are_the_ranks_of_one_run(slurm: Slurm) -> None:
-    """On two nodes of two and one tasks, whose names no name server knows; a single task in a job
-    of three is alone.
+    """Two nodes run two tasks and one task, and the nodes' names are not in DNS.
+
+    A single task in a job of three tasks runs alone.
     """
     came = json.loads(srun(slurm, "--nodes=2", "--ntasks=3", "--quiet", sys.executable, MEETS))
     assert came == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
@@ -351,8 +358,9 @@ def test_tasks_of_srun_are_the_ranks_of_one_run(slurm: Slurm) -> None:
 def test_srun_of_a_recipe_trains_one_run_and_saves_at_a_signal(
     slurm: Slurm, ops: Callable[[str], None], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """SIGUSR1 to the whole step, as of `#SBATCH --signal=USR1@60`; the same command continues
-    there.
+    """SIGUSR1 is sent to the entire step, as with `#SBATCH --signal=USR1@60`.
+
+    The same command must resume from the saved step.
     """
     run, output = tmp_path / "run", tmp_path / "job.log"
     recipe = shlex.join(["srun", *words, sys.executable, str(NANO), *FLAGS, "--out", str(run)])
@@ -404,8 +412,9 @@ time.sleep(600)
 
 
 def test_a_cancelled_job_stays_cancelled(slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm would put it back into the queue: `scontrol requeue` takes a job that is being
-    cancelled.
+    """`scontrol requeue` also accepts a job that is being cancelled.
+
+    Without a check, the job would therefore be put back into the queue.
     """
     (tmp_path / "stops.py").write_text(STOPS)
     ready, output = tmp_path / "ready", tmp_path / "job.log"
@@ -445,9 +454,9 @@ if not mark.exists():
 def test_a_chain_without_a_step_ends_and_a_lost_rank_is_started_again(
     slurm: Slurm, tmp_path: Path
 ) -> None:
-    """Two jobs side by side.
+    """Two jobs run at the same time.
 
-    The time limit of the first is below the warning time, so Slurm stops each start at once.
+    The first job's time limit is shorter than its warning time, so Slurm stops each start at once.
     """
     (tmp_path / "endless.py").write_text(ENDLESS)
     (tmp_path / "lost.py").write_text(LOST_ONCE)
@@ -536,7 +545,7 @@ def test_a_login_node_passes_on_the_warning_time_and_reports_a_short_limit(tmp_p
 
 
 def test_a_login_node_submits_names_and_no_values(tmp_path: Path) -> None:
-    """`--where slurm` outside a job: the command line of sbatch, in which no value stands."""
+    """Outside a job, `--where slurm` prints sbatch's command line, without values."""
     variables = (
         {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         | SECRETS
@@ -597,7 +606,7 @@ GPU_REQUESTS = [
     (["--gres", "nvme:100,gpu:8"], True),
     (["--gres=gpu"], True),
     (["--tres-per-node=gres/gpu:8"], True),
-    (["--gpus-per-no=8"], True),  # sbatch accepts the beginning of a name
+    (["--gpus-per-no=8"], True),  # sbatch accepts prefixes of option names
 ]
 
 

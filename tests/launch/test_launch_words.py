@@ -1,6 +1,4 @@
-"""Every argument arrives as it was typed, every variable that is needed travels, and a hostfile
-that could do harm is refused.
-"""
+"""Arguments arrive as typed, variables are forwarded, and unsafe hostfiles are rejected."""
 
 import json
 import os
@@ -21,17 +19,17 @@ from job import Job
 from pool import ROOT
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
-from words import BYTES, NASTY, QUICK, WORD, arbitrary_words
+from words import BYTES, NASTY, QUICK, WORD, arbitrary_words, expanded
 
 sys.path.insert(0, str(ROOT))
 
 from launch import cores, environment, hosts, spawn
 from launch.__main__ import main
+from launch.errors import LaunchError
 from launch.host import Agent
 from launch.hosts import Host, devices, read_hostfile
 from launch.job import Job as LaunchJob
 from launch.kubernetes import scalar, unexpanded
-from launch.refused import Refused
 from launch.run_folder import out_of
 
 
@@ -89,7 +87,7 @@ def test_words_reach_every_rank_as_typed(
 @given(WORD)
 @example(BYTES)
 def test_torchrun_gives_back_what_was_typed(word: str) -> None:
-    """It fills its macros into every argument by string.Template."""
+    """torchrun substitutes its macros in every argument with string.Template."""
     assert string.Template(spawn.for_torchrun(word)).safe_substitute(local_rank="7") == word
 
 
@@ -99,22 +97,8 @@ def test_a_manifest_gives_back_what_was_typed(word: str) -> None:
     assert expanded(yaml.safe_load(scalar([unexpanded(word)]))[0]) == word
 
 
-def expanded(text: str) -> str:
-    """What the kubelet makes of a word where no variable has the name
-    (k8s.io/kubernetes/third_party/forked/golang/expansion).
-    """
-    out, index = "", 0
-    while index < len(text):
-        following = text[index + 1 : index + 2]
-        if text[index] == "$" and following == "$":
-            out, index = out + "$", index + 2
-        else:
-            out, index = out + text[index], index + 1
-    return out
-
-
 def test_a_manifest_refuses_what_is_no_text() -> None:
-    with pytest.raises(Refused, match="0xff"):
+    with pytest.raises(LaunchError, match="0xff"):
         scalar([BYTES])
 
 
@@ -257,7 +241,7 @@ def test_a_wrong_line_is_refused_with_its_number(
 
 def test_all_wrong_lines_are_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("".join(f"{line}\n" for line, _ in BAD[:6]))
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(LaunchError) as refused:
         read_hostfile(tmp_path / "hostfile")
     assert [problem.split("line ")[1][0] for problem in refused.value.problems] == list("123456")
 
@@ -297,8 +281,9 @@ def environment_of_a_host(
     others: Sequence[str] = (),
     **own: str,
 ) -> dict[str, str]:
-    """The variables that an agent starts the ranks of the first host with, `first` to itself;
-    `own`: what the user has set.
+    """Return the variables with which an agent starts the first host's ranks.
+
+    `first` is the first host's address, and `own` contains the user's variables.
     """
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
@@ -319,7 +304,7 @@ def environment_of_a_host(
 
 
 def outward(family: socket.AddressFamily = socket.AF_INET) -> tuple[str, str]:
-    """An interface of this host that other hosts may reach, and its address."""
+    """Return a network interface of this host that other hosts may reach, and its address."""
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family == family and not address.address.startswith(
@@ -345,8 +330,9 @@ def test_an_interface_is_named_between_hosts_only_and_for_gloo_and_nccl(
 
 
 def test_loopback_is_never_named_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the name of the first host is 127.0.1.1 on itself, as Debian writes it into /etc/hosts,
-    what leads to the other hosts is named.
+    """Debian's /etc/hosts can map the first host's name to 127.0.1.1 on that host.
+
+    The address of the interface towards the other hosts is used instead.
     """
     name, address = outward()
     for others, first, expected in (
@@ -397,14 +383,16 @@ def test_a_cpu_limit_is_dealt_to_the_ranks_of_a_host(
 
 
 def two_nodes(folder: Path, nodes: list[int]) -> Path:
-    """A /sys of a host with GPUs on these NUMA nodes, in the order of their addresses, and two
-    nodes of 4 cores with 2 threads each: 0-3 and 8-11, 4-7 and 12-15.
+    """Write the /sys folder of a host whose GPUs are on these NUMA nodes, in the order of their
+    addresses.
+
+    The host has two nodes, each with 4 cores of 2 threads: 0-3 and 8-11, 4-7 and 12-15.
     """
     for number, node in enumerate(nodes):
         device = folder / f"bus/pci/drivers/nvidia/0000:{16 * number:02x}:00.0"
         device.mkdir(parents=True)
         (device / "numa_node").write_text(f"{node}\n")
-    (folder / "bus/pci/drivers/nvidia/module").mkdir()  # no device
+    (folder / "bus/pci/drivers/nvidia/module").mkdir()  # not a device
     for node, listed in enumerate(("0-3,8-11", "4-7,12-15")):
         (folder / f"devices/system/node/node{node}").mkdir(parents=True)
         (folder / f"devices/system/node/node{node}/cpulist").write_text(f"{listed}\n")
@@ -430,7 +418,7 @@ ALL = range(16)
             [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
         ),
         ([0, 0, 1, 1], ["3", "1"], ALL, [[4, 5, 6, 7, 12, 13, 14, 15], [0, 1, 2, 3, 8, 9, 10, 11]]),
-        ([0, 1], ["0", "1"], range(8), [[0, 1, 2, 3], [4, 5, 6, 7]]),  # of a container, say
+        ([0, 1], ["0", "1"], range(8), [[0, 1, 2, 3], [4, 5, 6, 7]]),  # for example in a container
         ([0, 1], ["0", "1"], range(4), [[0, 1], [2, 3]]),  # node 1 is not allowed at all
         ([-1, -1], ["0", "1"], range(4), [[0, 1], [2, 3]]),
         ([], ["0", "1"], range(4), [[0, 1], [2, 3]]),  # a host without GPUs
@@ -447,9 +435,9 @@ def test_each_rank_gets_cores_beside_its_gpu(
 
 
 def test_gpus_that_a_container_numbers_anew_are_not_looked_up(tmp_path: Path) -> None:
-    """It has the last two of four, which it calls 0 and 1; /sys shows all of the host."""
+    """The container numbers the last two of four GPUs as 0 and 1, but /sys shows all GPUs."""
     system = two_nodes(tmp_path, [0, 0, 1, 1])
-    # no core of their node is allowed
+    # None of the allowed cores is on the NUMA node of the first two GPUs.
     assert cores.deal(["0", "1"], {4, 5, 6, 7}, 4, system) == [[4, 5], [6, 7]]
     assert cores.deal(["0", "1"], ALL, 2, system) == [
         [0, 1, 2, 3, 8, 9, 10, 11],
@@ -535,7 +523,7 @@ def test_the_run_folder_may_stand_in_the_recipe(
 
 
 def test_the_run_folder_that_is_read_is_the_recipe_s_own(tmp_path: Path) -> None:
-    """launch reads the file, and does not run it."""
+    """launch reads the file without running it."""
     (tmp_path / "mine.py").write_text(
         (ROOT / "recipes" / "llama_nano_zero2.py")
         .read_text()
@@ -687,7 +675,7 @@ def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> N
 
 
 def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
-    """Exit code and everything that was printed."""
+    """Return a launch's exit code and all of its output."""
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     argv = [sys.executable, "-m", "launch", *words]
     done = subprocess.run(
@@ -761,7 +749,7 @@ def test_what_cannot_be_started_is_refused(
 
 @pytest.mark.parametrize("spawner", ["deepspeed", "torchrun"])
 def test_a_taken_port_is_refused_before_a_rank_starts(tmp_path: Path, spawner: str) -> None:
-    """torchrun would end in a traceback of its own after a minute. MASTER_PORT changes nothing."""
+    """torchrun would fail with a traceback after a minute. MASTER_PORT has no influence."""
     (tmp_path / "x.py").write_text("raise SystemExit(3)")
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
@@ -777,7 +765,7 @@ def test_a_taken_port_is_refused_before_a_rank_starts(tmp_path: Path, spawner: s
 
 
 def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:
-    """On a machine without GPUs."""
+    """The machine has no GPUs."""
     (tmp_path / "x.py").write_text("")
     usable = cores.usable_cores()
     hint = (
@@ -797,7 +785,7 @@ def test_one_rank_that_nobody_asked_for_is_told(tmp_path: Path) -> None:
 def test_a_file_of_the_current_folder_hides_no_library_from_launch(
     tmp_path: Path, name: str
 ) -> None:
-    """The recipe's folder is checked by the rank: it names the file."""
+    """The rank checks the recipe's folder and names the file."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
     code, said = launch(tmp_path, "--dry-run", str(ROOT / "recipes" / "llama_nano_zero2.py"))
@@ -815,7 +803,9 @@ def test_a_slurm_that_does_not_answer_is_refused(
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(hosts, "ANSWER", 0.5, raising=False)
-    with pytest.raises(Refused, match=r"scontrol show hostnames n\[1-2\] did not answer in 0.5 s"):
+    with pytest.raises(
+        LaunchError, match=r"scontrol show hostnames n\[1-2\] did not answer in 0.5 s"
+    ):
         hosts.slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]"}, None)
 
 

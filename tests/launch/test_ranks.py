@@ -1,5 +1,6 @@
-"""Rank and world of a process by the variables of srun, mpirun and others; what is left over of a
-launcher is refused.
+"""The rank and world size of a process, from the variables of srun, mpirun and other launchers.
+
+Variables left over from a different launcher are rejected.
 """
 
 import os
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 from job import NANO, Job
 from pool import environment, free_port
-from recipekit.spec.ranks import place_of, take_rank
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
+from recipekit.spec.ranks import process_rank_of, take_rank
 from recipekit.spec.starters import LOCAL_RANKS, RANK_ONLY, STARTERS
 
 SRUN: dict[str, str] = {
@@ -50,8 +51,9 @@ FLUX = {
 
 
 def taken(given: dict[str, str]) -> list[str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR that a process with these
-    variables takes.
+    """Return the variables that a process with the given variables sets for itself.
+
+    These are RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and MASTER_ADDR.
     """
     variables = dict(given)
     lines = take_rank(variables)
@@ -78,7 +80,7 @@ def taken(given: dict[str, str]) -> list[str]:
             },
             ["2", "4", "0", "2", "a"],
         ),
-        # orted is started by srun
+        # srun starts orted.
         (
             OPEN_MPI | SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
             ["2", "4", "2", "4", "127.0.0.1"],
@@ -115,19 +117,19 @@ def test_rank_and_world_of_what_started_the_process(
     "variables",
     [
         {},
-        # a batch script
+        # A batch script.
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"},  # the shell of salloc
-        # the shell of salloc, on a node
+        # The shell of salloc, on a node.
         SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_STEP_NUM_TASKS": "8"},
-        # srun --ntasks=1 in a batch script of eight tasks
+        # srun --ntasks=1 in a batch script for eight tasks.
         SRUN | {"SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},
         OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"},
         {"RANK": "0", "WORLD_SIZE": "1"},
     ],
 )
 def test_a_process_that_is_the_only_one_stays_so(variables: dict[str, str]) -> None:
-    assert place_of(variables) is None
+    assert process_rank_of(variables) is None
     assert taken(variables)[1] == variables.get("WORLD_SIZE", "")
 
 
@@ -192,7 +194,7 @@ LAUNCHER = {
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK = x: must be a number"),
         (SRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK = x: must be a number"),
         ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE = {'9' * 20}...: must be a number"),
-        # left over: each process would train alone
+        # With leftover variables each process would train alone.
         (SRUN | {"RANK": "0"}, "RANK = 0: srun has started 5 processes, and this RANK is one of 1"),
         (
             OPEN_MPI | {"RANK": "0", "WORLD_SIZE": "1"},
@@ -209,7 +211,7 @@ LAUNCHER = {
     ],
 )
 def test_what_cannot_be_one_run_is_refused(variables: dict[str, str], told: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         take_rank(dict(variables))
     (line,) = str(refused.value).splitlines()
     assert told in line
@@ -227,13 +229,13 @@ def test_blank_variables_are_as_unset(variables: dict[str, str]) -> None:
     "variables",
     [
         LAUNCHER,
-        # one deepspeed on each host, which have found each other
+        # One deepspeed launcher on each host; the launchers have found each other.
         SRUN | LAUNCHER | {"CROSS_SIZE": "2"},
         SRUN | LAUNCHER | {"GROUP_WORLD_SIZE": "2"},
-        # a launcher in a terminal of srun --pty
+        # A launcher in a terminal that srun --pty opened.
         SRUN | {"SLURM_PTY_PORT": "9"} | LAUNCHER | {"CROSS_SIZE": "1"},
         SRUN | LAUNCHER,  # exported by the user's script: RANK=$SLURM_PROCID
-        # a process that starts several ranks itself
+        # A process that starts several ranks itself.
         HYDRA | {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
     ],
 )
@@ -262,7 +264,7 @@ def test_every_rank_meets_at_the_same_port_and_another_job_elsewhere() -> None:
 
 
 def test_the_first_host_of_a_list_of_slurm() -> None:
-    """Names that do not resolve stay as they are where scontrol does not know them either."""
+    """Names that cannot be resolved stay unchanged if scontrol does not know them either."""
     for nodes, first in (
         ("localhost", "localhost"),
         ("no-such-[01-04,7],m1", "no-such-01"),
@@ -274,7 +276,7 @@ def test_the_first_host_of_a_list_of_slurm() -> None:
 
 
 def test_rank_0_of_a_host_is_found_by_the_variable_of_any_starter() -> None:
-    """`exit_refused` waits for it, because launchers end all ranks as soon as one has ended."""
+    """`exit_with_error` waits for that rank, because launchers end all ranks when one has ended."""
     assert {starter.local_rank for starter in STARTERS} - {""} | {"LOCAL_RANK"} == set(LOCAL_RANKS)
 
 

@@ -1,4 +1,4 @@
-"""What the page of all layouts holds, and that a layout which is not plain PyTorch's is told."""
+"""The page of all layouts, and the reports of layouts that differ from plain PyTorch."""
 
 import pytest
 from all_layouts import MODELS, cases, judged, page

@@ -1,8 +1,8 @@
-"""ResNet, whose pictures are normalised together: any layout trains like one process that takes the
-same micro-batches one after the other.
+"""ResNet, whose BatchNorm normalises images together.
 
-Its running statistics move once a step, by the mean over all micro-batches and ranks: here from
-their definition.
+Every layout must train like one process that runs the same micro-batches one after the other. The
+running statistics change once per step, by the mean over all micro-batches and ranks. The reference
+here computes the statistics from this definition.
 """
 
 import functools
@@ -14,30 +14,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import image_runs
 import pytest
-import test_images
 import torch
 import transformers
+from convert_command import convert
+from image_runs import PICTURES, TASK, exported, plan_of, train_images
+from parity import STEPS, Case, compare, each
 from recipekit.architectures.families import default_config
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.run_folder import numbers, read_metrics
+from recipekit.spec.run_folder import read_metrics, reproducible_values
 from reference import Trained, num_labels, train_plain
-from test_images import PICTURES, TASK, convert, exported, plan_of, train_images
-from test_parity import STEPS, Case, compare, each, strategy
+from shipped_jsons import strategy
 from torch import nn
 from torch.nn.functional import batch_norm
 
 BATCH = {"micro_batch": 4, "global_batch": 16}
-MOMENTUM = 0.1  # of ResNet's norms
+MOMENTUM = 0.1  # default of ResNet's norms
 
 
 @functools.cache
 def small() -> str:
-    """A folder with a ResNet of two stages, whose last norms see 64 values a channel of a
-    micro-batch: of few values rounding is amplified.
+    """Return a folder with the config of a ResNet with two stages.
 
-    In four stages, whose last ones see 16 and 4 values, plain PyTorch differs from itself by 6e-3
-    after ten steps, with and without oneDNN.
+    Its last norms average 64 values per channel of a micro-batch, because averages of few values
+    amplify rounding. With four stages the last norms would average 16 and 4 values. Plain PyTorch
+    would then differ from itself by 6e-3 after ten steps, with and without oneDNN.
     """
     config = default_config("resnet", TASK).to_dict() | {
         "depths": [2, 2],
@@ -50,18 +52,21 @@ def small() -> str:
 
 
 def recipe_for(**changes: Any) -> Recipe:
-    return replace(test_images.recipe_for("resnet", **(BATCH | changes)), model=small())
+    return replace(image_runs.recipe_for("resnet", **(BATCH | changes)), model=small())
 
 
 def by_definition(model: nn.Module) -> Callable[[], None]:
-    """Takes over the norms of a plain model: each micro-batch is normalised by its mean and
-    variance, the running ones move when the step is done.
+    """Replace the forward passes of a plain model's norms; return the function that updates their
+    statistics.
+
+    Each micro-batch is normalised with its own mean and variance. The returned function updates the
+    running statistics after a step.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     seen: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {norm: [] for norm in norms}
 
     def compute(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        # torch takes no bf16 weights beside statistics in fp32
+        # torch rejects bf16 weights together with fp32 statistics.
         own = norm.weight.float(), norm.bias.float()
         if not norm.training:
             return batch_norm(x, norm.running_mean, norm.running_var, *own, False, 0.0, norm.eps)
@@ -89,8 +94,9 @@ NORMED = replace(PICTURES, watch=by_definition)
 def in_other_order(
     loss: Any, model: Any, batch: dict[str, torch.Tensor], shift: int
 ) -> torch.Tensor:
-    """Computes a micro-batch's loss with its rows in another order: the same mean and variance,
-    summed in another order.
+    """Compute a micro-batch's loss with its rows in a different order.
+
+    The mean and variance are the same, but their terms are added in a different order.
     """
     return loss(model, {name: values.roll(shift, 0) for name, values in batch.items()})
 
@@ -132,9 +138,7 @@ CASES = [
 
 @each(CASES)
 def test_resnet_trains_like_plain_pytorch(pools, tmp_path, case):
-    """Losses, norms, every weight, every running statistic, and the share of held-out pictures that
-    are right.
-    """
+    """Compare losses, norms, weights, running statistics, and the accuracy on held-out images."""
     config = strategy(case.file) if case.file else {}
     codes = pools.run(
         case.world,
@@ -153,8 +157,10 @@ def test_resnet_trains_like_plain_pytorch(pools, tmp_path, case):
 
 @pytest.mark.slow
 def test_resnet_trains_like_plain_pytorch_in_bf16(pools, tmp_path):
-    """In two stages: losses and running statistics within 3 x the largest difference between
-    single-process runs that only order rows otherwise.
+    """A pipeline's losses and running statistics are within 3 x the noise of the reference.
+
+    The noise is the largest difference between single-process runs that differ only in the order of
+    rows.
     """
     assert pools.run(
         2,
@@ -185,8 +191,9 @@ def test_resnet_trains_like_plain_pytorch_in_bf16(pools, tmp_path):
 
 
 def furthest(references: list[torch.Tensor], got: torch.Tensor) -> tuple[float, float]:
-    """Returns (largest difference between references, largest difference from their mean), relative
-    to the largest value where that is above 1.
+    """Return (largest difference between references, largest difference from their mean).
+
+    Both differences are relative to the largest value if that value is above 1.
     """
     values = torch.stack(references).double()
     scale = max(1.0, values.abs().max().item())
@@ -197,8 +204,9 @@ def furthest(references: list[torch.Tensor], got: torch.Tensor) -> tuple[float, 
 
 @pytest.mark.slow
 def test_a_resume_is_bit_for_bit_and_the_export_is_judged_by_plain_transformers(pools, tmp_path):
-    """Stopped after step 5, in two stages of two data-parallel ranks; SGD with momentum, which
-    recipes of ResNet use.
+    """The run has two stages of two data-parallel ranks, and stops after step 5.
+
+    It uses SGD with momentum, as published ResNet recipes do.
     """
     config = strategy("zero1_sgd")
     for out, stops in (("whole", (0,)), ("parts", (5, 0))):
@@ -212,7 +220,9 @@ def test_a_resume_is_bit_for_bit_and_the_export_is_judged_by_plain_transformers(
             )
             assert codes == [0] * 4
     assert (
-        numbers(read_metrics(tmp_path / "whole")) == numbers(read_metrics(tmp_path / "parts")) != []
+        reproducible_values(read_metrics(tmp_path / "whole"))
+        == reproducible_values(read_metrics(tmp_path / "parts"))
+        != []
     )
     whole, parts = exported(tmp_path / "whole" / "hf"), exported(tmp_path / "parts" / "hf")
     assert whole.keys() == parts.keys() and all(
@@ -237,8 +247,10 @@ def test_a_resume_is_bit_for_bit_and_the_export_is_judged_by_plain_transformers(
 
 @pytest.mark.slow
 def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, tmp_path):
-    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> pp 2 -> Hugging Face, statistics and their
-    counts too; then the run goes on in two stages, like plain PyTorch.
+    """The chain is ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> pp 2 -> Hugging Face.
+
+    The running statistics and their counters are also converted. Then the run resumes in two
+    stages, and trains like plain PyTorch.
     """
     run = tmp_path / "run"
     assert pools.run(
@@ -277,8 +289,9 @@ def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, 
 
 
 def test_a_skipped_step_moves_no_statistics(pools, tmp_path):
-    """DDP in fp16 with a scale that overflows: the norms have counted the steps that changed the
-    weights, and no others.
+    """The test uses DDP in fp16 with a loss scale that overflows.
+
+    The norm layers count only the steps that changed the weights.
     """
     recipe = recipe_for(engine="ddp", precision="fp16")
     assert pools.run(
@@ -297,7 +310,7 @@ def test_a_skipped_step_moves_no_statistics(pools, tmp_path):
 
 
 def train_images_that_overflow(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank: the real loop, whose first gradients are too large for fp16."""
+    """Run the real loop on a rank; the first gradients are too large for fp16."""
     scaler = torch.amp.GradScaler
     torch.amp.GradScaler = functools.partial(scaler, init_scale=2.0**24)  # pyright: ignore[reportAttributeAccessIssue]
     try:

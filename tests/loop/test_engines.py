@@ -1,71 +1,42 @@
-"""Torch's own DDP and FSDP2 behind the seam: the same training, the same files and the same way on
-as under DeepSpeed.
+"""PyTorch's DDP and FSDP2 as engines.
+
+They must train like DeepSpeed, write the same files, and print the same messages.
 """
 
 import dataclasses
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import parity
 import pytest
-import test_parity
-import test_resume
 import torch
-from job import NANO, Job, checkpoints, command_line, deepspeed, metrics, numbers
-from recipekit.architectures.small_files import CARD
-from recipekit.dslint.baseline import check_precision
-from recipekit.plan import make_plan
-from recipekit.spec.command import parse
-from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from reference import TEXT, Trained, adamw, summed_cross_entropy, train_plain
-from safetensors.torch import load_file
-from test_parity import (
-    STEPS,
+from job import NANO, Job, checkpoints, command_line, deepspeed, metrics, reproducible_values
+from parity import (
     Case,
     accumulating,
     compare,
     compare_bf16,
     each,
-    pinned,
     recipe_for,
     reference,
-    strategy,
     train_in_layout,
 )
-from test_resume import BASE, GPT2
+from recipekit.architectures.small_files import CARD_FILE
+from recipekit.dslint.baseline import check_precision
+from recipekit.plan import resolve_run
+from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
+from recipekit.spec.recipe import Recipe
+from shipped_jsons import strategy
+from short_runs import BASE, GPT2, train
+from torch_engines import TORCH, exported, plain_in_bf16, run_engine
 
 slow = pytest.mark.slow
-TORCH = ("ddp", "fsdp2")
 FP32 = {"precision": "fp32"}
-
-
-def run_engine(
-    pools: Any, out: Path, engine: str, world: int, model: str = "untied", **changes: Any
-) -> Path:
-    """Trains with one of torch's engines, or where `engine` is the name of a JSON, with DeepSpeed;
-    returns the run folder.
-    """
-    own = {"engine": engine, "precision": "fp32"} if engine in TORCH else {}
-    recipe = recipe_for(model, **(accumulating(world) | own | changes))
-    config = {} if engine in TORCH else strategy(engine)
-    assert (
-        pools.run(world, train_in_layout, recipe=recipe, config=config, out=str(out)) == [0] * world
-    )
-    return out
-
-
-def exported(run: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value
-        for file in (run / "hf").glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
 
 
 CASES = [
@@ -105,53 +76,16 @@ def test_engine_trains_like_plain_pytorch(pools, tmp_path, case):
     compare(out, reference(case.model, **case.both))
 
 
-def loss_under_autocast(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(
-            input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-        ).logits
-    return summed_cross_entropy(lambda **_: SimpleNamespace(logits=logits), batch)
-
-
-@functools.cache
-def plain_in_bf16(
-    engine: str,
-    micro_batch: int,
-    optimizer: Callable[..., torch.optim.Optimizer] = adamw,
-    **changes: Any,
-) -> Trained:
-    """Plain PyTorch on one process: for DDP fp32 weights whose forward pass runs under autocast,
-    for FSDP2 a bf16 model with fp32 masters.
-    """
-    os.environ.pop("WORLD_SIZE", None)
-    recipe = dataclasses.replace(
-        recipe_for("untied", micro_batch=micro_batch, eval_every=0, **changes),
-        ds_config=strategy("zero0"),
-        out="/nonexistent",
-    )
-    plan = make_plan(parse(recipe, Path("engines.py"), ["--tiny", *pinned(recipe)]))
-    assert plan.model_config is not None
-    plain = dataclasses.replace(TEXT, optimizer=optimizer)
-    if engine == "ddp":
-        return train_plain(
-            plan.recipe,
-            plan.model_config,
-            STEPS,
-            plain=dataclasses.replace(plain, loss=loss_under_autocast),
-        )
-    return train_plain(
-        plan.recipe, plan.model_config, STEPS, bf16=True, plain=plain, whole_masters=True
-    )
-
-
 @slow
 @pytest.mark.parametrize("engine", TORCH)
 def test_engine_trains_like_plain_pytorch_in_bf16(pools, tmp_path, monkeypatch, engine):
-    """Every loss within 3 x the largest difference between single-process runs that only split the
-    batch differently.
+    """Every loss is within 3 x the noise of the reference.
+
+    The noise is the largest difference between single-process runs that differ only in how they
+    split the batch.
     """
     monkeypatch.setattr(
-        test_parity,
+        parity,
         "reference",
         lambda model, micro_batch, bf16: plain_in_bf16(engine, micro_batch),
     )
@@ -159,7 +93,7 @@ def test_engine_trains_like_plain_pytorch_in_bf16(pools, tmp_path, monkeypatch, 
 
 
 def with_a_scale_that_overflows(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank: the real loop, whose first gradients are too large for fp16."""
+    """Run the real loop on a rank; the first gradients are too large for fp16."""
     scaler = torch.amp.GradScaler
     torch.amp.GradScaler = functools.partial(scaler, init_scale=2.0**21)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -170,8 +104,9 @@ def with_a_scale_that_overflows(recipe: Recipe, config: dict[str, Any], out: str
 
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=slow)])
 def test_fp16_scales_the_loss_and_resumes_with_the_scale(pools, tmp_path, engine):
-    """Each step whose gradient overflows is skipped on every rank, and halves the scale, which a
-    resumed run goes on with.
+    """Each step whose gradient overflows is skipped on every rank and halves the scale.
+
+    A resume continues with the saved scale.
     """
     for name, stop_at in (("run", 0), ("stopped", 3), ("stopped", 0)):
         recipe = recipe_for(
@@ -217,14 +152,13 @@ def test_a_precision_is_refused_where_another_fits():
 
 @pytest.fixture
 def go(pools: Any) -> Callable[..., str]:
-    """Starts a recipe on two ranks (or `world`), and returns what rank 0 printed; every rank must
-    end well.
+    """Return a function that runs a recipe on two ranks (or `world`) and returns rank 0's output.
+
+    The function checks that every rank exits with 0.
     """
 
     def go(out: Path, *argv: object, recipe: Recipe, world: int = 2) -> str:
-        results = pools.run(
-            world, test_resume.train, recipe=recipe, argv=["--out", str(out), *map(str, argv)]
-        )
+        results = pools.run(world, train, recipe=recipe, argv=["--out", str(out), *map(str, argv)])
         assert [result for result, _ in results] == [0] * world, results
         return results[0][1]
 
@@ -237,7 +171,7 @@ RESUMED = [
     pytest.param({"engine": "fsdp2"}, 2, id="fsdp2", marks=slow),
     pytest.param({"engine": "ddp", "precision": "fp32"}, 4, id="ddp fp32 dp4", marks=slow),
     pytest.param({"engine": "ddp"}, 4, id="ddp dp4", marks=slow),
-    # 1 / 3 is no number of fp32
+    # 1 / 3 cannot be represented exactly in fp32.
     pytest.param(
         {"engine": "ddp", "precision": "fp32", "global_batch": 6}, 3, id="ddp fp32 dp3", marks=slow
     ),
@@ -252,8 +186,9 @@ RESUMED = [
 
 @pytest.mark.parametrize(("fields", "world"), RESUMED)
 def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go, tmp_path, fields, world):
-    """Evaluated after steps 2, 4 and 6, stopped after step 4: FSDP2's root is gathered when an
-    evaluation ends.
+    """The run evaluates after steps 2, 4 and 6 and stops after step 4.
+
+    FSDP2 gathers its root module at the end of an evaluation.
     """
     recipe = dataclasses.replace(
         BASE, **{"ds_config": Recipe.ds_config, "global_batch": 8, "export": True} | fields
@@ -263,7 +198,9 @@ def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(go, tmp_path, fields, wor
     assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000004" in go(
         tmp_path / "stopped", recipe=recipe, world=world
     )
-    assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
+    assert reproducible_values(metrics(tmp_path / "stopped")) == reproducible_values(
+        metrics(tmp_path / "unbroken")
+    )
     weights = [
         (tmp_path / name / "hf" / "model.safetensors").read_bytes()
         for name in ("stopped", "unbroken")
@@ -291,7 +228,7 @@ def command_of(engine: str, out: Path) -> list[str]:
 
 
 def kill_rank_1(job: Job, run: Path) -> int:
-    """Kills rank 1 with kill -9 once a checkpoint is there; returns the step of the last one."""
+    """Kill rank 1 with kill -9 once a checkpoint exists; return the last checkpoint's step."""
     try:
         job.wait_for(lambda: checkpoints(run) or job.process.poll() is not None, 90)
         ranks = {
@@ -316,12 +253,12 @@ def complete(job: Job) -> None:
 @slow
 @pytest.mark.parametrize("engine", TORCH)
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, engine):
-    """The same command, again."""
+    """The same command resumes the run."""
     killed, unbroken = tmp_path / "killed", tmp_path / "unbroken"
     assert 0 < kill_rank_1(Job(tmp_path, command_of(engine, killed)), killed) < 40
     complete(Job(tmp_path, command_of(engine, killed)))
     complete(Job(tmp_path, command_of(engine, unbroken)))
-    assert numbers(metrics(killed)) == numbers(metrics(unbroken))
+    assert reproducible_values(metrics(killed)) == reproducible_values(metrics(unbroken))
 
 
 WAYS = [
@@ -339,8 +276,9 @@ WAYS = [
 
 @pytest.mark.parametrize(("first", "second", "third"), WAYS)
 def test_a_run_goes_on_under_another_engine(pools, tmp_path, first, second, third):
-    """Three engines of one run, from its own checkpoints, and on another number of ranks: all ten
-    steps are those of plain PyTorch.
+    """A run resumes from its checkpoints under three engines and on a different number of ranks.
+
+    All ten steps must equal the steps of plain PyTorch.
     """
     for (engine, world), stop_at in zip((first, second, third), (4, 7, 0), strict=True):
         run_engine(pools, tmp_path / "run", engine, world, stop_at=stop_at)
@@ -350,15 +288,17 @@ def test_a_run_goes_on_under_another_engine(pools, tmp_path, first, second, thir
 @slow
 @pytest.mark.parametrize("model", ["untied", "tied"])
 def test_every_engine_exports_the_same_bits(pools, tmp_path, model):
-    """Of one checkpoint. Only the model card differs: it states the engine."""
+    """All engines export the same checkpoint. Only the model card differs, because it states the
+    engine.
+    """
     out = run_engine(pools, tmp_path / "zero3", "zero3", 2, model)
     for engine in TORCH:
         shutil.copytree(out, tmp_path / engine)
         shutil.rmtree(tmp_path / engine / "hf")
         run_engine(pools, tmp_path / engine, engine, 2, model)
-        assert all((tmp_path / name / "hf" / CARD).is_file() for name in ("zero3", engine))
+        assert all((tmp_path / name / "hf" / CARD_FILE).is_file() for name in ("zero3", engine))
         files = [
-            sorted(file for file in (tmp_path / name / "hf").iterdir() if file.name != CARD)
+            sorted(file for file in (tmp_path / name / "hf").iterdir() if file.name != CARD_FILE)
             for name in ("zero3", engine)
         ]
         assert [file.name for file in files[0]] == [file.name for file in files[1]]
@@ -366,10 +306,10 @@ def test_every_engine_exports_the_same_bits(pools, tmp_path, model):
 
 
 def train_with_a_spare(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank: the real loop, of a model with a matrix that nothing reads."""
-    from recipekit.model import build
+    """Run the real loop on a rank with a model that contains an unused matrix."""
+    from recipekit.planner import resolve
 
-    empty_model = build.empty_model
+    empty_model = resolve.empty_model
 
     def with_a_spare(*arguments: Any, **named: Any) -> Any:
         model: Any = empty_model(*arguments, **named)
@@ -377,11 +317,11 @@ def train_with_a_spare(recipe: Recipe, config: dict[str, Any], out: str) -> int:
         model.made["spare"] = torch.ones(5, 5)
         return model
 
-    build.empty_model = with_a_spare
+    resolve.empty_model = with_a_spare
     try:
         return train_in_layout(recipe, config, out)
     finally:
-        build.empty_model = empty_model
+        resolve.empty_model = empty_model
 
 
 @slow
@@ -453,8 +393,8 @@ REFUSED = [
 @pytest.mark.parametrize(("argv", "said"), REFUSED, ids=[" ".join(argv) for argv, _ in REFUSED])
 def test_what_an_engine_does_not_read_is_refused(monkeypatch, argv, said):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(Refusal) as refusal:
-        make_plan(parse(recipe_for("untied"), Path("engines.py"), ["--tiny", *argv]))
+    with pytest.raises(ConfigError) as refusal:
+        resolve_run(parse(recipe_for("untied"), Path("engines.py"), ["--tiny", *argv]))
     assert said in str(refusal.value).replace("\n", " ")
 
 
@@ -477,20 +417,20 @@ STATED = [
 @pytest.mark.parametrize(("fields", "said", "typed", "note"), STATED, ids=["a JSON", "a precision"])
 def test_what_a_recipe_states_is_not_ignored_in_silence(fields, said, typed, note):
     recipe = dataclasses.replace(recipe_for("untied"), **fields)
-    with pytest.raises(Refusal) as refusal:
-        make_plan(parse(recipe, Path("engines.py"), ["--tiny"]))
+    with pytest.raises(ConfigError) as refusal:
+        resolve_run(parse(recipe, Path("engines.py"), ["--tiny"]))
     assert said in str(refusal.value).replace("\n", " ")
     assert any(
         note in told
-        for told in make_plan(
+        for told in resolve_run(
             parse(recipe, Path("engines.py"), ["--tiny", "--engine", typed])
         ).notes
     )
 
 
 def test_an_adapter_is_refused_under_fsdp2():
-    with pytest.raises(Refusal, match="adapt with engine = fsdp2: FSDP2 shards each layer"):
-        make_plan(
+    with pytest.raises(ConfigError, match="adapt with engine = fsdp2: FSDP2 shards each layer"):
+        resolve_run(
             parse(
                 recipe_for("untied", engine="fsdp2", adapt=with_lora),
                 Path("engines.py"),
@@ -500,7 +440,7 @@ def test_an_adapter_is_refused_under_fsdp2():
 
 
 def test_an_engine_typed_over_a_json_says_that_the_json_is_not_used():
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             dataclasses.replace(recipe_for("untied"), ds_config="zero3.json"),
             Path("engines.py"),

@@ -1,5 +1,7 @@
-"""A small vision transformer and a small ResNet learn real pictures: Fashion-MNIST as Parquet of
-PNGs, on two ranks; with shuffled labels nothing.
+"""A small vision transformer and a small ResNet learn real images, but do not learn shuffled
+labels.
+
+The data are Fashion-MNIST, stored as PNGs in a Parquet file, on two ranks.
 """
 
 import json
@@ -60,10 +62,10 @@ PROCESSOR = {
     [pytest.param(VIT, 1200, 1e-3, id="vit"), pytest.param(RESNET, 300, 2e-3, id="resnet")],
 )
 def test_a_small_model_learns_fashion(tmp_path, sizes, steps, lr, labels):
-    """More than 80 % of the held-out pictures are right after all steps; with shuffled labels about
-    10 %, so nothing of the answer leaks in.
+    """More than 80 % of the held-out images are classified correctly.
 
-    Of the ResNet these are judged by the statistics that its BatchNorm has gathered on both ranks.
+    With shuffled labels the accuracy is about 10 %, which shows that the answer does not leak into
+    the input. The evaluation of ResNet uses the BatchNorm statistics of both ranks.
     """
     pixels, classes = fashion.read(60_000, "train")
     if labels == "shuffled":

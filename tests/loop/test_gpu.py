@@ -1,11 +1,11 @@
-"""What runs on CUDA only, on a GPU: `make test-gpu`.
+"""Tests that need a GPU: `make test-gpu`.
 
-Nothing here was seen by the tests of a machine without one.
+Machines without a GPU do not run any of these tests.
 
-A case runs in processes of its own, which see the GPUs that this one was started with: the other
-tests hide them. Two ranks share one GPU over gloo, since NCCL before 2.30 refuses that; over NCCL
-each has its own (`multi_gpu`). Gloo sends no GPU's tensors from rank to rank, as a pipeline does,
-and torch 2.11 crashes over it where a DTensor of a GPU is joined.
+A case runs in separate processes, which see the GPUs that pytest was started with. All other tests
+hide the GPUs. Two ranks share one GPU over gloo, because NCCL before 2.30 rejects a shared GPU.
+Over NCCL each rank has its own GPU (`multi_gpu`). Gloo cannot send GPU tensors from rank to rank,
+as a pipeline does. With gloo, torch 2.11 crashes if a DTensor on a GPU is gathered.
 """
 
 import dataclasses
@@ -38,20 +38,22 @@ from device_cases import (
     wrong_weight,
 )
 from job import NANO, metrics
+from packed_documents import computes_on_a_gpu
+from parity import recipe_for
 from pool import BEGAN_WITH, OF_A_GPU, ROOT, environment, free_port
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
-from test_attention import computes_on_a_gpu
-from test_parity import recipe_for, strategy
-from test_weights import save_tiny
+from shipped_jsons import strategy
+from tiny_models import save_tiny
 
 pytestmark = pytest.mark.gpu
-# of the CPU's losses, norms and weights after two steps in fp32: CUDA adds in another order
+# Tolerance relative to the CPU's losses, norms and weights after two fp32 steps. CUDA adds in a
+# different order.
 WITHIN = 1e-4
 
 
 def environment_of_gpus() -> dict[str, str]:
-    """The environment of the tests, with the GPUs that pytest was started with."""
+    """Return the tests' environment, with the GPUs that pytest was started with."""
     return {
         name: value for name, value in environment().items() if name not in OF_A_GPU
     } | json.loads(os.environ[BEGAN_WITH])
@@ -59,7 +61,7 @@ def environment_of_gpus() -> dict[str, str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def gpus() -> int:
-    """How many GPUs torch sees; skips the tests if there is none."""
+    """Return the number of GPUs that torch sees; skip the tests if it is 0."""
     count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     told = subprocess.run(
         [sys.executable, "-c", count],
@@ -80,8 +82,9 @@ def run(
     timeout: float = 300,
     **arguments: Any,
 ) -> list[Any]:
-    """What `case(**arguments)` returns on each rank; with `gloo` all of them use the first GPU.
-    Fails with the output of all ranks.
+    """Run `case(**arguments)` on each rank and return the results.
+
+    With `gloo` all ranks use the first GPU. If a rank fails, the output of all ranks is shown.
     """
     folder = (
         Path(arguments.get("out") or arguments.get("folder") or "/tmp")
@@ -120,20 +123,22 @@ def run(
 
 
 def rank(folder: str) -> None:
-    """One rank of `run`."""
+    """Run one rank of `run`."""
     import importlib
 
     import deepspeed
     from deepspeed.accelerator import get_accelerator
-    from recipekit.runtime.start import do_without_shm_op, quiet
+    from recipekit.compat.deepspeed import skip_shm_op_build
+    from recipekit.runtime.start import quiet_library_logs
 
     module, name, arguments, gloo = pickle.loads((Path(folder) / "case").read_bytes())
-    quiet()
+    quiet_library_logs()
     if gloo:
         accelerator: Any = get_accelerator()
         accelerator._communication_backend_name = "gloo"
-        do_without_shm_op()
-        # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
+        skip_shm_op_build()
+        # DeepSpeed would bind the group to the GPU. torch would then split the group in a way that
+        # only NCCL supports.
         torch.distributed.init_process_group("gloo")
         deepspeed.init_distributed("gloo", verbose=False)
     result = getattr(importlib.import_module(module), name)(**arguments)
@@ -157,7 +162,7 @@ def test_an_adapter_in_bf16_is_trained_and_merged(tmp_path: Path, file: str) -> 
 
 @pytest.mark.parametrize("file", ["zero1", "zero3"])
 def test_fp16_which_a_cpu_refuses_trains(tmp_path: Path, file: str) -> None:
-    """The first steps may be skipped while the loss scale is found, by 2^16 at first."""
+    """The first steps may be skipped during the search for the loss scale, which starts at 2^16."""
     save_tiny(tmp_path / "model", "llama")
     recipe = dataclasses.replace(RECIPE, model=str(tmp_path / "model"), steps=20, eval_every=0)
     config = strategy(file) | {"fp16": {"enabled": True}}
@@ -199,7 +204,7 @@ def drawn_on_cuda(tp: int) -> list[str]:
 
 
 def test_cuda_takes_what_the_second_device_takes() -> None:
-    """What tests without a GPU say of devices is true of CUDA."""
+    """Assumptions in the tests with the second device must also hold for CUDA."""
     assert run(rule_breakers_over_nccl) == [[]]
 
 
@@ -225,14 +230,14 @@ def test_two_gpus_train_like_plain_pytorch(gpus: int, tmp_path: Path, layout: st
 
 
 def started(out: str) -> dict[str, Any]:
-    """What a rank is after `start`, and the limits of its groups after training."""
+    """Return a rank's state after `start`, and its process groups' timeouts after training."""
     from recipekit import train
-    from recipekit.plan import make_plan
+    from recipekit.plan import resolve_run
     from recipekit.runtime import prepare
     from torch.distributed import distributed_c10d as c10d
 
     found: dict[str, Any] = {}
-    start = prepare.start
+    start = prepare.initialize_distributed
 
     def watching(*arguments: Any) -> torch.device:
         device = start(*arguments)
@@ -249,7 +254,7 @@ def started(out: str) -> dict[str, Any]:
         torch.manual_seed(arguments[0].recipe.seed)
         return device
 
-    prepare.start = watching
+    prepare.initialize_distributed = watching
     sys.argv = ["gpu.py"]
     recipe = dataclasses.replace(
         RECIPE,
@@ -259,7 +264,7 @@ def started(out: str) -> dict[str, Any]:
         out=out,
         steps=2,
     )
-    assert train.main(make_plan(parse(recipe, Path("gpu.py"), ["--tiny"]))) == 0
+    assert train.main(resolve_run(parse(recipe, Path("gpu.py"), ["--tiny"]))) == 0
     groups: dict[Any, Any] = dict(c10d._world.pg_map)
     found["limits"] = [
         group._get_backend(torch.device("cuda")).options._timeout
@@ -279,8 +284,9 @@ def test_a_rank_joins_over_nccl_on_its_own_gpu(tmp_path: Path) -> None:
 
 
 def test_a_recipe_on_a_gpu_tells_of_it(gpus: int, tmp_path: Path) -> None:
-    """By plain `python`: the device in run.json, peak memory and the part of its speed that was
-    used in the metrics; nothing is compiled.
+    """With plain `python`, run.json names the device, and the metrics contain peak memory and MFU.
+
+    No code is compiled.
     """
     command = [
         sys.executable,
@@ -319,13 +325,13 @@ def test_a_recipe_on_a_gpu_tells_of_it(gpus: int, tmp_path: Path) -> None:
     assert (host["devices"], host["device"]) == (gpus, name)
     lines = metrics(tmp_path / "run")
     assert all(10**6 < line["peak_mem_bytes"] < int(total) for line in lines)
-    if any(kind in name for kind in ("A100", "H100", "H200")):  # whose peak is known
+    if any(kind in name for kind in ("A100", "H100", "H200")):  # devices with a known peak
         assert all(0 < line["mfu"] < 1 for line in lines)
 
 
 def peaks() -> tuple[int, int]:
-    """What peak_memory tells before and after 256 MiB were held and given back."""
-    from recipekit.runtime.facts import peak_memory
+    """Return peak_memory before and after 256 MiB are allocated and freed."""
+    from recipekit.runtime.run_metadata import peak_memory
 
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)
@@ -341,12 +347,13 @@ def test_peak_memory_is_the_devices() -> None:
 
 
 def pinned_batches(dataset: str) -> dict[str, int]:
-    """Batches that were copied to a busy device: how many, and how many of them were pinned, copied
-    late, or arrived changed.
+    """Copy batches to a busy device.
+
+    Return the number of batches, and how many were pinned, copied late, or changed on arrival.
     """
-    from recipekit.data.lanes import DataRank
+    from recipekit.data.batching import DataRank
     from recipekit.data.processors import load_tokenizer
-    from recipekit.data.request import request_of
+    from recipekit.data.request import request_from_recipe
     from recipekit.data.stream import open_stream
     from recipekit.train import to_device
 
@@ -355,16 +362,18 @@ def pinned_batches(dataset: str) -> dict[str, int]:
         RECIPE, model="none", dataset=dataset, seq_len=1024, micro_batch=8, global_batch=32
     )
     stream = open_stream(
-        request_of(recipe), load_tokenizer(recipe.model, recipe.tokenizer), rank=DataRank(1, 0)
+        request_from_recipe(recipe),
+        load_tokenizer(recipe.model, recipe.tokenizer),
+        rank=DataRank(1, 0),
     )
     work = torch.ones(4096, 4096, device=device)
     found, moved, told = {"batches": 0, "pinned": 0, "changed": 0}, [], []
     try:
         for _ in range(40):
-            # whose memory the data thread uses again once they are gone
+            # The data thread reuses the memory of these batches once they are deleted.
             for batch in next(stream)[0]:
                 for _ in range(4):
-                    # the copy has to wait for it, while this thread goes on
+                    # The copy waits for this work to finish, while this thread continues.
                     work = work @ work / 4096
                 told.append({name: tensor.clone() for name, tensor in batch.items()})
                 moved.append(to_device(batch, device))
@@ -389,18 +398,16 @@ def test_pinned_batches_arrive_as_they_were(tmp_path: Path) -> None:
 
 
 def drawn_again(folder: str) -> list[bool]:
-    """Whether the device draws the same after its state was saved, used and restored; and on the
-    CPU.
-    """
+    """Return (GPU, CPU). Each is True if random numbers repeat after their state is restored."""
     from recipekit.checkpoints.deepspeed_io import read_pickle
-    from recipekit.checkpoints.load import restore_generator_states
-    from recipekit.checkpoints.save import generator_states
+    from recipekit.checkpoints.load import restore_rng_states
+    from recipekit.checkpoints.save import rng_states
 
     torch.cuda.set_device(0)
     torch.manual_seed(3)
-    torch.save(generator_states(), f"{folder}/rng.pt")
+    torch.save(rng_states(), f"{folder}/rng.pt")
     first = [torch.rand(8, device=place).tolist() for place in ("cuda", "cpu")]
-    restore_generator_states(read_pickle(Path(folder) / "rng.pt"))
+    restore_rng_states(read_pickle(Path(folder) / "rng.pt"))
     second = [torch.rand(8, device=place).tolist() for place in ("cuda", "cpu")]
     return [one == other for one, other in zip(first, second, strict=True)]
 
@@ -410,8 +417,9 @@ def test_the_devices_random_state_is_in_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """A stopped run draws the masks of the unbroken one: other masks change the loss of a step by
-    much more than rounding.
+    """A stopped and resumed run uses the same dropout masks as the unbroken run.
+
+    Different masks would change a step's loss by much more than rounding does.
     """
     recipe = Recipe(
         **vars(recipe_for("untied", steps=4, eval_every=0))
@@ -436,7 +444,7 @@ def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def dropped_out(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    from test_parity import train_in_layout
+    from parity import train_in_layout
 
     return train_in_layout(recipe, config, out)
 
@@ -444,8 +452,8 @@ def dropped_out(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 def measured() -> dict[str, Any]:
     from recipekit.doctor import speed
 
-    speed.join()
-    return speed.measure(seconds=1.5)
+    speed.join_process_group()
+    return speed.measure_speed(seconds=1.5)
 
 
 def test_the_doctor_measures_a_gpu() -> None:
@@ -468,8 +476,9 @@ def test_the_doctor_names_cuda_and_the_gpus(gpus: int) -> None:
 
 
 def test_two_ranks_of_which_each_sees_one_gpu(tmp_path: Path) -> None:
-    """As under `srun --gpus-per-task=1`: trained, or refused with its fix, but no "invalid device
-    ordinal".
+    """As under `srun --gpus-per-task=1`, the run must either train or be rejected with a fix.
+
+    It must not fail with "invalid device ordinal".
     """
     visible = environment_of_gpus().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     shared = {

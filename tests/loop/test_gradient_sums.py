@@ -1,5 +1,6 @@
-"""In which dtype each shipped JSON sums the gradients of micro-batches, and of ranks:
-ds_configs/README.md, measured.
+"""The dtypes of gradient sums over micro-batches and over ranks, measured for each shipped JSON.
+
+ds_configs/README.md contains the expected values.
 """
 
 import re
@@ -9,26 +10,26 @@ from typing import Any
 import pytest
 from pool import ROOT, Pools
 
-# a plain file with an optimizer that DeepSpeed does not make
+# Plain files with an optimizer that DeepSpeed does not create.
 OURS = ("zero0_onebit", "zero1_lamb", "zero2_adafactor", "zero2_muon")
 NAMES = [
     path.stem for path in sorted((ROOT / "ds_configs").glob("*.json")) if path.stem not in OURS
 ]
-ELEMENTS = 2**16  # more than ZeRO-3 leaves whole on every rank
+ELEMENTS = 2**16  # more than the values that ZeRO-3 keeps unsharded on every rank
 MICRO_BATCHES = 4
 
-# The gradient that a rank makes in each of four micro-batches, before DeepSpeed divides it by 4 and
-# by the 2 ranks. All are exact in bf16, which has 8 bits: 256 + 1 is 257 in fp32, and 256 in bf16.
-# First, each rank's sum needs fp32, that of the two ranks' micro-batches does not; then the other
-# way round.
+# A rank's gradient in each of four micro-batches, before DeepSpeed divides it by 4 and by the 2
+# ranks. All values are exact in bf16, which has 8 bits: 256 + 1 is 257 in fp32, and 256 in bf16. In
+# OF_MICRO_BATCHES the sum on one rank needs fp32, but the sum over ranks does not.
 OF_MICRO_BATCHES = [[256.0, 1.0, 1.0, 1.0], [256.0, 1.0, 1.0, 1.0]]
-# the sum of the ranks needs fp32, each rank's own does not
+# The sum over ranks needs fp32, but the sum on one rank does not.
 OF_RANKS = [[256.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
 
 
 def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
-    """Runs on every rank, with keys added to the file: the gradients of one step of the two kinds
-    above, summed.
+    """Return one step's summed gradients for both constants above, on a rank.
+
+    The keys in `more` are added to the JSON.
     """
     import deepspeed
     import torch
@@ -38,7 +39,7 @@ def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
     from recipekit.spec.recipe import Recipe
 
     class Toy(torch.nn.Module):
-        """Its gradient is its input."""
+        """A model whose gradient is its input."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -54,9 +55,9 @@ def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
         global_batch=2 * MICRO_BATCHES,
         gradient_clipping=0.0,
     )
-    config, _ = json_file.load(recipe.ds_config, Path(folder))
-    resolved, _ = resolve.resolve(config | more, recipe, make_mesh(2), None)
-    # of the default, 5e8, the files with offload pin gigabytes
+    config, _ = json_file.load_ds_config(recipe.ds_config, Path(folder))
+    resolved, _ = resolve.resolve_ds_config(config | more, recipe, make_mesh(2), None)
+    # With the default bucket of 5e8, the files with offload would pin gigabytes of memory.
     resolved["zero_optimization"]["reduce_bucket_size"] = 2 * ELEMENTS
     model = Toy()
     trained: Any = list(model.parameters())
@@ -77,8 +78,8 @@ def gradients(name: str, folder: str, more: dict[str, Any]) -> list[float]:
 
 
 def told() -> dict[str, tuple[str, str]]:
-    """Name of a file -> the dtypes that the page names, of the sum of micro-batches and that of
-    ranks.
+    """Return the dtypes that the page states for each file: (sum over micro-batches, sum over
+    ranks).
     """
     rows = re.findall(
         r"^\| `(\w+)\.json` \| (bf16|fp32) \| (bf16|fp32) \|$",
@@ -89,7 +90,9 @@ def told() -> dict[str, tuple[str, str]]:
 
 
 def test_the_page_tells_of_every_file_that_can_be_measured() -> None:
-    """zero3_nvme is left out: its engine hangs with a model of one parameter (DeepSpeed 0.19.8)."""
+    """zero3_nvme is excluded, because its engine hangs with a model of one parameter (DeepSpeed
+    0.19.8).
+    """
     assert {*told(), "zero3_nvme"} == {*NAMES}
 
 

@@ -1,5 +1,6 @@
-"""Image classifiers train like plain PyTorch in every layout of their row of facts, resume bit for
-bit, and are exported as transformers reads them.
+"""Image classifiers train like plain PyTorch in every layout that their task supports.
+
+Their resumes are the same bit for bit, and transformers can read their exports.
 """
 
 import functools
@@ -7,9 +8,7 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,125 +18,28 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
+from convert_command import convert
+from image_runs import (
+    NUMBERS,
+    PICTURES,
+    exported,
+    plan_of,
+    recipe_for,
+    right,
+    summed_loss,
+    train_images,
+)
+from metrics_page import OF_PICTURES, page
+from parity import STEPS, Case, compare, each
 from PIL import Image
-from pool import ROOT, CaseFailed, environment
-from recipekit.architectures.families import default_config
-from recipekit.data.held_out import eval_samples
-from recipekit.data.lanes import DataRank
-from recipekit.data.request import request_of
-from recipekit.data.samples import open_samples
-from recipekit.plan import make_plan
+from pool import CaseFailed
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.run_folder import numbers
+from recipekit.spec.run_folder import reproducible_values
 from recipekit.tasks import image_classification
-from reference import Plain, Trained, num_labels, num_right, train_plain
-from safetensors.torch import load_file
-from test_metrics_page import OF_PICTURES, page
-from test_parity import STEPS, Case, compare, each, strategy
-
-TASK = "image_classification"
-NUMBERS = dict(
-    lr=3e-4,
-    eps=1e-6,
-    steps=STEPS,
-    global_batch=8,
-    warmup_steps=2,
-    weight_decay=0.1,
-    eval_every=STEPS,
-    eval_rows=20,
-    wandb=False,
-    seed=3,
-)
-FLAGS = (
-    "dataset",
-    "micro_batch",
-    "global_batch",
-    "eval_rows",
-    "warmup_steps",
-    "tp",
-    "pp",
-    "sp",
-    "ep",
-)
-
-
-@functools.cache
-def family(model_type: str) -> str:
-    """A folder with the default config of a family of image classifiers, its dropout switched
-    off.
-    """
-    config = default_config(model_type, TASK).to_dict()
-    config |= {key: 0.0 for key in config if key.endswith(("dropout_prob", "drop_path_rate"))}
-    folder = Path(tempfile.mkdtemp(prefix="images_"))
-    (folder / "config.json").write_text(json.dumps(config, default=str))
-    return str(folder)
-
-
-def recipe_for(model: str, **changes: Any) -> Recipe:
-    return Recipe(
-        task=TASK, model=family(model), ds_config={}, **(NUMBERS | {"micro_batch": 2} | changes)
-    )
-
-
-def plan_of(recipe: Recipe) -> Any:
-    """--tiny must not change the numbers of this test, so they are typed."""
-    return make_plan(
-        parse(
-            recipe,
-            Path("images.py"),
-            [
-                "--tiny",
-                *(word for name in FLAGS for word in (f"--{name}", str(getattr(recipe, name)))),
-            ],
-        )
-    )
-
-
-def train_images(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank of a pool: the real loop, as `run` starts it."""
-    from recipekit.train import main
-
-    sys.argv = ["images.py"]
-    return main(plan_of(replace(recipe, ds_config=config, out=out)))
-
-
-def summed_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Adds up -log p(class) over the pictures that have one, in fp32."""
-    logits, labels = (
-        model(pixel_values=batch["pixel_values"].to(model.dtype)).logits.float(),
-        batch["labels"],
-    )
-    return -logits.log_softmax(-1)[torch.arange(len(labels)), labels.clamp(min=0)][
-        labels >= 0
-    ].sum()
-
-
-def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
-    """Counts the pictures whose class has the largest logit, and those whose class is among the
-    five largest.
-    """
-    logits = model(pixel_values=batch["pixel_values"]).logits
-    return [num_right(logits, batch["labels"], most) for most in (1, 5)]
-
-
-def rows_of(opens: Any, recipe: Recipe, model_config: dict[str, Any]) -> Any:
-    request = request_of(recipe)
-    task = image_classification.TASK
-    return opens(request, task.processor(request, model_config), task.samples, rank=DataRank(1, 0))
-
-
-PICTURES = Plain(
-    stream=functools.partial(rows_of, open_samples),
-    held_out=functools.partial(rows_of, eval_samples),
-    loss=summed_loss,
-    decays=lambda name, value: (
-        value.ndim >= 2
-        and name.rpartition(".")[2]
-        not in ("cls_token", "distillation_token", "position_embeddings")
-    ),
-    right=right,
-)
+from reference import Trained, num_labels, train_plain
+from shipped_jsons import strategy
 
 
 @functools.cache
@@ -195,9 +97,7 @@ CASES = [
 
 @each(CASES)
 def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
-    """Losses, norms, learning rates, every weight, and the share of held-out pictures that are
-    right.
-    """
+    """Compare losses, norms, learning rates, all weights, and the accuracy on held-out images."""
     codes = pools.run(
         case.world,
         train_images,
@@ -221,7 +121,7 @@ def test_image_classifiers_train_like_plain_pytorch(pools, tmp_path, case):
 
 @pytest.mark.slow
 def test_a_published_plan_that_does_not_fit_its_layers_is_refused(pools, tmp_path):
-    """Swin's bias of positions has as many columns as heads, and is not cut with them."""
+    """Swin's position bias has one column per head, but the published plan does not shard it."""
     with pytest.raises(
         CaseFailed,
         match=(
@@ -241,8 +141,10 @@ def test_a_published_plan_that_does_not_fit_its_layers_is_refused(pools, tmp_pat
 
 @pytest.mark.slow
 def test_image_classifiers_train_like_plain_pytorch_in_bf16(pools, tmp_path):
-    """In two stages: every loss within 3 x the largest difference between single-process runs that
-    only split the batch differently.
+    """In two stages, every loss is within 3 x the noise of the reference.
+
+    The noise is the largest difference between single-process runs that differ only in how they
+    split the batch.
     """
     recipe = recipe_for("vit", **PP2)
     assert pools.run(
@@ -268,7 +170,10 @@ def test_image_classifiers_train_like_plain_pytorch_in_bf16(pools, tmp_path):
 
 @pytest.mark.slow
 def test_a_mixture_of_pictures_tells_the_loss_of_each(pools, tmp_path):
-    """The same in two stages as on two data-parallel ranks, and they average to the loss."""
+    """Two stages and two data-parallel ranks report the same loss for each data set.
+
+    The weighted mean of these losses is the loss of the mixture.
+    """
     file = damaged(tmp_path, broken=())
     lines = []
     for layout in ({}, PP2):
@@ -293,17 +198,9 @@ def test_a_mixture_of_pictures_tells_the_loss_of_each(pools, tmp_path):
         )
 
 
-def exported(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value
-        for file in folder.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
-
-
 @pytest.fixture(scope="module")
 def stopped(pools, tmp_path_factory) -> Path:
-    """A run of ViT in two stages, cut by tensors, that was stopped after step 5."""
+    """Return a ViT run with pp = 2 and tp = 2 that stopped after step 5."""
     out = tmp_path_factory.mktemp("stopped") / "run"
     assert (
         pools.run(
@@ -320,8 +217,9 @@ def stopped(pools, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
-    """From two stages of two tensor ranks under ZeRO-1 to two ranks under ZeRO-3: the same
-    pictures, losses and weights.
+    """A run with pp = 2 and tp = 2 under ZeRO-1 resumes on two ranks under ZeRO-3.
+
+    The images, losses and weights must be the same.
     """
     shutil.copytree(stopped, tmp_path / "run")
     assert pools.run(
@@ -335,8 +233,9 @@ def test_a_stopped_run_goes_on_in_another_layout(pools, tmp_path, stopped):
 
 
 def make_old(out: Path) -> None:
-    """Write a run folder as it was until November 2026: lines with `tokens` as well, and
-    `checkpoint_every` in run.json.
+    """Change a run folder to the format used before November 2026.
+
+    Its lines also contain `tokens`, and its run.json contains `checkpoint_every`.
     """
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lines = [
@@ -350,7 +249,7 @@ def make_old(out: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resume_is_bit_for_bit(pools, tmp_path):
-    """Stopped after steps 3 and 7, with crops that are drawn anew each step."""
+    """The run stops after steps 3 and 7. Each step uses new random crops."""
     for out, stops in (("whole", (0,)), ("parts", (3, 7, 0))):
         for stop_at in stops:
             recipe = recipe_for("vit", stop_at=stop_at, threads=1 + stop_at % 3)
@@ -363,7 +262,7 @@ def test_a_resume_is_bit_for_bit(pools, tmp_path):
         [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
         for out in ("whole", "parts")
     ]
-    assert numbers(lines[0]) == numbers(lines[1])
+    assert reproducible_values(lines[0]) == reproducible_values(lines[1])
     assert ["tokens" in line for line in lines[1]] == [
         number < 3 for number in range(STEPS)
     ] and not any("tokens" in line for line in lines[0])
@@ -377,21 +276,11 @@ def test_a_resume_is_bit_for_bit(pools, tmp_path):
     )
 
 
-def convert(*words: Any) -> str:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py"), *map(str, words)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_checkpoints_are_converted_both_ways(tmp_path, stopped):
-    """To Hugging Face files, from them into two stages of two tensor ranks, into other degrees, and
-    back: bit for bit.
+    """Checkpoints are converted to Hugging Face files and other degrees, and back.
+
+    One of the layouts has pp = 2 and tp = 2. All tensors must stay the same, bit for bit.
     """
     convert("to-hf", stopped, tmp_path / "hf", "--verify")
     first = exported(tmp_path / "hf")
@@ -422,8 +311,9 @@ def test_checkpoints_are_converted_both_ways(tmp_path, stopped):
 
 
 def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_path):
-    """Its loss and its share of right pictures are those that the run told, its image processor
-    makes the pictures of an evaluation.
+    """transformers computes the same loss and accuracy as the run reported.
+
+    The exported image processor resizes and crops as the evaluation does.
     """
     recipe = recipe_for("vit")
     pools.run(1, train_images, recipe=recipe, config=strategy("zero0"), out=str(tmp_path / "run"))
@@ -447,8 +337,8 @@ def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_pa
 
 
 def damaged(folder: Path, broken: tuple[int, ...] = (7, 123)) -> Path:
-    """A Parquet file of 300 drawn pictures as PNG, some of which are cut off."""
-    rows = [image_classification.drawn(number) for number in range(300)]
+    """Write a Parquet file of 300 generated PNG images, and truncate the `broken` images."""
+    rows = [image_classification.draw_shape_image(number) for number in range(300)]
     encoded = []
     for row in rows:
         buffer = io.BytesIO()
@@ -465,8 +355,9 @@ def damaged(folder: Path, broken: tuple[int, ...] = (7, 123)) -> Path:
 
 @pytest.mark.slow
 def test_a_damaged_picture_is_named_or_counted(pools, tmp_path):
-    """The run stops before it, with a checkpoint (tests/data/test_data_samples.py has the words);
-    or it is left out and counted, the same on every layout.
+    """The run either stops before the image, with a checkpoint, or skips and counts the image.
+
+    The count is the same in every layout. tests/data/test_samples.py checks the error message.
     """
     file = damaged(tmp_path)
     recipe = recipe_for("vit", dataset=str(file), steps=50, global_batch=8, eval_every=0)
@@ -497,8 +388,9 @@ def test_a_damaged_picture_is_named_or_counted(pools, tmp_path):
 
 
 def test_a_model_gets_a_head_for_other_classes(pools, tmp_path):
-    """--num_labels: every weight of the body is the files', a new head is drawn, also for files
-    that have no head; without the flag both are refused.
+    """With --num_labels, all weights of the body come from the files, and the new head is random.
+
+    The flag also works for files without a head. Without the flag, both cases are config errors.
     """
     start = recipe_for("vit", lr=1e-12, steps=1, warmup_steps=0, eval_every=0, global_batch=4)
     pools.run(1, train_images, recipe=start, config=strategy("zero0"), out=str(tmp_path / "run"))
@@ -545,10 +437,12 @@ def test_a_model_gets_a_head_for_other_classes(pools, tmp_path):
 
 
 def tune(recipe: Recipe, config: dict[str, Any], out: str, flags: tuple[str, ...]) -> int:
-    """Runs on every rank: the real loop without --tiny, from published weights."""
+    """Run the real loop on a rank without --tiny, starting from published weights."""
     from recipekit.train import main
 
     sys.argv = ["images.py"]
     return main(
-        make_plan(parse(replace(recipe, ds_config=config, out=out), Path("images.py"), list(flags)))
+        resolve_run(
+            parse(replace(recipe, ds_config=config, out=out), Path("images.py"), list(flags))
+        )
     )

@@ -1,5 +1,6 @@
-"""In every layout the loss in chunks is that of whole logits: of a step, of each corpus, of an
-evaluation, and so are the gradients.
+"""In every layout, the chunked loss equals the loss computed from full logits.
+
+The tests compare the losses of steps, corpora and evaluations, and the gradients.
 """
 
 import json
@@ -7,28 +8,30 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from parity import TP2, accumulating, corpus, recipe_for, train_in_layout
+from peft_models import add_lora
 from recipekit.spec.recipe import Recipe
-from test_export import add_lora
-from test_parity import TP2, accumulating, corpus, recipe_for, strategy, train_in_layout
+from shipped_jsons import strategy
 
 VOCABULARY = 264
-COLUMNS = 64  # of a block here, so that there are several
+COLUMNS = 64  # rows of a block in this test, small enough for several blocks
 
 
 def train_and_watch(
     recipe: Recipe, config: dict[str, Any], out: str
 ) -> tuple[int, list[tuple[int, int]]]:
-    """Runs on every rank: the real loop in small blocks.
+    """Run the real loop on a rank, with small blocks.
 
-    Returns its exit code, and (rows of the head's weight, columns of a block) of its losses.
+    Return the loop's exit code and, for its losses, (rows of the head's weight, columns of a
+    block).
     """
     from recipekit.kernels import cross_entropy
-    from recipekit.model import head
+    from recipekit.model import chunked_loss, loss_path
 
     token_losses, logits, operations_of, seen = (
-        head.token_losses,
-        cross_entropy._logits,
-        head.operations_of,
+        chunked_loss.token_losses,
+        cross_entropy._block_logits,
+        loss_path.operations_of,
         set(),
     )
 
@@ -42,10 +45,10 @@ def train_and_watch(
 
     def unwatched(*given: Any) -> Any:
         found = operations_of(*given)
-        seen.clear()  # those of the small copy
+        seen.clear()  # discard the blocks of the small test model
         return found
 
-    head.token_losses, cross_entropy._logits, head.operations_of = (
+    chunked_loss.token_losses, cross_entropy._block_logits, loss_path.operations_of = (
         in_small_blocks,
         watched,
         unwatched,
@@ -53,7 +56,7 @@ def train_and_watch(
     try:
         return train_in_layout(recipe, config, out), sorted(seen)
     finally:
-        head.token_losses, cross_entropy._logits, head.operations_of = (
+        chunked_loss.token_losses, cross_entropy._block_logits, loss_path.operations_of = (
             token_losses,
             logits,
             operations_of,
@@ -118,7 +121,7 @@ def test_a_loss_in_chunks_is_that_of_whole_logits(pools, tmp_path, case):
         blocks = [seen for _, seen in told if seen]
         if loss == "whole":
             assert not blocks
-        else:  # a pipeline's last stage alone has them, which under DualPipeV is on the first rank
+        else:  # only a pipeline's last stage has blocks, which is on the first rank under DualPipeV
             wanted = {(case.rows, COLUMNS), (case.rows, case.rows % COLUMNS)}
             assert len(blocks) == (1 if recipe.pp > 1 else 2) and all(
                 set(seen) == wanted for seen in blocks

@@ -1,5 +1,6 @@
-"""Masked language models train like plain PyTorch in every layout of their row of facts, resume bit
-for bit, and are exported as transformers reads them.
+"""Masked language models train like plain PyTorch in every layout that their task supports.
+
+Their resumes are the same bit for bit, and transformers can read their exports.
 """
 
 import functools
@@ -19,32 +20,33 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from built_models import build_model
 from job import Job, deepspeed, metrics
+from metrics_page import OF_MASKS, page
+from parity import NUMBERS, STEPS, Case, compare, each
 from pool import ROOT, environment
 from recipekit.architectures.families import default_config
+from recipekit.data.batching import DataRank
 from recipekit.data.held_out import eval_rows
-from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
-from recipekit.data.request import request_of
+from recipekit.data.request import request_from_recipe
 from recipekit.data.stream import open_stream
-from recipekit.kernels.documents import with_documents, with_starts
-from recipekit.model.build import build_model
+from recipekit.kernels.documents import with_document_starts, with_documents
 from recipekit.model.empty import empty_model
-from recipekit.model.initial import FirstValues, Target, fill
+from recipekit.model.initial_values import InitialValues, Target, fill_parameters
 from recipekit.model.weights import open_weights
 from recipekit.parallel import pipeline
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import numbers
+from recipekit.spec.run_folder import reproducible_values
 from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import masked_lm
 from recipekit.train import to_device
 from reference import Plain, Trained, num_right, train_plain
 from safetensors.torch import load_file
-from test_metrics_page import OF_MASKS, page
-from test_parity import NUMBERS, STEPS, Case, compare, each, strategy
+from shipped_jsons import strategy
 
 FLAGS = (
     "dataset",
@@ -62,7 +64,7 @@ FLAGS = (
 
 @functools.cache
 def family(model_type: str, dropout: float = 0.0) -> str:
-    """A folder with the default config of a family, with this dropout."""
+    """Return a folder with a family's default config and this dropout."""
     config = default_config(model_type, "masked_lm").to_dict()
     config |= {key: dropout for key in config if key.endswith(("dropout_prob", "_dropout"))}
     folder = Path(tempfile.mkdtemp(prefix="masked_"))
@@ -72,7 +74,9 @@ def family(model_type: str, dropout: float = 0.0) -> str:
 
 @functools.cache
 def short_documents() -> str:
-    """Documents of 5 to 90 letters: several in a row, and rows with padding."""
+    """Return a file of documents of 5 to 90 letters, so that rows contain several documents and
+    padding.
+    """
     folder = Path(tempfile.mkdtemp(prefix="masked_"))
     draw = torch.Generator().manual_seed(5)
     lengths = torch.randint(5, 90, (3000,), generator=draw).tolist()
@@ -92,8 +96,8 @@ def recipe_for(model: str, dropout: float = 0.0, **changes: Any) -> Recipe:
 
 
 def plan_of(recipe: Recipe) -> Any:
-    """--tiny must not change the numbers of this test, so they are typed."""
-    return make_plan(
+    """Return a run's plan, with flags for the values that --tiny would otherwise change."""
+    return resolve_run(
         parse(
             recipe,
             Path("masked.py"),
@@ -106,7 +110,7 @@ def plan_of(recipe: Recipe) -> Any:
 
 
 def train_masked(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank of a pool: the real loop, as `run` starts it."""
+    """Run the real loop on a rank of a pool, in the same way as `run` does."""
     from recipekit.train import main
 
     sys.argv = ["masked.py"]
@@ -114,7 +118,7 @@ def train_masked(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 
 
 def documents(batch: dict[str, torch.Tensor]) -> Any:
-    """Yields (ids, labels) of each document, (tokens,), by the positions that begin anew."""
+    """Yield each document's (ids, labels), both (tokens,). A position of 0 starts a document."""
     for ids, labels, positions in zip(
         batch["input_ids"], batch["labels"], batch["position_ids"], strict=True
     ):
@@ -126,14 +130,14 @@ def documents(batch: dict[str, torch.Tensor]) -> Any:
 
 
 def logits_of(model: Any, batch: dict[str, torch.Tensor]) -> Any:
-    """Yields (logits, labels) of each document's hidden tokens; transformers' own model reads it
-    alone, and is told of no mask and no positions.
+    """Yield (logits, labels) for each document's masked tokens.
+
+    The transformers model reads each document alone, without a mask and usually without positions.
     """
     for ids, labels in documents(batch):
         if (hidden := labels >= 0).any():
             told = {}
-            # a tiny RoBERTa's padding token is a byte, and RoBERTa gives no position of its own to
-            # it
+            # A tiny RoBERTa's padding token is a byte, and RoBERTa gives this token no position.
             if model.config.pad_token_id in ids.tolist():
                 told = {"position_ids": torch.arange(len(ids)).unsqueeze(0)}
             yield (
@@ -158,10 +162,10 @@ def right(model: Any, batch: dict[str, torch.Tensor]) -> list[int]:
 
 MASKED = Plain(
     stream=lambda recipe, _: open_stream(
-        request_of(recipe), byte_tokenizer(masked=True), rank=DataRank(1, 0)
+        request_from_recipe(recipe), byte_tokenizer(masked=True), rank=DataRank(1, 0)
     ),
     held_out=lambda recipe, _: eval_rows(
-        request_of(recipe), byte_tokenizer(masked=True), rank=DataRank(1, 0)
+        request_from_recipe(recipe), byte_tokenizer(masked=True), rank=DataRank(1, 0)
     ),
     loss=summed_loss,
     right=right,
@@ -178,7 +182,7 @@ def reference(model: str, bf16: bool = False, **changes: Any) -> Trained:
 
 
 TP2, PP2 = {"tp": 2}, {"pp": 2}
-CASES = [  # pairs of stage, dp, split, tp, pp
+CASES = [  # pairs of ZeRO stage, dp, split, tp, pp
     Case("bert zero1 pp2 tp2", 4, "zero1", PP2 | TP2, model="bert", slow=True),
     Case("bert zero1 pp2", 2, "zero1", PP2, model="bert", slow=True),
     Case(
@@ -222,9 +226,7 @@ CASES = [  # pairs of stage, dp, split, tp, pp
 
 @each(CASES)
 def test_masked_language_models_train_like_plain_pytorch(pools, tmp_path, case):
-    """Losses, norms, learning rates, every weight, and the share of hidden tokens of held-out rows
-    that are right.
-    """
+    """Compare losses, norms, rates, all weights, and the accuracy on masked held-out tokens."""
     codes = pools.run(
         case.world,
         train_masked,
@@ -258,8 +260,9 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_resume_with_dropout_is_bit_for_bit(pools, tmp_path):
-    """BERT's own dropout, 0.1, in embeddings, attention and layers; stopped after step 4, with
-    tokens hidden anew in each row.
+    """BERT's default dropout is 0.1, in embeddings, attention and layers.
+
+    The run stops after step 4. Each row gets new masks in each epoch.
     """
     for out, stops in (("whole", (0,)), ("parts", (4, 0))):
         for stop_at in stops:
@@ -271,9 +274,9 @@ def test_a_resume_with_dropout_is_bit_for_bit(pools, tmp_path):
         [json.loads(line) for line in (tmp_path / out / "metrics.jsonl").read_text().splitlines()]
         for out in ("whole", "parts")
     ]
-    assert numbers(lines[0]) == numbers(lines[1]) and [line["accuracy"] for line in lines[0]] == [
-        line["accuracy"] for line in lines[1]
-    ]
+    assert reproducible_values(lines[0]) == reproducible_values(lines[1]) and [
+        line["accuracy"] for line in lines[0]
+    ] == [line["accuracy"] for line in lines[1]]
     whole, parts = exported(tmp_path / "whole" / "hf"), exported(tmp_path / "parts" / "hf")
     assert whole.keys() == parts.keys() and all(
         torch.equal(whole[name], parts[name]) for name in whole
@@ -293,8 +296,9 @@ def convert(*words: Any) -> str:
 
 @pytest.mark.slow
 def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, tmp_path):
-    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 x pp 2 -> Hugging Face; then the run goes
-    on in another layout, like plain PyTorch.
+    """The chain is ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 x pp 2 -> Hugging Face.
+
+    Then the run resumes in a different layout, and trains like plain PyTorch.
     """
     run = tmp_path / "run"
     assert pools.run(
@@ -341,8 +345,9 @@ def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, 
 
 
 def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_path):
-    """Its loss and its share of right tokens are those that the run told; its tokenizer puts the
-    same tokens round a text, and knows the mask.
+    """transformers computes the same loss and accuracy as the run reported.
+
+    The exported tokenizer adds the same special tokens to a text, and has the mask token.
     """
     recipe = recipe_for("modernbert")
     pools.run(1, train_masked, recipe=recipe, config=strategy("zero0"), out=str(tmp_path / "run"))
@@ -371,32 +376,34 @@ def test_what_is_exported_is_read_and_judged_by_plain_transformers(pools, tmp_pa
 
 @pytest.mark.parametrize("model_type", ["bert", "modernbert"])
 def test_a_head_that_is_the_embedding_is_drawn_once(tmp_path, model_type):
-    """Its part of the model has a bias of its own, yet what an earlier part drew stays, on each
-    stage as in the whole: the embedding's own values.
+    """The head's block has a separate bias, but the shared weight keeps the embedding's values.
 
-    Each stage finds its parameters in the files of the whole.
+    This is the same on each stage and in the full model. Each stage finds its parameters in the
+    full model's files.
     """
     plan = plan_of(replace(recipe_for(model_type), ds_config=strategy("zero0"), out="/nonexistent"))
     built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
     whole, split = (
         dict(built.model.named_parameters()),
-        pipeline.split(built.model, built.blueprint, 2, built.plans.pp),
+        pipeline.split_stages(built.model, built.blueprint, 2, built.model_plan.plans.pp),
     )
     assert split.tied
     built.model.save_pretrained(tmp_path)
     for stage in (0, 1):
         model, uncut = (
-            empty_model(plan.model_config, built.attention, "", 0, "AutoModelForMaskedLM")
+            empty_model(
+                plan.model_config, built.model_plan.attention, "", 0, "AutoModelForMaskedLM"
+            )
             for _ in range(2)
         )
-        pipeline.cut(model, split, stage, torch.float32, TASKS["masked_lm"])
+        pipeline.make_stage(model, split, stage, torch.float32, TASKS["masked_lm"])
         assert (
             open_weights(str(tmp_path), model).stored.keys()
             >= dict(model.named_parameters()).keys()
         )
-        fill(
+        fill_parameters(
             model,
-            FirstValues(plan.recipe.seed, whole=uncut),
+            InitialValues(plan.recipe.seed, full_model=uncut),
             Target(torch.device("cpu"), torch.float32, None, {}),
             cuts={},
         )
@@ -423,21 +430,21 @@ def test_stages_that_would_name_one_weight_in_two_ways_are_refused():
     )
     built = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu"))
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"pp > 1 with CamembertForMaskedLM: its head is its embedding and stands before it"
             r" .lm_head.decoder.weight."
         ),
     ):
-        pipeline.split(built.model, built.blueprint, 2, built.plans.pp)
+        pipeline.split_stages(built.model, built.blueprint, 2, built.model_plan.plans.pp)
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["bert", "modernbert", "eurobert", "roberta"])
 def test_a_document_changes_no_logit_and_no_loss_of_another(model_type, attention):
-    """Not one bit: the second of three documents is another one.
+    """Changing the second of three documents must not change any bit of the other documents.
 
-    Its own logits see it, those before a change too.
+    The second document's logits do change, even before the changed token.
     """
     plan = plan_of(
         replace(
@@ -449,7 +456,7 @@ def test_a_document_changes_no_logit_and_no_loss_of_another(model_type, attentio
     model = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
     positions = torch.cat([torch.arange(length) for length in (20, 30, 14)]).unsqueeze(0)
     ids = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
-    add = with_documents if attention == "varlen" else with_starts
+    add = with_documents if attention == "varlen" else with_document_starts
     outputs = []
     for end in (5, 7):
         ids[0, 49] = end
@@ -460,7 +467,7 @@ def test_a_document_changes_no_logit_and_no_loss_of_another(model_type, attentio
         outputs.append(
             (
                 masked_lm.TASK.forward(model, batch).detach(),
-                masked_lm.of_losses(masked_lm.TASK).forward(model, batch).detach(),
+                masked_lm.with_chunked_masked_loss(masked_lm.TASK).forward(model, batch).detach(),
             )
         )
     for before, after in zip(*outputs, strict=True):
@@ -486,11 +493,11 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize("letters", ["true", "shuffled"])
 def test_a_small_bert_learns_text(tmp_path, letters):
-    """Its accuracy is 10 points above the share of the commonest byte; with the bytes of each
-    document shuffled it is not, so nothing of the answer leaks in.
+    """The accuracy is 10 points above the share of the most frequent byte.
 
-    Of the hidden tokens one in ten stays what it is, so whoever copies what is there is right 7
-    points more often than that share.
+    If the bytes of each document are shuffled, the accuracy stays lower, which shows that the
+    answer does not leak into the input. One in ten masked tokens keeps its value. A model that
+    copies its input would therefore be correct 7 points more often than that share.
     """
     texts = [
         path.read_text(errors="replace")

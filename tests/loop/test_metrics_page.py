@@ -1,6 +1,4 @@
-"""recipes/METRICS.md against a real run: each key that a run writes is on the page, and means what
-the page says.
-"""
+"""recipes/METRICS.md compared with a real run: the page lists every key with the right meaning."""
 
 import json
 import random
@@ -13,31 +11,13 @@ from typing import Any
 
 import pytest
 from job import metrics
-from pool import ROOT
+from metrics_page import OF_MASKS, OF_PAIRS, OF_PICTURES, PAGE, page
 from recipekit.spec.recipe import Recipe
 
-PAGE = ROOT / "recipes" / "METRICS.md"
 ON_GPUS_ONLY = {"mfu"}
-# test_masked.py has a run that writes them
-OF_MASKS = {"accuracy", "perplexity", "eval_accuracy", "eval_perplexity"}
-# test_images.py has a run that writes them
-OF_PICTURES = {"samples", "samples_per_s", "eval_accuracy", "eval_top5_accuracy"}
-OF_SAMPLES = {"samples/NAME", "step_samples"}  # test_metrics_of_a_step.py
-# test_preference.py
-OF_PAIRS = {
-    f"{before}{name}"
-    for before in ("", "eval_")
-    for name in ("accuracy", "margin", "rewards/chosen", "rewards/rejected")
-}
-# test_chat_rows.py has runs that write them
+OF_SAMPLES = {"samples/NAME", "step_samples"}  # test_step_metrics.py
+# test_chat_rows.py has runs that write these keys.
 OF_CHATS = {"rows_read", "rows_cut", "rows_without_target", "answers_dropped"}
-
-
-def page() -> dict[str, tuple[str, str]]:
-    """key -> its unit and its meaning, row by row of the page's table."""
-    rows = re.findall(r"^\| `([\w/]+)` \| ([^|]+) \| ([^|]+) \|$", PAGE.read_text(), re.MULTILINE)
-    assert len(dict((key, unit) for key, unit, _ in rows)) == len(rows)
-    return {key: (unit, meaning) for key, unit, meaning in rows}
 
 
 def text(words: int, seed: int) -> str:
@@ -54,12 +34,13 @@ def test_every_key_has_a_unit_and_a_meaning_and_no_table_is_wider_than_a_screen(
 
 
 def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_path: Path) -> None:
-    """A mixture with a bad row, an empty one, a ramp and evaluations, which has all keys but those
-    of a GPU.
+    """The run has a mixture, a bad row, an empty row, a ramp and evaluations.
+
+    It writes all keys except the keys for GPUs and for other tasks.
     """
-    # these import torch, which the test above does without
+    # These imports load torch, which the test above does not need.
     from recipekit.spec.schedules import lr_at
-    from test_resume import BASE, train
+    from short_runs import BASE, train
 
     recipe = replace(
         BASE,
@@ -105,7 +86,7 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
             lr_at(recipe, number), rel=1e-12
         )
         assert line["global_batch"] == [4, 8, 8][number - 1] and line["step_tokens"] == new
-        # with a label, with and without, places
+        # Labelled tokens, then all tokens, then row positions.
         assert 0 < new < all_tokens - read <= line["global_batch"] * recipe.seq_len
         assert line["tokens_per_s"] * line["step_s"] == pytest.approx(new, rel=1e-9)
         assert 0 <= line["data_wait_s"] <= line["step_s"] < 60 and line["bad_rows"] in (0, 1, 2)
@@ -122,14 +103,14 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
     assert lines[-1]["empty_rows"] in (1, 2)
 
 
-SLOW = 2.0  # seconds that an evaluation and a save take longer
+SLOW = 2.0  # additional seconds of an evaluation and a save
 
 
 def train_slowly(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
-    """Run on every rank of a pool: evaluations and saves each sleep for SLOW seconds."""
-    from recipekit import train as loop  # these import torch
+    """Run on a rank of a pool, with evaluations and saves that each sleep for SLOW seconds."""
+    from recipekit import train as loop  # these imports load torch
     from recipekit.checkpoints.save import Saver
-    from test_resume import train
+    from short_runs import train
 
     def slowly(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *values, **named: (time.sleep(SLOW), call(*values, **named))[1]
@@ -143,7 +124,7 @@ def train_slowly(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
 def test_the_time_of_a_step_excludes_its_evaluation_and_its_save(
     pools: Any, tmp_path: Path
 ) -> None:
-    from test_resume import BASE
+    from short_runs import BASE
 
     recipe = replace(
         BASE, ds_config="zero2.json", steps=4, warmup_steps=1, eval_every=1, save_every=1

@@ -1,5 +1,6 @@
-"""DPO and reward models train like plain PyTorch in every layout of their rows of facts, resume bit
-for bit, and are exported as transformers reads them.
+"""DPO and reward models train like plain PyTorch in every layout that their tasks support.
+
+Their resumes are the same bit for bit, and transformers can read their exports.
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import os
 import platform
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,26 +19,28 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from convert_command import convert
+from metrics_page import OF_PAIRS, page
+from parity import MODELS, STEPS, Case, compare, each, without_dropout
+from peft_models import add_lora
 from pool import CaseFailed
+from preference_pairs import pairs
+from recipekit.data.batching import DataRank
 from recipekit.data.held_out import eval_samples
-from recipekit.data.lanes import DataRank
-from recipekit.data.pairs import NUM_DRAWN, drawn
-from recipekit.data.request import request_of
+from recipekit.data.pairs import NUM_BUILTIN_PAIRS, generate_pair
+from recipekit.data.request import request_from_recipe
 from recipekit.data.samples import open_samples
 from recipekit.model.empty import empty_model
-from recipekit.model.flops import keys_seen, model_flops
-from recipekit.plan import make_plan
+from recipekit.model.flops import attended_keys, model_flops
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.devices import DEVICES, Device
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.run_folder import numbers
-from recipekit.tasks.find import task_called
+from recipekit.spec.run_folder import reproducible_values
+from recipekit.tasks.find import load_task
 from reference import Plain, Trained, num_right, train_plain
 from safetensors.torch import load_file
-from test_export import add_lora
-from test_images import convert
-from test_metrics_page import OF_PAIRS, page
-from test_parity import MODELS, STEPS, Case, compare, each, strategy, without_dropout
+from shipped_jsons import strategy
 
 NUMBERS = dict(
     lr=3e-4,
@@ -65,39 +67,13 @@ FLAGS = (
     "sp",
     "ep",
 )
-# of a margin: 0.1 x the difference of sums of 340, each 2e-5 off in fp32 (measured beside fp64; a
-# loss may be 7e-6 off)
+# Tolerance for a margin, which is 0.1 x the difference of sums of 340 terms. In fp32 each sum is
+# off by 2e-5, and a loss may be off by 7e-6. Measured against fp64.
 ROUNDING = 3e-6
 MEASURES = {
     "preference": ("accuracy", "margin", "rewards/chosen", "rewards/rejected"),
     "reward": ("accuracy", "margin"),
 }
-
-
-@functools.cache
-def pairs() -> str:
-    """Pairs of every form whose answers have 1 to 60 letters, so that the micro-batches have other
-    lengths.
-    """
-    draw = random.Random(0)
-
-    def text(longest):
-        return "".join(draw.choice("abcdefgh ") for _ in range(draw.randint(1, longest)))
-
-    rows = []
-    for number in range(1200):
-        question, chosen, rejected = text(30), text(60), f"{text(59)}."
-        said = [[{"role": "assistant", "content": answer}] for answer in (chosen, rejected)]
-        asked = [{"role": "user", "content": question[:20]}]
-        forms = (
-            (question, chosen, rejected),
-            (asked, said[0][:1], said[1][:1]),
-            (question[:20], asked + said[0], asked + said[1]),
-        )
-        rows.append(dict(zip(("prompt", "chosen", "rejected"), forms[number % 3], strict=True)))
-    file = Path(tempfile.mkdtemp(prefix="pairs_")) / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
 
 
 def recipe_for(task: str, model: str = "qwen3", **changes: Any) -> Recipe:
@@ -112,8 +88,8 @@ def recipe_for(task: str, model: str = "qwen3", **changes: Any) -> Recipe:
 
 
 def plan_of(recipe: Recipe) -> Any:
-    """--tiny must not change the numbers of this test, so they are typed."""
-    return make_plan(
+    """Return a run's plan, with flags for the values that --tiny would otherwise change."""
+    return resolve_run(
         parse(
             recipe,
             Path("pairs.py"),
@@ -126,14 +102,15 @@ def plan_of(recipe: Recipe) -> Any:
 
 
 def train_pairs(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = False) -> int:
-    """Runs on every rank of a pool: the real loop, as `run` starts it, with the reference
-    log-probabilities beside the run's folder.
+    """Run the real loop on a pool's rank, in the same way as `run` does.
+
+    The reference log-probabilities are stored next to the run folder.
     """
     from recipekit.train import main
 
     sys.argv = ["pairs.py"]
     recipe = replace(recipe, ds_config=config, out=out, adapt=add_lora if lora else None)
-    if recipe.token_cache == "auto" and "token_cache" in recipe.facts.reads:
+    if recipe.token_cache == "auto" and "token_cache" in recipe.task_spec.reads:
         recipe = replace(recipe, token_cache=str(Path(out).parent / "tokens"))
     return main(plan_of(recipe))
 
@@ -143,7 +120,7 @@ def train_pairs(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = F
 
 
 def answer_log_probabilities(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Adds up log p(token) over the tokens of each answer, (B, 2)."""
+    """Return the sum of log p(token) over each answer's tokens, (B, 2)."""
     ids, labels = batch["input_ids"].flatten(0, 1), batch["labels"].flatten(0, 1)
     chances = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
     chosen = chances.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
@@ -151,14 +128,14 @@ def answer_log_probabilities(model: Any, batch: dict[str, torch.Tensor]) -> torc
 
 
 def preferred(rewards: torch.Tensor) -> float:
-    """Counts the pairs (N, 2) whose first answer has the larger reward."""
+    """Count the pairs (N, 2) whose first answer has the larger reward."""
     return float(num_right(rewards, torch.zeros(len(rewards), dtype=torch.int64)))
 
 
 class Dpo:
-    """The loss of DPO against the weights of the first call.
+    """The DPO loss, with the weights of the first call as reference.
 
-    For an adapter the reference is the model below it.
+    For an adapter the reference is the base model.
     """
 
     def __init__(self) -> None:
@@ -166,7 +143,7 @@ class Dpo:
 
     @contextlib.contextmanager
     def begun(self, model: Any) -> Iterator[None]:
-        """Gives the model the weights of the start for a while."""
+        """Temporarily load the initial weights into the model."""
         now = {name: value.detach().clone() for name, value in model.named_parameters()}
         self.start = self.start or now
         for name, value in model.named_parameters():
@@ -197,9 +174,7 @@ class Dpo:
 
 
 def scores(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Reads each answer alone, without padding, and takes what the head says at its last token, (B,
-    2).
-    """
+    """Return the score at each answer's last token, (B, 2), from inputs without padding."""
     found = []
     for ids in batch["input_ids"].flatten(0, 1):
         length = (
@@ -226,10 +201,10 @@ def told(model: Any, batch: dict[str, torch.Tensor]) -> list[float]:
 
 
 def rows_of(opens: Any, recipe: Recipe, model_config: dict[str, Any]) -> Any:
-    task = task_called(recipe.task)
+    task = load_task(recipe.task)
     return opens(
-        request_of(recipe),
-        task.processor(request_of(recipe), model_config),
+        request_from_recipe(recipe),
+        task.processor(request_from_recipe(recipe), model_config),
         task.samples,
         rank=DataRank(1, 0),
     )
@@ -258,9 +233,9 @@ def reference(task: str, model: str, lora: bool = False, **changes: Any) -> Trai
         replace(recipe_for(task, model, **changes), ds_config=strategy("zero0"), out="/nonexistent")
     )
     recipe = replace(plan.recipe, adapt=add_lora if lora else None)
-    of_task = task_called(task)
-    model_config = of_task.configured(
-        plan.model_config, of_task.processor(request_of(recipe), plan.model_config)
+    of_task = load_task(task)
+    model_config = of_task.fit_config(
+        plan.model_config, of_task.processor(request_from_recipe(recipe), plan.model_config)
     )
     return train_plain(recipe, model_config, STEPS, plain=plain_of(task))
 
@@ -294,7 +269,7 @@ DPO = [
         slow=True,
     ),
 ]
-LORA = [  # an adapter goes round the whole model: no tp, no pp
+LORA = [  # an adapter wraps the full model, so tp and pp are 1
     Case("zero2 dp2", 2, "zero2", model="qwen3", slow=True),
     Case("zero0 dp1", 1, "zero0", {"micro_batch": 4}, model="qwen3", slow=True),
     Case("zero1 dp4", 4, "zero1", {"micro_batch": 1}, model="qwen3", slow=True),
@@ -339,13 +314,13 @@ def last_line(run: Path) -> dict[str, Any]:
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
-    """The numbers of metrics.jsonl that training decides, those of the task among them."""
+    """Return each step's reproducible metrics, including the task's metrics."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     own = MEASURES["preference"]
     return [
         kept
         | {name: line[name] for name in (*own, *(f"eval_{name}" for name in own)) if name in line}
-        for kept, line in zip(numbers(found), found, strict=True)
+        for kept, line in zip(reproducible_values(found), found, strict=True)
     ]
 
 
@@ -361,7 +336,7 @@ def check_case(pools: Any, tmp_path: Path, task: str, case: Case, lora: bool = F
     assert [last[f"eval_{name}"] for name in MEASURES[task]] == pytest.approx(
         expected.right, rel=1e-4, abs=ROUNDING
     )
-    # in the first step of DPO all rewards are 0
+    # In the first step of DPO all rewards are 0.
     for line, right in zip(lines(out)[1:], expected.right_of_steps[1:], strict=True):
         assert [line[name] for name in MEASURES[task]] == pytest.approx(
             right, rel=1e-4, abs=ROUNDING
@@ -391,7 +366,7 @@ def check_case(pools: Any, tmp_path: Path, task: str, case: Case, lora: bool = F
 
 @each(DPO)
 def test_dpo_trains_like_plain_pytorch(pools, tmp_path, case):
-    """Losses, norms, learning rates, every weight, and accuracy, margin and rewards of held-out
+    """Compare losses, norms, rates, weights, and the accuracy, margin and rewards of held-out
     pairs.
     """
     check_case(pools, tmp_path, "preference", case)
@@ -404,11 +379,11 @@ def test_reward_models_train_like_plain_pytorch(pools, tmp_path, case):
 
 @each(LORA)
 def test_an_adapter_is_trained_against_the_model_below_it(pools, tmp_path, case):
-    """DPO with LoRA is DPO of plain PyTorch, whose reference has the adapter switched off."""
+    """DPO with LoRA must equal plain PyTorch's DPO whose reference disables the adapter."""
     check_case(pools, tmp_path, "preference", case, lora=True)
 
 
-# What is kept
+# Stored log-probabilities
 # --------------------------------------------------------------------------------------------------
 
 
@@ -425,10 +400,9 @@ def kept_files(folder: Path) -> list[Path]:
 
 
 def test_a_resume_is_bit_for_bit_also_without_the_kept_numbers(pools, tmp_path):
-    """Stopped after step 4.
+    """The run stops after step 4, and its reference log-probabilities are deleted.
 
-    What the start said of the pairs is lost then: it is computed again from the start's weights,
-    not from those of step 4.
+    They must be computed again from the initial weights, not from the weights of step 4.
     """
     for out, stops in (("whole", (0,)), ("parts", (4, 0))):
         for stop_at in stops:
@@ -455,8 +429,10 @@ def test_a_resume_is_bit_for_bit_also_without_the_kept_numbers(pools, tmp_path):
 
 @pytest.mark.slow
 def test_another_layout_goes_on_with_the_kept_numbers(pools, tmp_path):
-    """From two ranks under ZeRO-3 to two stages under ZeRO-1: the file is read, not written, and
-    the run is that of plain PyTorch.
+    """A run on two ranks under ZeRO-3 resumes in two stages under ZeRO-1.
+
+    The file of reference log-probabilities is read but not written, and the run equals plain
+    PyTorch.
     """
     out = str(tmp_path / "run")
     assert pools.run(
@@ -485,8 +461,9 @@ def test_another_layout_goes_on_with_the_kept_numbers(pools, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["preference", "reward"])
 def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, tmp_path, task):
-    """ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 -> Hugging Face; then the run goes on on
-    two tensor ranks, like plain PyTorch.
+    """The chain is ZeRO-2 dp 2 -> ZeRO-3 dp 4 -> Hugging Face -> tp 2 -> Hugging Face.
+
+    Then the run resumes on two tensor ranks, and trains like plain PyTorch.
     """
     run = tmp_path / "run"
     assert pools.run(
@@ -529,8 +506,9 @@ def test_a_run_goes_through_every_layout_and_its_files_are_the_same_bits(pools, 
 
 @pytest.mark.slow
 def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path):
-    """A pair of equal answers, which step 8 would meet; or it is left out and counted, the same in
-    two stages.
+    """The pair has identical answers, and step 8 would use it.
+
+    With `bad_rows="skip"` the pair is skipped and counted, even in two stages.
     """
     rows = [json.loads(line) for line in Path(pairs()).read_text().splitlines()[:100]]
     rows[50]["rejected"] = rows[50]["chosen"]
@@ -566,7 +544,7 @@ def test_a_row_that_cannot_be_used_is_told_before_the_first_step(pools, tmp_path
 
 
 def train_on_known(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank of a pool as if the peak of its device were known."""
+    """Run on a rank of a pool as if its device's peak FLOPs were known."""
     with mock.patch.dict(DEVICES, {platform.machine(): Device(1e12, 2**40, 1e12)}):
         return train_pairs(recipe, config, out)
 
@@ -574,8 +552,10 @@ def train_on_known(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [{}, PP2], ids=str)
 def test_mfu_counts_the_tokens_of_both_answers(pools, tmp_path, layout):
-    """Padding included, which is computed: on two ranks that of the longest answer of a
-    micro-batch, in two stages that up to seq_len.
+    """MFU includes padding, because padding is computed as well.
+
+    Rows are padded to the longest answer of a micro-batch on two ranks, and to seq_len in two
+    stages.
     """
     recipe = recipe_for("preference", steps=3, eval_every=0, micro_batch=1, **layout)
     assert pools.run(
@@ -593,17 +573,17 @@ def test_mfu_counts_the_tokens_of_both_answers(pools, tmp_path, layout):
             batches, _ = next(stream)
             tokens = sum(batch["input_ids"].numel() for batch in batches)
             assert tokens == 2 * 8 * 128 if layout else 2 * 8 * 64 < tokens < 2 * 8 * 128
-            done = flops.of_step(tokens, keys_seen(batches, flops.per_key))
+            done = flops.of_step(tokens, attended_keys(batches, flops.per_key))
             assert line["mfu"] == pytest.approx(done / (2 * 1e12 * line["step_s"]), rel=1e-12)
 
 
-# What is exported
+# Exports
 # -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_reward_model_is_read_and_judged_by_plain_transformers(pools, tmp_path):
-    """Its numbers, at the last token that is no padding, are those of the run."""
+    """transformers computes the same scores as the run, at the last token that is not padding."""
     start = replace(recipe_for("reward", steps=2, warmup_steps=0), eval_every=2)
     assert pools.run(
         1, train_pairs, recipe=start, config=strategy("zero0"), out=str(tmp_path / "run")
@@ -635,19 +615,21 @@ def test_a_reward_model_is_read_and_judged_by_plain_transformers(pools, tmp_path
 
 
 def tune(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank: the real loop without --tiny, from published weights."""
+    """Run the real loop on a rank without --tiny, starting from published weights."""
     from recipekit.train import main
 
     sys.argv = ["pairs.py"]
-    return main(make_plan(parse(replace(recipe, ds_config=config, out=out), Path("pairs.py"), [])))
+    return main(
+        resolve_run(parse(replace(recipe, ds_config=config, out=out), Path("pairs.py"), []))
+    )
 
 
 @pytest.mark.slow
 def test_a_reward_model_begins_from_the_files_of_a_language_model(pools, tmp_path):
-    """Every weight of its body is the files', and its head is drawn; from its own export it begins
-    with the head, too.
+    """All weights of the body come from the files, and the head is random.
 
-    And so do checkpoints go both ways.
+    A run that starts from its own export also loads the head. Checkpoints are converted in both
+    directions.
     """
     short = dict(lr=1e-12, steps=1, warmup_steps=0, eval_every=0)
     language = tmp_path / "language" / "run"
@@ -720,10 +702,12 @@ LEARNS = dict(
 
 @pytest.mark.slow
 def test_dpo_learns_which_of_two_numbers_is_larger(pools, tmp_path):
-    """A small model, from drawn weights, on two ranks: over 90 % of held-out pairs; with answers
-    that were exchanged at random it does not.
+    """A small model with random weights, on two ranks, learns to rank over 90 % of held-out pairs
+    correctly.
+
+    If the answers are swapped at random, the model does not reach this share.
     """
-    rows = [drawn(number) for number in range(NUM_DRAWN)]
+    rows = [generate_pair(number) for number in range(NUM_BUILTIN_PAIRS)]
     draw = random.Random(0)
     for row in rows:
         if draw.random() < 0.5:

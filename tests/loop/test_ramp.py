@@ -1,6 +1,4 @@
-"""A ramp of the global batch: every layout takes the rows of each step that the table says, and
-trains on them like plain PyTorch.
-"""
+"""Batch ramps: every layout uses each step's rows in the table, like plain PyTorch."""
 
 import json
 import shutil
@@ -9,13 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import metrics, numbers
-from recipekit.plan import make_plan
-from recipekit.spec.command import parse
-from recipekit.spec.refusal import Refusal
-from safetensors.torch import load_file
-from test_engines import TORCH, run_engine
-from test_parity import (
+from job import metrics, reproducible_values
+from parity import (
     NUMBERS,
     STEPS,
     Case,
@@ -25,13 +18,18 @@ from test_parity import (
     pinned,
     recipe_for,
     reference,
-    strategy,
     train_in_layout,
 )
+from recipekit.plan import resolve_run
+from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
+from safetensors.torch import load_file
+from shipped_jsons import strategy
+from torch_engines import TORCH, run_engine
 
 slow = pytest.mark.slow
 RAMP = {"batch_ramp": "4:16, 7:24"}
-ROWS = [8, 8, 8, 16, 16, 16, 24, 24, 24, 24]  # by hand
+ROWS = [8, 8, 8, 16, 16, 16, 24, 24, 24, 24]  # computed by hand
 WSD = {"schedule": "wsd", "decay_steps": 4, "min_lr": 1e-4}
 LR = [
     1.5e-4,
@@ -46,8 +44,8 @@ LR = [
     1e-4,
 ]
 CASES = [
-    # after three steps of two micro-batches DeepSpeed alone would end the first one of four after
-    # two
+    # The first step of four micro-batches follows three steps of two. DeepSpeed by itself would end
+    # the step after two micro-batches.
     Case("zero2 dp2", 2, "zero2"),
     Case("zero1 pp2", 2, "zero1", {"pp": 2}, slow=True),
     Case("zero0 dp2, one micro-batch at first", 2, "zero0", {"micro_batch": 4}, slow=True),
@@ -87,7 +85,7 @@ def train(pools: Any, out: Path, world: int, file: str, **changes: Any) -> None:
 
 @each(CASES)
 def test_a_ramp_trains_like_plain_pytorch(pools: Any, ops: Any, tmp_path: Path, case: Case) -> None:
-    """Weights, losses over the tokens of each step's batch, and an evaluation after the last
+    """Compare the weights, the losses over each step's tokens, and an evaluation after the last
     change.
     """
     if case.file == "zero2_cpu":
@@ -116,7 +114,7 @@ def unbroken(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stopped after step 5, in the middle of the steps of 16 rows."""
+    """Return a run that stopped after step 5, among the steps of 16 rows."""
     out = tmp_path_factory.mktemp("ramp") / "half"
     train(pools, out, 2, "zero2", stop_at=5, **RAMP)
     return out
@@ -134,15 +132,17 @@ def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_resume_in_the_middle_of_a_ramp_is_exact(
     pools: Any, half: Path, unbroken: Path, tmp_path: Path, world: int, layout: dict[str, Any]
 ) -> None:
-    """On the same ranks bit for bit; on others the same rows in the same steps, and losses and
-    weights within a layout's tolerance.
+    """On the same number of ranks the resume is the same bit for bit.
+
+    On other numbers of ranks the steps have the same rows, and losses and weights are within the
+    tolerance.
     """
     out = shutil.copytree(half, tmp_path / "run")
     train(pools, out, world, "zero2", **layout, **RAMP)
     went_on, whole = metrics(out), metrics(unbroken)
     assert [line["global_batch"] for line in went_on] == ROWS
     if world == 2:
-        assert numbers(went_on) == numbers(whole)
+        assert reproducible_values(went_on) == reproducible_values(whole)
     assert [line["tokens"] for line in went_on] == [line["tokens"] for line in whole]
     for key in ("loss", "grad_norm", "lr"):
         assert [line[key] for line in went_on] == pytest.approx(
@@ -163,9 +163,9 @@ def test_a_resume_in_the_middle_of_a_ramp_is_exact(
 def test_the_rest_of_a_ramp_may_change(
     pools: Any, half: Path, unbroken: Path, tmp_path: Path
 ) -> None:
-    """With --resume PATH the rows go on where they were.
+    """With --resume PATH the rows continue after the checkpoint.
 
-    A run without a ramp can be given one, as if it had had it from the beginning.
+    A run without a ramp can get a ramp. It continues as if it had the ramp from the beginning.
     """
     out = tmp_path / "other"
     train(pools, out, 2, "zero2", resume=str(half), batch_ramp="4:16, 6:32")
@@ -185,13 +185,16 @@ def test_the_rest_of_a_ramp_may_change(
         out=str(tmp_path / "plain"),
     ) == [0, 0]
     train(pools, tmp_path / "run", 2, "zero2", resume=str(tmp_path / "plain"), **RAMP)
-    assert numbers(metrics(tmp_path / "run")) == numbers(metrics(unbroken))[3:]
+    assert (
+        reproducible_values(metrics(tmp_path / "run")) == reproducible_values(metrics(unbroken))[3:]
+    )
 
 
 @slow
 def test_a_wsd_run_is_prolonged_in_its_stable_phase(pools: Any, tmp_path: Path) -> None:
-    """From the step before its decay it is, bit for bit, the run that had the larger number of
-    steps from the beginning.
+    """The run resumes from the step before its decay.
+
+    It must equal, bit for bit, a run that had the larger number of steps from the beginning.
     """
     short, long = tmp_path / "short", tmp_path / "long"
     wsd = {"schedule": "wsd", "decay_steps": 2, "min_lr": 1e-4, "eval_every": 0}
@@ -204,20 +207,20 @@ def test_a_wsd_run_is_prolonged_in_its_stable_phase(pools: Any, tmp_path: Path) 
     assert [line["lr"] for line in metrics(long)] == pytest.approx(
         [peak / 2, *[peak] * 6, root, 1e-4], rel=1e-12
     )
-    assert numbers(metrics(short))[:4] == numbers(metrics(long))[:4]
+    assert reproducible_values(metrics(short))[:4] == reproducible_values(metrics(long))[:4]
     longer = replace(
         recipe_for("untied", **accumulating(1), steps=9, **wsd),
         ds_config=strategy("zero2"),
         out=str(short),
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             rf"steps = 9: the run in {short} has 6\. Resume with --steps 6, start a new run"
             rf" .*--resume {short}"
         ),
     ):
-        make_plan(parse(longer, Path("parity.py"), ["--tiny", *pinned(longer)]))
+        resolve_run(parse(longer, Path("parity.py"), ["--tiny", *pinned(longer)]))
     train(
         pools,
         short,
@@ -227,4 +230,4 @@ def test_a_wsd_run_is_prolonged_in_its_stable_phase(pools: Any, tmp_path: Path) 
         resume=str(short / "checkpoints" / "step_00000004"),
         **wsd,
     )
-    assert numbers(metrics(short)) == numbers(metrics(long))
+    assert reproducible_values(metrics(short)) == reproducible_values(metrics(long))

@@ -1,6 +1,4 @@
-"""What a task may do around a step: before its first forward pass, after the optimizer, and in
-between what watches the gradients.
-"""
+"""A task's hooks: before the first forward pass, after the optimizer, and on gradients."""
 
 import contextlib
 import functools
@@ -11,39 +9,32 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.data.lanes import DataRank
+from built_models import build_model
+from parity import STEPS, Case, accumulating, each, pinned, recipe_for, train_in_layout
+from recipekit.data.batching import DataRank
 from recipekit.data.processors import byte_tokenizer
-from recipekit.data.request import request_of
+from recipekit.data.request import request_from_recipe
 from recipekit.data.stream import open_stream
-from recipekit.model.build import build_model
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
 from reference import num_labels, summed_cross_entropy
 from safetensors.torch import load_file
-from test_parity import (
-    STEPS,
-    Case,
-    accumulating,
-    each,
-    pinned,
-    recipe_for,
-    strategy,
-    train_in_layout,
-)
+from shipped_jsons import strategy
 
-BIAS = "e_score_correction_bias"  # DeepSeek-V3's: no parameter, and moved by hand once a step
+BIAS = "e_score_correction_bias"  # a DeepSeek-V3 buffer that is updated manually once per step
 MOVED = 0.25
 WATCHED = "model.layers.3.input_layernorm.weight"
 HIDDEN = 128  # of the tiny Llama
 
 
 def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[int]:
-    """Runs on every rank: the real loop, with a task that counts micro-batches before a step and
-    moves a buffer after it.
+    """Run the real loop on a rank, with hooks before and after each step.
+
+    The hooks count the micro-batches and change a buffer.
     """
     from recipekit import train
-    from recipekit.tasks.find import task_called
+    from recipekit.tasks.find import load_task
 
     counts: list[int] = []
 
@@ -52,13 +43,15 @@ def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[i
             if name.endswith(BIAS):
                 buffer += MOVED * len(counts[-1:])
 
-    train.task_called = lambda name: replace(
-        task_called(name), before=lambda engine, batches: counts.append(len(batches)), after=move
+    train.load_task = lambda name: replace(
+        load_task(name),
+        before_step=lambda engine, batches: counts.append(len(batches)),
+        after_step=move,
     )  # type: ignore
     try:
         assert train_in_layout(recipe, config, out) == 0
     finally:
-        train.task_called = task_called  # type: ignore[attr-defined]
+        train.load_task = load_task  # type: ignore[attr-defined]
     return counts
 
 
@@ -71,7 +64,7 @@ def train_with_hooks(recipe: Recipe, config: dict[str, Any], out: str) -> list[i
     ],
 )
 def test_what_a_task_keeps_in_buffers_is_saved_and_exported(pools, tmp_path, file, layout):
-    """Stopped after step 4 and gone on with: the buffer has moved ten times in all."""
+    """The run stops after step 4 and resumes, so the buffer must change ten times in total."""
     recipe = recipe_for("deepseek_v3", **accumulating(2, **layout), stop_at=4)
     first = pools.run(
         2, train_with_hooks, recipe=recipe, config=strategy(file), out=str(tmp_path / "run")
@@ -95,8 +88,9 @@ def test_what_a_task_keeps_in_buffers_is_saved_and_exported(pools, tmp_path, fil
 
 
 def train_and_look(recipe: Recipe, config: dict[str, Any], out: str) -> list[list[float]]:
-    """Runs on every rank: the real loop; what lies between the last backward pass and the step
-    reads [norm of a gradient, sum of its weights].
+    """Run the real loop on a rank, with a hook between the last backward pass and the step.
+
+    The hook records [norm of a gradient, sum of its weights].
     """
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
     from recipekit.runtime import engine as module
@@ -112,7 +106,7 @@ def train_and_look(recipe: Recipe, config: dict[str, Any], out: str) -> list[lis
         def look() -> None:
             if watched is not None:
                 gradient, weight = safe_get_full_grad(watched), safe_get_full_fp32_param(watched)
-                # DeepSpeed knows no gradients of a plain optimizer
+                # DeepSpeed's helpers return no gradient for a plain optimizer.
                 plain = watched.grad if gradient is None else gradient
                 plain = plain.full_tensor() if isinstance(plain, DTensor) else plain
                 weight = watched.full_tensor() if isinstance(watched, DTensor) else weight
@@ -148,14 +142,14 @@ LAYOUTS = [
 
 @functools.cache
 def plain_gradient() -> float:
-    """The norm of the watched gradient in the first step of plain PyTorch."""
+    """Return the watched gradient's norm in the first step of plain PyTorch."""
     os.environ.pop("WORLD_SIZE", None)
     recipe = replace(recipe_for("untied"), ds_config=strategy("zero0"), out="/nonexistent")
-    plan = make_plan(parse(recipe, Path("seam.py"), ["--tiny", *pinned(recipe)]))
+    plan = resolve_run(parse(recipe, Path("seam.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
     model = build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model
     with contextlib.closing(
-        open_stream(request_of(plan.recipe), byte_tokenizer(), rank=DataRank(1, 0))
+        open_stream(request_from_recipe(plan.recipe), byte_tokenizer(), rank=DataRank(1, 0))
     ) as stream:
         batches = next(stream)[0]
     for batch in batches:
@@ -167,7 +161,7 @@ def plain_gradient() -> float:
 
 @each(LAYOUTS)
 def test_what_watches_sees_the_summed_gradient_before_the_weights_change(pools, tmp_path, case):
-    """Once a step, and before it is clipped."""
+    """The hook must run once per step, before gradient clipping."""
     recipe = recipe_for(case.model, **accumulating(case.world, **case.layout))
     ranks = pools.run(
         case.world,
@@ -176,7 +170,7 @@ def test_what_watches_sees_the_summed_gradient_before_the_weights_change(pools, 
         config=strategy(case.file) if case.file else {},
         out=str(tmp_path / "run"),
     )
-    holders = [rank for rank in ranks if rank]  # of a pipeline one stage
+    holders = [rank for rank in ranks if rank]  # of a pipeline only one stage
     assert len(holders) == (1 if "pp" in case.layout else 2)
     for seen in holders:
         assert len(seen) == STEPS and seen[0][0] == pytest.approx(plain_gradient(), rel=1e-5)

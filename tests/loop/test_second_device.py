@@ -1,18 +1,18 @@
-"""Training on a device that is not the CPU, on a machine without one (second_device.py): a tensor
-that was left on the wrong side raises.
+"""Training on a device other than the CPU, on a machine without such a device (second_device.py).
 
-The real loop runs there in every layout: weights are read, cut, checked, trained, evaluated, saved,
-resumed and exported, and the losses are those of plain PyTorch on the CPU. What cannot be proved
-there, with its reason; test_gpu.py proves it on a GPU:
-- streams, events and `non_blocking`: an operation of this device has ended when it returns;
-- pinned memory: torch pins memory for a real device only;
-- what is asked of CUDA by name (ordinals, peak and free memory, its random state, the name of the
-  device): torch's CPU build has none of it;
-- NCCL, its limits and its groups: the ranks meet over gloo. That no collective is given a tensor of
-  the host, which NCCL refuses, is checked;
-- kernels of CUDA, their rounding and what they leave to chance (FlashAttention, fused Adam, grouped
-  matmul): those of the CPU run;
-- `map_location`: what is saved here reads back as a tensor of the host, wherever it was.
+A tensor on the wrong device raises an error. The real loop runs there in every layout. Weights are
+read, sharded, checked, trained, evaluated, saved, resumed and exported. The losses equal those from
+plain PyTorch on the CPU. The following cannot be tested there, so test_gpu.py tests it on a GPU:
+
+- streams, events and `non_blocking`: an operation on this device has ended when it returns;
+- pinned memory: torch pins memory for real devices only;
+- queries of CUDA by name (ordinals, peak and free memory, CUDA's random state, the device's name):
+  torch's CPU build does not have them;
+- NCCL, its timeouts and its groups: the ranks use gloo. The tests check that no collective receives
+  a host tensor, which NCCL rejects;
+- CUDA kernels, their rounding and their nondeterminism (FlashAttention, fused Adam, grouped
+  matmul): the CPU's kernels run;
+- `map_location`: saved tensors are always read back as host tensors.
 """
 
 import dataclasses
@@ -35,17 +35,18 @@ from device_cases import (
     wrong_weight,
 )
 from pool import Pool
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
-from test_parity import strategy
-from test_weights import save_tiny
+from shipped_jsons import strategy
+from tiny_models import save_tiny
 
 
 @pytest.fixture(scope="module")
 def run(ops: Callable[[str], None]) -> Iterator[Callable[..., list[Any]]]:
-    """Runs a case on two ranks that have the device, in a pool of their own: what `install` does
-    cannot be undone.
+    """Yield a function that runs a case on two ranks with the device, in a separate pool.
+
+    The pool is separate because `install` cannot be undone.
     """
     made: list[Pool] = []
 
@@ -61,12 +62,12 @@ def run(ops: Callable[[str], None]) -> Iterator[Callable[..., list[Any]]]:
 
 
 def install() -> None:
-    """Lets the loop of this process train on the second device."""
+    """Let this process's training loop use the second device."""
     import second_device
     from recipekit.runtime import prepare
 
-    device, start = second_device.install(), prepare.start
-    prepare.start = lambda *arguments: (start(*arguments), device)[1]
+    device, start = second_device.install(), prepare.initialize_distributed
+    prepare.initialize_distributed = lambda *arguments: (start(*arguments), device)[1]
 
 
 @pytest.mark.slow
@@ -109,11 +110,13 @@ def test_the_device_takes_what_cuda_takes(run: Callable[..., list[Any]]) -> None
 
 
 def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:
-    """(the devices of all that a pipeline's schedule is given, those of the micro-batches after it
-    has asked for one).
+    """Return the devices of all inputs in a pipeline's schedule, and the devices that labels were
+    copied to.
+
+    The copies are counted after the schedule requests its first micro-batch.
     """
     import torch
-    from recipekit.tasks.find import task_called
+    from recipekit.tasks.find import load_task
     from recipekit.train import pipeline_batches
 
     batches = [
@@ -132,7 +135,7 @@ def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:
             torch.Tensor.to(own, *args, **kwargs),
         )[1]
     given = pipeline_batches(
-        task_called("pretrain"), batches, torch.ones((), device=device), torch.device(device, 0)
+        load_task("pretrain"), batches, torch.ones((), device=device), torch.device(device, 0)
     )
     first = next(given)
     asked = list(moved)
@@ -142,15 +145,19 @@ def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:
 
 
 def test_a_pipeline_is_given_what_lies_on_the_device(run: Callable[..., list[Any]]) -> None:
-    """One micro-batch at a time: DeepSpeed has nothing to copy from the host, and the device holds
-    none that waits.
+    """Micro-batches are moved to the device one at a time.
+
+    DeepSpeed copies no tensor from the host, and waiting micro-batches do not use the device's
+    memory.
     """
     assert run(pipeline_inputs, device="second") == [({"second"}, ["second"])] * 2
 
 
 def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> list[Any]:
-    """The exit codes of a run whose optimizer takes torch's plain step, then the fused one, and
-    again the plain one, each from the checkpoint before.
+    """Return the exit codes of three runs, with torch's plain, fused and again plain optimizer
+    step.
+
+    Each run resumes from the previous run's checkpoint.
     """
     from recipekit.train import main
 
@@ -160,7 +167,7 @@ def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> 
         where = dataclasses.replace(recipe, ds_config=config, out=f"{out}{number}", steps=3)
         before = ["--resume", f"{out}{number - 1}"] if number > 1 else []
         codes.append(
-            main(make_plan(parse(where, Path("device.py"), ["--stop_at", str(number), *before])))
+            main(resolve_run(parse(where, Path("device.py"), ["--stop_at", str(number), *before])))
         )
     return codes
 
@@ -169,8 +176,9 @@ def train_with_other_steps(recipe: Recipe, config: dict[str, Any], out: str) -> 
 def test_the_count_of_steps_is_where_the_optimizer_looks_for_it(
     run: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    """A checkpoint that was written with the other step of the optimizer, fused or not, has it on
-    the other side.
+    """Fused and plain optimizers keep their step count on different devices.
+
+    In a checkpoint that the other kind wrote, the count is on the wrong device.
     """
     save_tiny(tmp_path / "model", "llama")
     recipe = dataclasses.replace(

@@ -1,5 +1,6 @@
-"""DPO as TRL's DPOTrainer does it: the same pairs in the same order, beta, AdamW, and ten
-losses.
+"""DPO compared with TRL's DPOTrainer over ten losses.
+
+Both use the same pairs in the same order, the same beta, and AdamW.
 """
 
 import functools
@@ -14,25 +15,25 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from preference_pairs import pairs
 from recipekit.architectures.lookup import SHIPPED
 from recipekit.architectures.shrink import BYTE_VOCAB, shrink
-from recipekit.data.lanes import DataRank
+from recipekit.data.batching import DataRank
 from recipekit.data.processors import byte_tokenizer
-from recipekit.data.request import request_of
+from recipekit.data.request import request_from_recipe
 from recipekit.data.samples import open_samples
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
-from recipekit.tasks.find import task_called
-from test_parity import strategy
-from test_preference import pairs
+from recipekit.tasks.find import load_task
+from shipped_jsons import strategy
 
 STEPS, ROWS, BETA = 10, 8, 0.3
 
 
 @functools.cache
 def start() -> str:
-    """A folder with a small Qwen3, its weights drawn, and the tokenizer of bytes."""
+    """Return a folder with a small, randomly initialised Qwen3 and the byte tokenizer."""
     torch.manual_seed(0)
     config = shrink(json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text()), BYTE_VOCAB)
     folder = tempfile.mkdtemp(prefix="trl_")
@@ -68,12 +69,12 @@ RECIPE = Recipe(
 
 
 def train(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank of a pool: the real loop, from the files in `start`."""
+    """Run the real loop on a rank of a pool, from the files in `start`."""
     from recipekit.train import main
 
     sys.argv = ["trl.py"]
     return main(
-        make_plan(
+        resolve_run(
             parse(
                 replace(recipe, ds_config=config, out=out, token_cache=f"{out}_tokens"),
                 Path("trl.py"),
@@ -84,15 +85,15 @@ def train(recipe: Recipe, config: dict[str, Any], out: str) -> int:
 
 
 def rows_in_order(recipe: Recipe) -> list[dict[str, Any]]:
-    """The rows of the data set as the steps take them."""
-    task, found = task_called("preference"), []
+    """Return the data set's rows in the order of the steps."""
+    task, found = load_task("preference"), []
     assert task.samples is not None
 
     def record(processor: Any, rows: list[Any], keys: Any) -> dict[str, torch.Tensor]:
         found.extend(rows)
         return {}
 
-    request = request_of(recipe)
+    request = request_from_recipe(recipe)
     stream = open_samples(
         request,
         task.processor(request, {}),
@@ -108,7 +109,7 @@ def rows_in_order(recipe: Recipe) -> list[dict[str, Any]]:
 def with_trl(
     rows: list[dict[str, Any]], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[float], list[float]]:
-    """The losses and margins of TRL's own trainer in this process."""
+    """Train with TRL's trainer in this process; return the losses and margins."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -163,9 +164,7 @@ def with_trl(
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [0, 1], ids=["texts", "chats"])
 def test_dpo_has_the_losses_of_trl(pools, tmp_path, monkeypatch, form):
-    """Under ZeRO-2 on two ranks of two micro-batches each; pairs of texts, and of lists of
-    messages.
-    """
+    """The run uses ZeRO-2 on two ranks with two micro-batches each, for strings and messages."""
     rows = [json.loads(line) for line in Path(pairs()).read_text().splitlines()[form::3][:150]]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

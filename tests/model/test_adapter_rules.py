@@ -1,6 +1,4 @@
-"""Each rule for adapters in one process: their fields, checks, names and merged weights, against
-peft's own.
-"""
+"""Rules for adapters, tested in one process: fields, checks, names and merged weights."""
 
 import copy
 import dataclasses
@@ -14,23 +12,25 @@ from typing import Any
 import peft
 import pytest
 import torch
+from built_models import build_model
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_models import CASES, Q, logits_of, recipe_with, refused, trained, wrapped
+from recipekit.compat.peft import copied
 from recipekit.model import adapter, build
 from recipekit.model.adapter import (
     AdapterRequest,
-    adapted,
-    config_of,
-    merged,
+    adapter_config_of,
+    apply_adapter,
+    merge_unties_head,
+    merged_weights,
     published_keys,
-    unties,
 )
-from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
-from recipekit.model.export import _joined
+from recipekit.model.export import _gather_parameters
+from recipekit.planner import resolve
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from test_adapters import CASES, Q, logits_of, recipe_with, refused, trained, wrapped
-from test_model import ds_config, tiny_config
+from tiny_models import ds_config, tiny_config
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 # Fields of LoraConfig
@@ -82,7 +82,7 @@ def test_a_field_is_allowed_or_refused_and_compared_or_not(name: str) -> None:
     allowed = name in TRAINED | DESCRIPTIONS
     assert [problem.where for problem in problems] == ([] if allowed else [f"adapt: {name}"])
     before, after = (
-        config_of(SimpleNamespace(peft_config={"own": config}))
+        adapter_config_of(SimpleNamespace(peft_config={"own": config}))
         for config in (LoraConfig(), changed(name))
     )
     assert before is not None and after is not None
@@ -135,11 +135,13 @@ def test_values_of_a_config_are_compared_as_json() -> None:
         *((same, same) for same in (None, True, 3, 0.5, "a")),
         (Path("a"), "a"),
     ):
-        assert adapter._plain(value) == wanted and type(adapter._plain(value)) is type(wanted)
+        assert adapter._to_json_value(value) == wanted and type(
+            adapter._to_json_value(value)
+        ) is type(wanted)
 
 
 def test_three_names_are_listed() -> None:
-    assert [adapter._listed(list(names)) for names in ("a", "abc", "abcd", "abcde")] == [
+    assert [adapter._first_names(list(names)) for names in ("a", "abc", "abcd", "abcde")] == [
         "a",
         "a, b, c",
         "a, b, c and 1 more",
@@ -147,7 +149,7 @@ def test_three_names_are_listed() -> None:
     ]
 
 
-# What adapt returns
+# Models that adapt returns
 # --------------------------------------------------------------------------------------------------
 
 LORA = {"target_modules": Q}
@@ -159,7 +161,7 @@ def empty(kind: str = "llama") -> Any:
 
 def made_by(adapt: Any, kind: str = "llama", stage: int = 0, **more: Any) -> Any:
     with warnings.catch_warnings(action="ignore"):
-        return adapted(empty(kind), AdapterRequest(adapt, **more), ds_config(stage))
+        return apply_adapter(empty(kind), AdapterRequest(adapt, **more), ds_config(stage))
 
 
 def mixed(model: Any) -> Any:
@@ -173,7 +175,7 @@ def untrained(model: Any) -> Any:
 def scaled_and_resized(model: Any) -> Any:
     model.resize_token_embeddings(300, mean_resizing=False)
     made = wrapped(model, LORA | {"use_rslora": True})
-    # as without use_rslora
+    # The scale that the adapter would have without use_rslora.
     made.base_model.model.model.layers[3].self_attn.q_proj.set_scale("default", 16 / 4)
     return made
 
@@ -196,7 +198,7 @@ def scaled_and_resized(model: Any) -> Any:
     ],
 )
 def test_every_problem_of_an_adapter_is_said(adapt: Any, said: list[str]) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ConfigError) as caught:
         made_by(adapt)
     assert [
         f"{problem.where}: {problem.rule}"[: len(start)]
@@ -212,7 +214,7 @@ def test_a_model_without_an_adapter_is_returned_as_it_is() -> None:
     assert (
         type(made).__name__ == "LlamaForCausalLM"
         and published_keys(made) == {}
-        and config_of(made) is None
+        and adapter_config_of(made) is None
     )
 
 
@@ -348,13 +350,17 @@ def test_keys_are_those_of_an_adapter_of_any_name() -> None:
 
 
 def test_a_recipe_gives_its_layout_and_seed_to_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, own = [], adapter.adapted
+    asked, own = [], adapter.apply_adapter
 
     def recorded(model: Any, request: AdapterRequest, config: Any) -> Any:
         asked.append(request)
+        return planned(model, request, config)
+
+    def planned(model: Any, request: AdapterRequest, config: Any) -> Any:
         return own(model, dataclasses.replace(request, tp=1, ep=1), config)
 
-    monkeypatch.setattr(build, "adapted", recorded)
+    monkeypatch.setattr(build, "apply_adapter", recorded)
+    monkeypatch.setattr(resolve, "apply_adapter", planned)
     recipe = recipe_with(LORA, merge=True, tp=2, ep=4)
     values = []
     for seed in (3, 3, 4):
@@ -393,7 +399,7 @@ def random_model(kind: str) -> Any:
         ds_config(0),
         torch.device("cpu"),
     ).model
-    # buffers outside of the adapter's layers
+    # Buffers outside the adapter's layers.
     for number, name in enumerate(("stored", "computed")):
         (
             model.model.register_buffer(
@@ -413,9 +419,9 @@ def merged_of(
     def gather(group: Any, dtype: torch.dtype) -> Any:
         for name, parameter in group:
             asked.append((name, dtype))
-            yield from _joined([(name, parameter)], dtype, built, None)  # type: ignore[arg-type]
+            yield from _gather_parameters([(name, parameter)], dtype, built, None)  # type: ignore[arg-type]
 
-    return dict(merged(model, gather, dtype, writes)), asked
+    return dict(merged_weights(model, gather, dtype, writes)), asked
 
 
 IN_FP16 = (
@@ -426,7 +432,8 @@ IN_FP16 = (
     "tied, head saved",
     "experts",
 )
-# of the cases with a tied model: saved copies of one end are not tied to the other
+# Cases with a tied model. A saved copy of the embedding or of the head is no longer tied to the
+# other.
 UNTIED = {"tied, embedding saved", "tied, head saved", "tied, both saved"}
 
 
@@ -456,15 +463,16 @@ QUICK = {
     [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_merged_weights_are_those_of_peft(case: str) -> None:
-    """The model itself is not changed, and a rank that writes nothing takes part in every
-    gathering.
+    """Merging must not change the model itself.
+
+    A rank that writes no file still takes part in every gather.
     """
     kind, fields = CASES[case]
     base = random_model(kind)
     keys = base.state_dict().keys()
     with warnings.catch_warnings(action="ignore"):
         model = trained(
-            adapted(base, AdapterRequest(partial(wrapped, fields=fields)), ds_config(0))
+            apply_adapter(base, AdapterRequest(partial(wrapped, fields=fields)), ds_config(0))
         )
         theirs = copy.deepcopy(model).merge_and_unload()
     wanted, logits = theirs.state_dict(), logits_of(model)
@@ -475,7 +483,9 @@ def test_merged_weights_are_those_of_peft(case: str) -> None:
     assert all(value.data_ptr() in first for value in wanted.values()), (
         "what is not written is tied to what is"
     )
-    assert (logits_of(model) - logits).abs().max() <= 1e-5 and unties(model) == (case in UNTIED)
+    assert (logits_of(model) - logits).abs().max() <= 1e-5 and merge_unties_head(model) == (
+        case in UNTIED
+    )
     assert merged_of(model, torch.float32, writes=False)[1] == asked
 
     if case not in IN_FP16:
@@ -501,7 +511,7 @@ def test_a_copy_of_a_module_has_full_tensors_and_no_hooks() -> None:
     for one in (module, inner):
         one.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
         one.register_forward_pre_hook(lambda *_: pytest.fail("a hook was called"))
-    made = adapter._copied(module, {"p.inner.weight": torch.full((2, 2), 3.0)}, "p.")
+    made = copied(module, {"p.inner.weight": torch.full((2, 2), 3.0)}, "p.")
     assert (
         made.inner.weight.tolist() == [[3, 3], [3, 3]]
         and made.inner.bias.shape == (0,)

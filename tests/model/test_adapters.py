@@ -1,6 +1,4 @@
-"""Adapters of peft: stock peft reads, computes and merges what a run exports, and what a run cannot
-export is refused.
-"""
+"""peft adapters: peft reads, computes and merges our exports, and other adapters are rejected."""
 
 import contextlib
 import dataclasses
@@ -18,143 +16,40 @@ from unittest.mock import patch
 import peft
 import pytest
 import torch
+from built_models import build_model
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_models import CASES, NUMBERS, Q, logits_of, recipe_with, refused, trained, wrapped
 from recipekit.architectures import safetensors_files
 from recipekit.commands.convert import main as convert
 from recipekit.convert.hugging_face import to_hf
-from recipekit.convert.merge import adapted_model
-from recipekit.convert.published import published_as
+from recipekit.convert.merge import empty_adapted_model
+from recipekit.convert.published import plan_published_files
 from recipekit.data.processors import byte_tokenizer
-from recipekit.model.adapter import AdapterRequest, adapted, config_of
-from recipekit.model.build import build_model
+from recipekit.model.adapter import AdapterRequest, adapter_config_of, apply_adapter
 from recipekit.model.empty import empty_model
-from recipekit.model.export import Format, export
-from recipekit.model.small_files import gather, origin_of
+from recipekit.model.export import WeightFormat, export
+from recipekit.model.small_files import collect_small_files, origin_of
 from recipekit.parallel.blueprint import Blueprint
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import ADAPTER, FACTS, check_adapter
+from recipekit.spec.run_folder import ADAPTER_KEY, RUN_JSON, check_adapter
 from safetensors.torch import load_file
-from test_export import NUMBERS
-from test_model import ds_config, tiny_config
-from test_parity import strategy
-from test_weights import save_tiny
+from shipped_jsons import strategy
+from tiny_models import ds_config, save_tiny, tiny_config
 from transformers import AutoModelForCausalLM
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {  # (model, fields of LoraConfig)
-    "every linear layer": ("llama", {"target_modules": "all-linear"}),
-    "rank-stabilised": ("llama", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}),
-    "DoRA": ("llama", {"target_modules": ["v_proj", "up_proj"], "use_dora": True}),
-    "DoRA of Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
-    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}),
-    "own ranks and alphas": (
-        "llama",
-        {
-            "target_modules": ["q_proj", "o_proj"],
-            "rank_pattern": {"q_proj": 2},
-            "alpha_pattern": {"o_proj": 3},
-        },
-    ),
-    "some layers": (
-        "llama",
-        {
-            "target_modules": ["q_proj", "v_proj"],
-            "layers_to_transform": [1],
-            "layers_pattern": "layers",
-        },
-    ),
-    "all biases": ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
-    "biases of LoRA": ("gpt2", {"target_modules": ["c_attn"], "bias": "lora_only"}),
-    "a bias of B": ("gpt2", {"target_modules": ["c_attn"], "lora_bias": True}),
-    "head saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "norms saved": (
-        "llama",
-        {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm", "norm"]},
-    ),
-    "both ends saved": (
-        "llama",
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
-    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
-    "both ends": ("llama", {"target_modules": ["embed_tokens", "lm_head"]}),
-    "some tokens": ("llama", {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]}),
-    "tied, embedding saved": (
-        "qwen3",
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-    ),
-    "tied, head saved": ("qwen3", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "tied, both saved": (
-        "qwen3",
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
-    "tied, saved as one": (
-        "qwen3",
-        {
-            "target_modules": ["q_proj"],
-            "modules_to_save": ["embed_tokens"],
-            "ensure_weight_tying": True,
-        },
-    ),
-    "tied, some tokens": (
-        "qwen3",
-        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 70]},
-    ),
-    "drawn orthogonal": (
-        "llama",
-        {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
-    ),
-    "drawn at random": ("llama", {"target_modules": ["q_proj"], "init_lora_weights": False}),
-    "experts": (
-        "moe",
-        {
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
-    ),
-    "experts by all-linear": ("moe", {"target_modules": "all-linear"}),
-}
-
-
-def wrapped(model: Any, fields: dict[str, Any]) -> Any:
-    with warnings.catch_warnings(action="ignore"):
-        return get_peft_model(
-            model, LoraConfig(**({"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"} | fields))
-        )
-
-
-def recipe_with(fields: dict[str, Any], **more: Any) -> Recipe:
-    return Recipe(
-        **(
-            {
-                "model": "none",
-                "init": "random",
-                "attention": "eager",
-                "adapt": partial(wrapped, fields=fields),
-            }
-            | more
-        )
-    )
-
-
-def trained(model: Any) -> Any:
-    """Move every trained weight, as training would."""
-    torch.manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
 
 
 def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
-    """Run on the rank of a pool: export each case as an adapter and merged, and return its logits
-    and what a step folder states.
+    """Export each case both as an adapter and as a merged model, on a rank of a pool.
+
+    Return, for each case, its logits and its step folder's blueprint.
     """
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
-    groups, found = Groups(make_mesh(1), "cpu"), {}
+    groups, found = ProcessGroups(make_mesh(1), "cpu"), {}
     for name in names:
         kind, fields = CASES[name]
         base = Path(folder, name, "base")
@@ -170,7 +65,7 @@ def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
         config = json.loads((base / "config.json").read_text())
         built = build_model(recipe, config, groups, ds_config(0), torch.device("cpu"))
         engine: Any = SimpleNamespace(module=trained(built.model))
-        small = gather(
+        small = collect_small_files(
             built,
             config,
             byte_tokenizer(),
@@ -185,19 +80,17 @@ def export_cases(folder: str, names: list[str]) -> dict[str, Any]:
                 groups,
                 small,
                 base.with_name("merged" if merge else "adapter"),
-                Format(torch.float32, merge),
+                WeightFormat(torch.float32, merge),
             )
-        found[name] = (logits_of(built.model), built.blueprint.to_json(), config_of(built.model))
+        found[name] = (
+            logits_of(built.model),
+            built.blueprint.to_json(),
+            adapter_config_of(built.model),
+        )
     return found
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    ids = torch.arange(64).reshape(2, 32) * 3 % 256
-    with torch.no_grad():
-        return model.eval()(input_ids=ids).logits.float()
-
-
-# kinds that are also converted from step folders without Blueprint.adapter
+# Cases that are also converted from step folders that lack Blueprint.adapter.
 OLDER = ("every linear layer", "DoRA", "head saved")
 
 
@@ -209,7 +102,7 @@ def keys_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[str, Any]) -> None:
-    """Compare an export with stock peft's reading, saving and merging of it."""
+    """Compare an export with the results of peft, which reads, saves and merges the export."""
     base, own = folder / name / "base", folder / name / "adapter"
     with warnings.catch_warnings(action="ignore"):
         theirs: Any = PeftModel.from_pretrained(
@@ -240,11 +133,11 @@ def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[st
         blueprint=Blueprint.from_json(json.loads(json.dumps(blueprint))),
         state={"export_dtype": "float32"},
     )
-    stated, contents = published_as(step, None)
+    stated, contents = plan_published_files(step, None)
     assert contents == {"adapter_model.safetensors": dict.fromkeys(saved, "F32")}, name
     if name in OLDER:
         step.blueprint = dataclasses.replace(step.blueprint, adapter={})
-        assert published_as(step, None)[1] == contents, name
+        assert plan_published_files(step, None)[1] == contents, name
     shapes = {
         key: tensor.shape
         for tensor in stated.tensors
@@ -254,13 +147,14 @@ def check_case(folder: Path, name: str, logits: torch.Tensor, blueprint: dict[st
 
 
 def export_in_bf16(folder: str) -> None:
-    """Run on the rank of a pool: export an adapter and its merged model in bf16, with files of one
-    tensor each where they are cut.
+    """Export an adapter and its merged model in bf16, on a rank of a pool.
+
+    If the weights are split into files, each file contains one tensor.
     """
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
-    groups, base = Groups(make_mesh(1), "cpu"), Path(folder, "base")
+    groups, base = ProcessGroups(make_mesh(1), "cpu"), Path(folder, "base")
     plain = build_model(
         Recipe(model="none", init="random", seed=5),
         tiny_config("llama"),
@@ -273,7 +167,7 @@ def export_in_bf16(folder: str) -> None:
     recipe = recipe_with(CASES["every linear layer"][1], model=str(base), init="pretrained")
     built = build_model(recipe, config, groups, ds_config(0), torch.device("cpu"))
     engine: Any = SimpleNamespace(module=trained(built.model))
-    small = gather(
+    small = collect_small_files(
         built,
         config,
         byte_tokenizer(),
@@ -281,19 +175,22 @@ def export_in_bf16(folder: str) -> None:
         origin_of(str(base), "pretrained", "bytes", True),
         (),
     )
-    export(engine, built, groups, small, base.with_name("merged"), Format(torch.bfloat16, True))
-    export(engine, built, groups, small, base.with_name("adapter"), Format(torch.float32))
+    export(
+        engine, built, groups, small, base.with_name("merged"), WeightFormat(torch.bfloat16, True)
+    )
+    export(engine, built, groups, small, base.with_name("adapter"), WeightFormat(torch.float32))
     with patch.object(safetensors_files, "SHARD_BYTES", 1):
-        export(engine, built, groups, small, base.with_name("cut"), Format(torch.float32))
+        export(engine, built, groups, small, base.with_name("cut"), WeightFormat(torch.float32))
         step: Any = SimpleNamespace(blueprint=built.blueprint, state={"export_dtype": "float32"})
-        assert list(published_as(step, None)[1]) == ["adapter_model.safetensors"]
+        assert list(plan_published_files(step, None)[1]) == ["adapter_model.safetensors"]
 
 
 def test_a_merged_model_in_bf16_is_merged_in_fp32_and_rounded_once(
     pools: Any, tmp_path: Path
 ) -> None:
-    """It has the tensors of the base model, no buffer more; the file of an adapter is never cut,
-    since peft reads one.
+    """The merged model has the base model's tensors and no additional buffer.
+
+    An adapter's file is never split, because peft reads only one file.
     """
     pools.run(1, export_in_bf16, timeout=120, folder=str(tmp_path))
     base, got = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
@@ -329,11 +226,11 @@ def test_stock_peft_reads_and_merges_an_export_as_the_run_does(
 
 
 def run_adapter(recipe: Recipe, fields: dict[str, Any]) -> int:
-    """Train on every rank of a pool."""
+    """Train on a rank of a pool."""
     from recipekit.train import main
 
     recipe = dataclasses.replace(recipe, adapt=partial(wrapped, fields=fields))
-    return main(make_plan(parse(recipe, Path("adapters.py"), [])))
+    return main(resolve_run(parse(recipe, Path("adapters.py"), [])))
 
 
 RANKS = [
@@ -362,8 +259,9 @@ RANKS = [
 def test_ranks_of_zero2_and_zero3_train_and_export_one_adapter(
     pools: Any, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    """ZeRO-2 writes the adapter and ZeRO-3, with no weight kept whole, the merged model: peft makes
-    the second of the first.
+    """ZeRO-2 writes the adapter. ZeRO-3 with fully sharded weights writes the merged model.
+
+    peft merges the adapter into a model that equals the merged one.
     """
     save_tiny(tmp_path / "base")
     for file, merge in (("zero2", False), ("zero3", True)):
@@ -435,8 +333,9 @@ def check_same_files(one: Path, other: Path) -> None:
 
 
 def run_again(recipe: Recipe, fields: dict[str, Any]) -> tuple[int, str]:
-    """Run on the rank of a pool: train, or come back to a finished run; return the exit code and
-    what was printed.
+    """Train, or find that the run is finished, on a rank of a pool.
+
+    Return the exit code and the output.
     """
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
         code = run_adapter(recipe, fields)
@@ -455,8 +354,9 @@ def run_again(recipe: Recipe, fields: dict[str, Any]) -> tuple[int, str]:
 def test_the_adapter_of_a_finished_run_is_merged_beside_it(
     pools: Any, tmp_path: Path, fields: dict[str, Any]
 ) -> None:
-    """As the converter and as peft merge it. hf/ keeps the adapter, whose config names the base
-    model by its absolute path.
+    """The merged model equals the results of the converter and of peft.
+
+    hf/ keeps the adapter, whose config contains the base model's absolute path.
     """
     save_tiny(tmp_path / "base", tie_word_embeddings="embed_tokens" not in fields["target_modules"])
     out = tmp_path / "run"
@@ -523,23 +423,15 @@ def test_a_checkpoint_without_an_adapter_is_not_merged(tmp_path: Path) -> None:
         ({"adapter_config.json": tmp_path / "x"}, "no readable config.json"),
     ):
         step: Any = SimpleNamespace(folder=tmp_path, small_files=files, model_config=None)
-        with pytest.raises(Refusal, match=rf"contains {said}.*\. Leave out --merge"):
-            adapted_model(step)
+        with pytest.raises(ConfigError, match=rf"contains {said}.*\. Leave out --merge"):
+            empty_adapted_model(step)
 
 
-# Refusals
+# Config errors
 # --------------------------------------------------------------------------------------------------
 
 
-def refused(adapt: Callable[[Any], Any], kind: str = "llama", stage: int = 0, **more: Any) -> str:
-    model = empty_model(tiny_config(kind), "eager", "none")
-    with pytest.raises(Refusal) as caught, warnings.catch_warnings(action="ignore"):
-        adapted(model, AdapterRequest(adapt, **more), ds_config(stage))
-    return str(caught.value)
-
-
-Q = ["q_proj"]
-OTHERS = {  # kinds of peft that no test has shown to train and export
+OTHERS = {  # kinds of peft adapters that are not trained and exported in any test
     "IA3Config": {"target_modules": Q, "feedforward_modules": []},
     "VeraConfig": {"target_modules": Q},
     "LoHaConfig": {"target_modules": Q},
@@ -666,8 +558,8 @@ CHANGES = [
 
 
 def config_with(fields: dict[str, Any]) -> dict[str, Any] | None:
-    made = config_of(
-        adapted(
+    made = adapter_config_of(
+        apply_adapter(
             empty_model(tiny_config("llama"), "eager", "none"),
             AdapterRequest(partial(wrapped, fields=fields)),
             ds_config(0),
@@ -677,7 +569,7 @@ def config_with(fields: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def write_run(folder: Path, **identity: Any) -> None:
-    (folder / FACTS).write_text(json.dumps({"identity": identity}))
+    (folder / RUN_JSON).write_text(json.dumps({"identity": identity}))
 
 
 @pytest.mark.parametrize(
@@ -686,32 +578,32 @@ def write_run(folder: Path, **identity: Any) -> None:
 def test_a_resume_with_another_adapter_is_refused_with_the_difference(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    write_run(tmp_path, **{ADAPTER: config_with(BEFORE)})
-    with pytest.raises(Refusal) as caught:
+    write_run(tmp_path, **{ADAPTER_KEY: config_with(BEFORE)})
+    with pytest.raises(ConfigError) as caught:
         check_adapter(config_with(BEFORE | changes), "auto", tmp_path)
     assert len(caught.value.problems) == 1
     assert str(caught.value).replace(str(tmp_path), "RUN").startswith(said)
-    # the user accepts the difference
+    # With an explicit --resume path the difference is accepted.
     check_adapter(config_with(BEFORE | changes), str(tmp_path), tmp_path)
 
 
 def test_the_order_of_patterns_is_part_of_an_adapter(tmp_path: Path) -> None:
-    """peft takes the first pattern that matches a module."""
+    """peft uses the first pattern that matches a module."""
     patterns = {"q_proj": 4, ".*_proj": 8}
     for name in ("alpha_pattern", "rank_pattern"):
-        write_run(tmp_path, **{ADAPTER: config_with(BEFORE | {name: patterns})})
+        write_run(tmp_path, **{ADAPTER_KEY: config_with(BEFORE | {name: patterns})})
         check_adapter(config_with(BEFORE | {name: patterns}), "auto", tmp_path)
-        with pytest.raises(Refusal, match=f"adapt: {name} = "):
+        with pytest.raises(ConfigError, match=f"adapt: {name} = "):
             check_adapter(
                 config_with(BEFORE | {name: dict(reversed(patterns.items()))}), "auto", tmp_path
             )
 
 
 def test_the_same_adapter_is_continued_however_its_names_are_ordered(tmp_path: Path) -> None:
-    write_run(tmp_path, **{ADAPTER: config_with(BEFORE)})
+    write_run(tmp_path, **{ADAPTER_KEY: config_with(BEFORE)})
     check_adapter(config_with(BEFORE | {"target_modules": ["q_proj", "v_proj"]}), "auto", tmp_path)
     write_run(tmp_path)  # a run folder older than this check
     check_adapter(config_with(BEFORE), "auto", tmp_path)
-    write_run(tmp_path, **{ADAPTER: None})
-    with pytest.raises(Refusal, match=r"adapt makes one: the run in .* has no adapter of peft"):
+    write_run(tmp_path, **{ADAPTER_KEY: None})
+    with pytest.raises(ConfigError, match=r"adapt makes one: the run in .* has no adapter of peft"):
         check_adapter(config_with(BEFORE), "auto", tmp_path)

@@ -1,4 +1,4 @@
-"""The model card of an export states what its run has recorded, and nothing else."""
+"""An export's model card contains the recorded facts of its run, and no other facts."""
 
 import json
 from pathlib import Path
@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import yaml
-from recipekit.architectures.small_files import CARD
+from recipekit.architectures.small_files import CARD_FILE
 from recipekit.commands.convert import main
 from recipekit.convert.hugging_face import from_hf
 from recipekit.model.card import BASE_LICENSE, card_of, card_of_run, is_unchanged, license_of
 from recipekit.model.describe import published_blueprint
-from recipekit.model.export import publish
+from recipekit.model.export import replace_folder
 from recipekit.model.small_files import SmallFiles
 from recipekit.parallel.blueprint import Layout, default_optimizer
 from recipekit.spec.mesh import Mesh
-from test_weights import save_tiny
+from tiny_models import save_tiny
 
 FACTS: dict[str, Any] = {
     "recipe": {
@@ -183,7 +183,7 @@ def test_random_weights_have_no_base_model():
 
 @pytest.mark.parametrize("hashed", [True, False])
 def test_a_folder_is_named_without_its_path(hashed):
-    """Neither the header nor the text shows where somebody keeps a model or data."""
+    """Neither the header nor the text may show the local path of a model or data."""
     facts = changed(
         "recipe", model="/data/people/me/base", dataset="/data/people/me/rows.jsonl"
     ) | {"commits": {}}
@@ -226,7 +226,7 @@ def test_torch_engines_have_no_json():
 
 
 def test_no_folder_of_the_machine_is_published() -> None:
-    """A card is often made public, with the names of users and disks in paths."""
+    """Cards are often published, and paths can contain the names of users and disks."""
     offload = {"device": "nvme", "nvme_path": "/scratch/ann/swap"}
     config = {
         "zero_optimization": {"stage": 3, "offload_param": offload},
@@ -243,7 +243,7 @@ def test_no_folder_of_the_machine_is_published() -> None:
 
 @pytest.mark.parametrize("missing", FACTS)
 def test_a_missing_fact_is_left_out(missing):
-    """So is one that is not an object, as after an edit by hand."""
+    """A fact that is not an object, for example after a manual edit, is also omitted."""
     for facts in (
         {name: value for name, value in FACTS.items() if name != missing},
         FACTS | {missing: None},
@@ -271,7 +271,7 @@ def test_a_run_without_anything():
     assert rows(card({}, [], step=7)) == {"fact": "value", "---": "---", "steps": "7"}
 
 
-# In a run folder
+# Run folders
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_a_missing_metrics_file_leaves_its_numbers_out(run):
     assert card_of_run(run, 600, merged=False) == card(lines=[], step=600)
 
 
-# The licence of the base model
+# License of the base model
 
 
 @pytest.mark.parametrize(
@@ -325,13 +325,13 @@ def test_a_missing_metrics_file_leaves_its_numbers_out(run):
 )
 def test_the_licence_is_what_the_base_models_card_says(page, found, tmp_path):
     if page is not None:
-        (tmp_path / CARD).write_text(page)
+        (tmp_path / CARD_FILE).write_text(page)
     assert license_of(str(tmp_path)) == found
 
 
 def test_the_licence_goes_from_card_to_card(tmp_path):
-    """A second run that starts from an export states the licence of its base, as that card says."""
-    (tmp_path / CARD).write_text(card())
+    """If a second run starts from an export, its card states the license in that export's card."""
+    (tmp_path / CARD_FILE).write_text(card())
     assert license_of(str(tmp_path)) == FACTS[BASE_LICENSE]
 
 
@@ -340,7 +340,7 @@ def test_a_hub_model_that_is_not_here_has_no_licence(tmp_path, monkeypatch):
     assert license_of("someone/nothing") == {}
 
 
-# A card that somebody has edited
+# Edited cards
 
 
 def test_an_edited_card_is_kept(tmp_path):
@@ -352,10 +352,12 @@ def test_an_edited_card_is_kept(tmp_path):
     ):
         for path in (folder, staging):
             path.mkdir()
-        (folder / CARD).write_text(page)
+        (folder / CARD_FILE).write_text(page)
         SmallFiles({"config.json": b"{}"}).with_card(card()).write(staging)
-        publish(staging, folder)
-        assert (folder / CARD).read_text() == page and (folder / "config.json").read_text() == "{}"
+        replace_folder(staging, folder)
+        assert (folder / CARD_FILE).read_text() == page and (
+            folder / "config.json"
+        ).read_text() == "{}"
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
@@ -366,9 +368,9 @@ def test_a_card_as_it_was_written_is_replaced(tmp_path):
     for step in (600, 1200):
         staging.mkdir()
         SmallFiles({}).with_card(card(step=step)).write(staging, of_adapter=True)
-        publish(staging, folder)
-        assert is_unchanged(folder / CARD)
-        assert (folder / CARD).read_text() == card(step=step)
+        replace_folder(staging, folder)
+        assert is_unchanged(folder / CARD_FILE)
+        assert (folder / CARD_FILE).read_text() == card(step=step)
 
 
 def test_to_hf_writes_the_card_of_a_checkpoint_in_a_run_folder(run, tmp_path):
@@ -384,7 +386,7 @@ def test_to_hf_writes_the_card_of_a_checkpoint_in_a_run_folder(run, tmp_path):
         Layout(Mesh(), 0, default_optimizer(0, "float32"), "float32"),
     )
     assert main(["to-hf", str(step), str(tmp_path / "hf")]) == 0
-    assert (tmp_path / "hf" / CARD).read_text() == card_of_run(run, 0, merged=False)
+    assert (tmp_path / "hf" / CARD_FILE).read_text() == card_of_run(run, 0, merged=False)
     step.rename(tmp_path / "alone")
     assert main(["to-hf", str(tmp_path / "alone"), str(tmp_path / "without")]) == 0
-    assert not (tmp_path / "without" / CARD).exists()
+    assert not (tmp_path / "without" / CARD_FILE).exists()

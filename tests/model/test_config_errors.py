@@ -1,17 +1,19 @@
-"""The refusal of a config.json names the values that a constructor's error came from."""
+"""The error for a config.json names the values that caused a constructor's exception."""
 
 import linecache
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import transformers
+from cases import rows
 from huggingface_hub.errors import StrictDataclassError
 from recipekit.architectures.families import tiny_config
-from recipekit.model import head
+from recipekit.model import probes
 from recipekit.model.config_errors import suspects_of, wrong_values
 from recipekit.model.empty import construct
-from recipekit.spec.refusal import Refusal, refuse
+from recipekit.spec.errors import ConfigError, config_error
 from recipekit.tasks import image_classification
 
 ERRORS = [
@@ -34,14 +36,14 @@ def test_an_error_of_a_constructor_is_refused_with_its_text(
 ) -> None:
     long = "x " * 300
     with (
-        pytest.raises(Refusal) as caught,
+        pytest.raises(ConfigError) as caught,
         wrong_values({"b": {"act": "gelo"}, "act": "gelu"}, "model = M"),
     ):
         raise kind(f"no `gelo`\n  in {long}")
     (problem,) = caught.value.problems
     text = str(kind(f"no `gelo`\n  in {long}")).replace("\n  ", " ")[:400]
     name = "" if kind is StrictDataclassError else f"{kind.__name__}: "  # type: ignore[attr-defined]
-    if kind is not KeyError:  # whose text is a representation
+    if kind is not KeyError:  # a KeyError's text is a repr
         assert (
             problem.rule
             == f"transformers {transformers.__version__} does not take its config.json:"
@@ -54,14 +56,14 @@ def test_an_error_of_a_constructor_is_refused_with_its_text(
 
 
 def test_other_errors_and_refusals_are_not_changed() -> None:
-    with pytest.raises(Refusal) as bare, wrong_values({"a": "b"}, "model = M"):
+    with pytest.raises(ConfigError) as bare, wrong_values({"a": "b"}, "model = M"):
         raise TypeError("x")
     assert bare.value.problems[0].rule.endswith("does not take its config.json: TypeError: x")
     for error in (
         OSError("a"),
         ImportError("a"),
         KeyboardInterrupt(),
-        refuse("A", "is b", "use c"),
+        config_error("A", "is b", "use c"),
     ):
         with pytest.raises(type(error)) as caught, wrong_values({"a": 0}, "model = M"):
             raise error
@@ -69,8 +71,9 @@ def test_other_errors_and_refusals_are_not_changed() -> None:
 
 
 def raised(error: Exception, *statements: str) -> Exception:
-    """Raise `error` in functions that call one another, each with a statement of a file of
-    transformers; the last one raises.
+    """Raise `error` inside nested functions, and return it with its traceback.
+
+    Each function is a statement in a file of transformers. The innermost function raises.
     """
     call: Callable[[], Any] = lambda: _raise(error)  # noqa: E731
     for number, statement in reversed(list(enumerate(statements))):
@@ -88,7 +91,7 @@ def raised(error: Exception, *statements: str) -> Exception:
 
 
 def _raise(error: Exception) -> None:
-    hidden_size = error  # a name of this file is no statement of a model's code
+    hidden_size = error  # names in this file must not count as model code
     raise hidden_size
 
 
@@ -110,25 +113,25 @@ def test_a_small_copy_that_fails_shows_nothing_about_its_head(
     def fail(*_: Any) -> None:
         raise kind("x" * 300)
 
-    monkeypatch.setattr(head, "small_copy", fail)
+    monkeypatch.setattr(probes, "small_copy", fail)
     with pytest.raises(
         ValueError,
         match=rf"^no small copy of it runs, which would show it \({kind.__name__}: x{{200}}\)$",
     ):
-        head.operations_of({"model_type": "llama", "of": kind.__name__}, "pretrain")
+        probes.operations_of({"model_type": "llama", "of": kind.__name__}, "pretrain")
 
 
 def test_the_refusal_of_a_small_copy_is_the_reason_that_its_head_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> None:
-        raise refuse("A", "is b", "use c")
+        raise config_error("A", "is b", "use c")
 
-    monkeypatch.setattr(head, "small_copy", fail)
+    monkeypatch.setattr(probes, "small_copy", fail)
     with pytest.raises(
         ValueError, match=r"^no small copy of it runs, which would show it \(is b\)$"
     ):
-        head.operations_of({"model_type": "llama", "of": "refusal"}, "pretrain")
+        probes.operations_of({"model_type": "llama", "of": "refusal"}, "pretrain")
 
 
 ATTENTIONS = [
@@ -153,7 +156,7 @@ def test_only_an_attention_that_a_class_lacks_is_refused_as_one(
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", fail)
     for attention, fix in (("sdpa", "Use --attention eager"), ("eager", "Use another model")):
-        with pytest.raises((Refusal, kind)) as caught:
+        with pytest.raises((ConfigError, kind)) as caught:
             construct(transformers.LlamaConfig(), attention)
         expected = (
             f"attention = {attention}: a llama cannot use it here: {said.removesuffix('. More')}."
@@ -179,15 +182,15 @@ def test_an_image_model_whose_small_copy_fails_is_refused(
         rf"^model = M: no small copy of a vit runs on pictures alone \({kind.__name__}: y{{200}}\)."
         r" Use another image classifier"
     )
-    with pytest.raises(Refusal, match=rule):
-        image_classification.check(config, "eager", "M")
+    with pytest.raises(ConfigError, match=rule):
+        image_classification.check_image_model(config, "eager", "M")
     monkeypatch.setattr(
         image_classification,
         "small_copy",
-        lambda *_: (_ for _ in ()).throw(refuse("A", "is b", "use c")),
+        lambda *_: (_ for _ in ()).throw(config_error("A", "is b", "use c")),
     )
     assert (
-        image_classification.check(config, "eager", "M")
+        image_classification.check_image_model(config, "eager", "M")
         == "not known whether a vit takes pictures: is b"
     )
 
@@ -195,84 +198,161 @@ def test_an_image_model_whose_small_copy_fails_is_refused(
 ZERO = {"hidden_size": 0, "dropout": 0.0, "bos": -1, "num_heads": 4}
 
 
+@dataclass(frozen=True)
+class Suspects:
+    """An error, the statements around it, a config, and the values that the message should name."""
+
+    error: Exception
+    statements: tuple[str, ...]
+    values: dict[str, Any]
+    found: list[str]
+
+
 @pytest.mark.parametrize(
     ("error", "statements", "values", "found"),
-    [
+    rows(
         # Quoted values.
-        (
-            ValueError("no 'a' or \"b\" or `c` or d"),
-            (),
-            dict(zip("stuvw", "abcd3", strict=True)),
-            ["s = a", "t = b", "u = c"],
+        Suspects(
+            error=ValueError("no 'a' or \"b\" or `c` or d"),
+            statements=(),
+            values=dict(zip("stuvw", "abcd3", strict=True)),
+            found=["s = a", "t = b", "u = c"],
         ),
-        (ValueError("'3' and 'e'"), (), {"model_type": "e", "n": 3}, []),
-        (ValueError("'a' of hidden_size"), (), {"hidden_size": 0, "act": "a"}, ["act = a"]),
-        (
-            StrictDataclassError("'a' of hidden_size"),
-            (),
-            {"hidden_size": 0, "act": "a"},
-            ["act = a"],
+        Suspects(
+            error=ValueError("'3' and 'e'"),
+            statements=(),
+            values={"model_type": "e", "n": 3},
+            found=[],
         ),
-        (StrictDataclassError("hidden_size"), (), {"hidden_size": 0}, []),
-        # Numbers of zero or less that the message or the code names.
-        (
-            TypeError("hidden_size, dropout, bos, num_heads"),
-            (),
-            ZERO,
-            ["hidden_size = 0", "bos = -1"],
+        Suspects(
+            error=ValueError("'a' of hidden_size"),
+            statements=(),
+            values={"hidden_size": 0, "act": "a"},
+            found=["act = a"],
         ),
-        (TypeError("num_heads"), (), ZERO, ["num_heads = 4"]),
-        (TypeError("of dropout and num_heads"), (), ZERO, ["dropout = 0.0", "num_heads = 4"]),
-        (TypeError("x"), ("a.hidden_size",), ZERO, ["hidden_size = 0"]),
-        (TypeError("bos"), ("a.hidden_size",), ZERO, ["bos = -1"]),
-        (TypeError("x"), ("a.bos", "a.hidden_size", "a.num_heads"), ZERO, ["hidden_size = 0"]),
-        (TypeError("num_heads"), ("a.bos", "dropout"), ZERO, ["bos = -1"]),
-        (TypeError("x"), ("num_heads", "dropout"), ZERO, ["dropout = 0.0"]),
-        (TypeError("x"), (), ZERO, []),
+        Suspects(
+            error=StrictDataclassError("'a' of hidden_size"),
+            statements=(),
+            values={"hidden_size": 0, "act": "a"},
+            found=["act = a"],
+        ),
+        Suspects(
+            error=StrictDataclassError("hidden_size"),
+            statements=(),
+            values={"hidden_size": 0},
+            found=[],
+        ),
+        # Numbers of zero or less that are named in the message or in the code.
+        Suspects(
+            error=TypeError("hidden_size, dropout, bos, num_heads"),
+            statements=(),
+            values=ZERO,
+            found=["hidden_size = 0", "bos = -1"],
+        ),
+        Suspects(error=TypeError("num_heads"), statements=(), values=ZERO, found=["num_heads = 4"]),
+        Suspects(
+            error=TypeError("of dropout and num_heads"),
+            statements=(),
+            values=ZERO,
+            found=["dropout = 0.0", "num_heads = 4"],
+        ),
+        Suspects(
+            error=TypeError("x"),
+            statements=("a.hidden_size",),
+            values=ZERO,
+            found=["hidden_size = 0"],
+        ),
+        Suspects(
+            error=TypeError("bos"), statements=("a.hidden_size",), values=ZERO, found=["bos = -1"]
+        ),
+        Suspects(
+            error=TypeError("x"),
+            statements=("a.bos", "a.hidden_size", "a.num_heads"),
+            values=ZERO,
+            found=["hidden_size = 0"],
+        ),
+        Suspects(
+            error=TypeError("num_heads"),
+            statements=("a.bos", "dropout"),
+            values=ZERO,
+            found=["bos = -1"],
+        ),
+        Suspects(
+            error=TypeError("x"),
+            statements=("num_heads", "dropout"),
+            values=ZERO,
+            found=["dropout = 0.0"],
+        ),
+        Suspects(error=TypeError("x"), statements=(), values=ZERO, found=[]),
         # Divisions.
-        (ZeroDivisionError("by zero"), (), ZERO, ["hidden_size = 0", "bos = -1"]),
-        (ZeroDivisionError("by zero"), ("a.dropout",), ZERO, ["hidden_size = 0", "bos = -1"]),
-        (ZeroDivisionError("by zero"), ("a.bos",), ZERO, ["bos = -1"]),
-        (
-            ZeroDivisionError("by zero"),
-            ("a.num_heads",),
-            {"num_heads": 4, "dropout": 0.0},
-            ["num_heads = 4"],
+        Suspects(
+            error=ZeroDivisionError("by zero"),
+            statements=(),
+            values=ZERO,
+            found=["hidden_size = 0", "bos = -1"],
+        ),
+        Suspects(
+            error=ZeroDivisionError("by zero"),
+            statements=("a.dropout",),
+            values=ZERO,
+            found=["hidden_size = 0", "bos = -1"],
+        ),
+        Suspects(
+            error=ZeroDivisionError("by zero"),
+            statements=("a.bos",),
+            values=ZERO,
+            found=["bos = -1"],
+        ),
+        Suspects(
+            error=ZeroDivisionError("by zero"),
+            statements=("a.num_heads",),
+            values={"num_heads": 4, "dropout": 0.0},
+            found=["num_heads = 4"],
         ),
         # Words.
-        (
-            AssertionError("Padding_idx must be"),
-            (),
-            {"pad_token_id": 99, "padding": -1},
-            ["pad_token_id = 99"],
+        Suspects(
+            error=AssertionError("Padding_idx must be"),
+            statements=(),
+            values={"pad_token_id": 99, "padding": -1},
+            found=["pad_token_id = 99"],
         ),
-        (
-            TypeError("dtype, torch_dtype, model_type"),
-            (),
-            {"dtype": "a", "torch_dtype": "b", "model_type": "c"},
-            [],
+        Suspects(
+            error=TypeError("dtype, torch_dtype, model_type"),
+            statements=(),
+            values={"dtype": "a", "torch_dtype": "b", "model_type": "c"},
+            found=[],
         ),
-        (TypeError("hidden_sizes, my_hidden_size and hidden"), (), ZERO, []),
-        (
-            TypeError("hidden_size"),
-            (),
-            {"text.hidden_size": 0, "hidden_size.text": 0, "a.b.hidden_size": -2},
-            ["text.hidden_size = 0", "a.b.hidden_size = -2"],
+        Suspects(
+            error=TypeError("hidden_sizes, my_hidden_size and hidden"),
+            statements=(),
+            values=ZERO,
+            found=[],
         ),
-        (TypeError("a b c d e"), (), dict.fromkeys("abcde", 1), ["a = 1", "b = 1", "c = 1"]),
-        (
-            TypeError("a_size b_size"),
-            (),
-            {"a_size": False, "b_size": 7},
-            ["a_size = False", "b_size = 7"],
+        Suspects(
+            error=TypeError("hidden_size"),
+            statements=(),
+            values={"text.hidden_size": 0, "hidden_size.text": 0, "a.b.hidden_size": -2},
+            found=["text.hidden_size = 0", "a.b.hidden_size = -2"],
         ),
-        (
-            TypeError("a_size b_size"),
-            (),
-            {"b_size": 7, "a_size": None},
-            ["b_size = 7", "a_size = None"],
+        Suspects(
+            error=TypeError("a b c d e"),
+            statements=(),
+            values=dict.fromkeys("abcde", 1),
+            found=["a = 1", "b = 1", "c = 1"],
         ),
-    ],
+        Suspects(
+            error=TypeError("a_size b_size"),
+            statements=(),
+            values={"a_size": False, "b_size": 7},
+            found=["a_size = False", "b_size = 7"],
+        ),
+        Suspects(
+            error=TypeError("a_size b_size"),
+            statements=(),
+            values={"b_size": 7, "a_size": None},
+            found=["b_size = 7", "a_size = None"],
+        ),
+    ),
 )
 def test_the_first_kind_of_suspects_that_exists_is_named(
     error: Exception, statements: tuple[str, ...], values: dict[str, Any], found: list[str]
@@ -309,7 +389,7 @@ def test_a_zero_is_suspected_in_counts_only(key: str) -> None:
 
 def test_values_are_named_by_their_place() -> None:
     with (
-        pytest.raises(Refusal, match=r"\(probably a\.b\.n_head = 0 or n_layer = -1\)"),
+        pytest.raises(ConfigError, match=r"\(probably a\.b\.n_head = 0 or n_layer = -1\)"),
         wrong_values({"a": {"b": {"n_head": 0}, "c": 1}, "n_layer": -1}, "M"),
     ):
         raise ZeroDivisionError("x")

@@ -1,4 +1,4 @@
-"""What a run leaves for transformers and peft is the model that was trained."""
+"""The export for transformers and peft must be the model that was trained."""
 
 import dataclasses
 import json
@@ -7,45 +7,27 @@ from typing import Any
 
 import pytest
 import torch
+from built_models import build_model
+from peft_models import NUMBERS, add_lora
+from recipekit.data.batching import DataRank
 from recipekit.data.held_out import eval_rows
-from recipekit.data.lanes import DataRank
 from recipekit.data.processors import byte_tokenizer
-from recipekit.data.request import request_of
-from recipekit.model.build import build_model
+from recipekit.data.request import request_from_recipe
 from recipekit.model.export import save_small_files
-from recipekit.model.small_files import Origin, gather
-from recipekit.plan import make_plan
+from recipekit.model.small_files import Origin, collect_small_files
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
 from recipekit.tasks import pretrain
-from test_model import ds_config, tiny_config
-from test_parity import strategy
-from test_weights import save_tiny
+from shipped_jsons import strategy
+from tiny_models import ds_config, save_tiny, tiny_config
 from transformers import AutoConfig
-
-NUMBERS: dict[str, Any] = dict(
-    tokenizer="bytes",
-    seq_len=64,
-    global_batch=4,
-    steps=4,
-    lr=1e-3,
-    eval_every=4,
-    eval_rows=4,
-    wandb=False,
-)
-
-
-def add_lora(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        model, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
 
 
 def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
-    """Runs on every rank of a pool; returns the exit code and the names of the parameters that were
-    trained.
+    """Run a recipe on a rank of a pool.
+
+    Return the exit code and the trained parameters' names.
     """
     import deepspeed
     from recipekit.train import main
@@ -61,7 +43,7 @@ def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
     try:
         adapt = add_lora if lora else None
         code = main(
-            make_plan(parse(dataclasses.replace(recipe, adapt=adapt), Path("export.py"), []))
+            resolve_run(parse(dataclasses.replace(recipe, adapt=adapt), Path("export.py"), []))
         )
     finally:
         deepspeed.initialize = real
@@ -73,7 +55,7 @@ def run_recipe(recipe: Recipe, lora: bool) -> tuple[int, list[str]]:
 
 
 def held_out_loss(model: Any, recipe: Recipe) -> float:
-    batches = eval_rows(request_of(recipe), byte_tokenizer(), rank=DataRank(1, 0))
+    batches = eval_rows(request_from_recipe(recipe), byte_tokenizer(), rank=DataRank(1, 0))
     tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     with torch.no_grad():
         return (
@@ -94,7 +76,8 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
 
     save_tiny(tmp_path / "base", "qwen3")
     out = tmp_path / "run"
-    # so that four steps teach much, whatever the text is (another Python has another library)
+    # A high rate, so that four steps learn much from any text (each Python version has a different
+    # library).
     numbers = NUMBERS | {"lr": 1e-2}
     recipe = Recipe(
         model=str(tmp_path / "base"),
@@ -107,7 +90,7 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
         assert code == 0
         assert trained and all("lora_" in name for name in trained)
     (tmp_path / "plain").touch()
-    # by the umask
+    # The file modes follow the umask.
     assert {file.stat().st_mode for file in out.rglob("*") if file.is_file()} == {
         (tmp_path / "plain").stat().st_mode
     }
@@ -127,12 +110,12 @@ def test_lora_exports_the_adapter_or_the_merged_model(pools, tmp_path, merge):
     loss = held_out_loss(model, recipe)
     assert abs(loss - engine_loss) < 1e-5 * engine_loss
     print(f"held-out loss {before:.4f} -> {loss:.4f}")
-    assert loss < before - 0.01  # it did learn
+    assert loss < before - 0.01  # the adapter did learn
 
 
 @pytest.mark.slow
 def test_the_export_of_every_strategy_is_what_the_engine_evaluated(pools, tmp_path):
-    """bf16 training: transformers on the exported files gives the engine's held-out loss."""
+    """After bf16 training, the exported files have the engine's held-out loss in transformers."""
     from transformers import AutoModelForCausalLM
 
     for file, tp in (("zero0", 1), ("zero2", 1), ("zero3", 1), ("zero3", 2), ("zero1", 2)):
@@ -179,13 +162,14 @@ def test_a_model_published_in_fp32_is_exported_from_the_master_weights(pools, tm
 def run_tiny(recipe: Recipe) -> int:
     from recipekit.train import main
 
-    return main(make_plan(parse(recipe, Path("export.py"), ["--tiny"])))
+    return main(resolve_run(parse(recipe, Path("export.py"), ["--tiny"])))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_config_beside_the_weights_names_their_dtype(tmp_path, dtype):
-    """Whatever the config that the model was made from says; and generation from the files uses its
-    cache.
+    """The dtype does not depend on the original config.
+
+    Generation from the exported files uses the KV cache.
     """
     built = build_model(
         Recipe(model="none", init="random"),
@@ -196,7 +180,9 @@ def test_the_config_beside_the_weights_names_their_dtype(tmp_path, dtype):
     )
     own = tiny_config("llama") | {"dtype": "float16"}
     save_small_files(
-        built, gather(built, own, byte_tokenizer(), getattr(torch, dtype), Origin(), ()), tmp_path
+        built,
+        collect_small_files(built, own, byte_tokenizer(), getattr(torch, dtype), Origin(), ()),
+        tmp_path,
     )
     config = json.loads((tmp_path / "config.json").read_text())
     assert (config["dtype"], config["architectures"]) == (dtype, ["LlamaForCausalLM"])

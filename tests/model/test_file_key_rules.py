@@ -1,5 +1,6 @@
-"""Each rule for the keys of a model's files, on keys alone: which parameter they belong to, which
-are of no use, which are refused.
+"""Rules for the keys in a model's files, tested on the keys alone.
+
+The rules decide which parameter a key belongs to, which keys are unused, and which are errors.
 """
 
 import functools
@@ -18,13 +19,13 @@ from recipekit.model.file_keys import (
     find_stored,
     foreign_affix,
     refuse_affix,
-    separated_names,
     tied_names,
-    ties,
+    ties_embeddings,
+    untied_names,
     unused_keys,
 )
-from recipekit.parallel.blueprint import Stored
-from recipekit.spec.refusal import Refusal
+from recipekit.parallel.blueprint import PublishedTensor
+from recipekit.spec.errors import ConfigError
 from torch import nn
 from transformers.core_model_loading import (
     Concatenate,
@@ -37,11 +38,11 @@ from transformers.core_model_loading import (
 
 @functools.cache
 def model_of(kind: str, task: str = "pretrain", auto_class: str = "AutoModelForCausalLM") -> Any:
-    """A tiny model on the meta device, not to be changed."""
+    """Return a tiny model on the meta device, which callers must not change."""
     return empty_model(families.tiny_config(kind, 264, task), "eager", "X", auto_class=auto_class)
 
 
-# Places in the files
+# Keys of parameters
 # -------------------------------------------------------------------------------------------------
 
 EXPERTS = [
@@ -76,12 +77,12 @@ def test_experts_are_joined_in_the_order_of_the_sources_and_of_their_numbers(
             )
             for part in ("gate", "up")
         )
-        assert found[f"model.layers.{layer}.mlp.experts.both"] == Stored(
+        assert found[f"model.layers.{layer}.mlp.experts.both"] == PublishedTensor(
             parts, stacked=True, dim=dim
         )
-    assert found["model.norm.weight"] == Stored((("model.norm.weight",),)) and found[
+    assert found["model.norm.weight"] == PublishedTensor((("model.norm.weight",),)) and found[
         "other.weight"
-    ] == Stored((("other.weight",),))
+    ] == PublishedTensor((("other.weight",),))
     assert len(found) == 4
 
 
@@ -95,7 +96,7 @@ def test_one_matrix_of_each_expert_is_stacked_in_the_first_dimension(
         model_of("llama"),
         ["model.layers.0.mlp.experts.1.up.weight", "model.layers.0.mlp.experts.0.up.weight"],
     ).values()
-    assert stored == Stored(
+    assert stored == PublishedTensor(
         (("model.layers.0.mlp.experts.0.up.weight", "model.layers.0.mlp.experts.1.up.weight"),),
         stacked=True,
         dim=0,
@@ -122,7 +123,7 @@ def test_another_form_of_the_files_is_refused_with_its_operations(
         file_keys, "get_model_conversion_mapping", lambda model: [converter(*operations)]
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"^model = X: its files hold model\.layers\.1\.mlp\.experts\.both in a form that needs"
             rf" {named}\. Load and save it once"
@@ -134,11 +135,11 @@ def test_another_form_of_the_files_is_refused_with_its_operations(
 def test_a_renaming_that_takes_the_new_name_is_no_conversion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A key that is already a parameter's name stays, even where a conversion would take it."""
+    """A key that already is a parameter's name is kept, even if a conversion rule matches it."""
     renaming = WeightRenaming(source_patterns=r"model\.(old_)?norm", target_patterns="model.norm")
     monkeypatch.setattr(file_keys, "get_model_conversion_mapping", lambda model: [renaming])
     assert find_stored(model_of("llama"), ["model.old_norm.weight"]) == {
-        "model.norm.weight": Stored((("model.old_norm.weight",),))
+        "model.norm.weight": PublishedTensor((("model.old_norm.weight",),))
     }
     taken = WeightConverter(
         source_patterns="model.norm.weight",
@@ -147,7 +148,7 @@ def test_a_renaming_that_takes_the_new_name_is_no_conversion(
     )
     monkeypatch.setattr(file_keys, "get_model_conversion_mapping", lambda model: [taken])
     assert find_stored(model_of("llama"), ["model.norm.weight"]) == {
-        "model.norm.weight": Stored((("model.norm.weight",),))
+        "model.norm.weight": PublishedTensor((("model.norm.weight",),))
     }
 
 
@@ -163,11 +164,11 @@ def test_tied_and_separated_names(tmp_path: Path) -> None:
         (False, tied, {}),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": on}))
-        assert separated_names(model, tmp_path / "config.json") == wanted
-    assert separated_names(untied, tmp_path / "no.json") == {}
+        assert untied_names(model, tmp_path / "config.json") == wanted
+    assert untied_names(untied, tmp_path / "no.json") == {}
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     untied._tied_weights_keys = None  # type: ignore[assignment]
-    assert separated_names(untied, tmp_path / "config.json") == {}
+    assert untied_names(untied, tmp_path / "config.json") == {}
 
 
 def test_a_config_ties_if_one_of_its_parts_does() -> None:
@@ -191,10 +192,10 @@ def test_a_config_ties_if_one_of_its_parts_does() -> None:
             False,
         ),
     ):
-        assert ties(config) is wanted  # type: ignore[arg-type]
+        assert ties_embeddings(config) is wanted  # type: ignore[arg-type]
 
 
-# Keys of no use
+# Unused keys
 # --------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +287,10 @@ def test_a_key_is_used_by_the_parameter_that_reads_it(monkeypatch: pytest.Monkey
     experts = {"a.0.weight": [1], "a.1.weight": [1], "c.weight": [1]}
     assert (
         unused(
-            experts, found={"lm_head.weight": Stored((("a.0.weight", "a.1.weight"), ("c.weight",)))}
+            experts,
+            found={
+                "lm_head.weight": PublishedTensor((("a.0.weight", "a.1.weight"), ("c.weight",)))
+            },
         )
         == []
     )
@@ -303,7 +307,7 @@ def test_a_key_is_used_by_the_parameter_that_reads_it(monkeypatch: pytest.Monkey
 
 
 class Lists(nn.Module):
-    """Lists of layers, and a sequence whose modules have names."""
+    """A model with lists of layers, and with a sequence of named modules."""
 
     base_model_prefix = "model"
 
@@ -321,13 +325,13 @@ class Lists(nn.Module):
 
 
 def refused(*keys: str, base: str = "model", **config: Any) -> str:
-    """Return the rule and fix of the refusal, "" without one."""
+    """Return the config error's rule and fix, or "" without an error."""
     try:
-        file_keys._check_layers(
+        file_keys._check_extra_layers(
             Lists(base, **config), {f"stored.{number}": key for number, key in enumerate(keys)}
         )  # type: ignore[arg-type]
-    except Refusal as refusal:
-        return str(refusal).removeprefix("model = X: its files hold ")
+    except ConfigError as error:
+        return str(error).removeprefix("model = X: its files hold ")
     return ""
 
 
@@ -441,7 +445,7 @@ def test_an_affix_is_taken_out_of_a_name() -> None:
     assert (
         str(affix) == "a.b. and _orig_mod. and module."
         and str(Affix("a.")) == "a."
-        and str(Affix(words=("x",))) == "x."
+        and str(Affix(wrappers=("x",))) == "x."
     )
     for key, wanted in {
         "a.b.x.weight": "x.weight",
@@ -496,11 +500,11 @@ def test_a_wrapper_in_every_layer_is_found(word: str) -> None:
         name.replace(".mlp.", f".{word}.mlp.").replace(".self_attn.", f".{word}.self_attn.")
         for name in NAMES
     ]
-    assert inside != NAMES and affix_of(inside) == Affix(words=(word,))
+    assert inside != NAMES and affix_of(inside) == Affix(wrappers=(word,))
     other = "module" if word == "_orig_mod" else "_orig_mod"
     both = [name.replace("model.", f"model.{other}.") for name in inside]
     assert affix_of(both) == Affix(
-        words=tuple(one for one in file_keys.WRAPPERS if one in (word, other))
+        wrappers=tuple(one for one in file_keys.WRAPPER_NAMES if one in (word, other))
     )
 
 
@@ -515,7 +519,7 @@ def test_the_refusal_of_an_affix_counts_the_names_and_renames_them() -> None:
         "save_file({key.removeprefix('a.'): value for key, value in load_file(FILE).items()}, FILE,"
         " {'format': 'pt'})" in said
     )
-    words = str(refuse_affix(model, ["x.module.y", "z"], Affix(words=("_orig_mod", "module"))))
+    words = str(refuse_affix(model, ["x.module.y", "z"], Affix(wrappers=("_orig_mod", "module"))))
     assert (
         "1 of the 2 names" in words
         and "{key.replace('_orig_mod.', '').replace('module.', ''): value" in words

@@ -1,73 +1,28 @@
-"""Every key of a model's files is used, known to be of no use, named in one line, or refused."""
+"""Every key in a model's files is used, known to be unneeded, reported in one line, or an error."""
 
-import functools
 import json
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from recipekit.architectures import families
+from built_models import build_model
+from published_models import FILE, Tensors, save_model
 from recipekit.architectures.lookup import with_labels
-from recipekit.model import initial
-from recipekit.model.build import build_model
+from recipekit.model import initial_values
 from recipekit.model.empty import empty_model
 from recipekit.model.weights import Weights, open_weights
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS
 from safetensors.torch import load_file, save_file
-from test_model import ds_config
-
-FILE = "model.safetensors"
-Tensors = dict[str, torch.Tensor]
-
-
-@functools.cache
-def published(kind: str, task: str) -> tuple[dict[str, Any], Tensors]:
-    """The config.json and the tensors that transformers saves of a tiny model with random
-    weights.
-    """
-    config = families.tiny_config(kind, 264, task)
-    model = build_model(
-        Recipe(model="none", init="random", seed=5, task=task),
-        config,
-        None,
-        ds_config(0),
-        torch.device("cpu"),
-    ).model
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        tensors = {name: value.clone() for name, value in load_file(Path(folder) / FILE).items()}
-        return json.loads((Path(folder) / "config.json").read_text()), tensors
-
-
-def save_model(
-    folder: Path,
-    kind: str,
-    task: str = "pretrain",
-    tensors: Callable[[Tensors], Tensors] = dict,
-    **changes: Any,
-) -> None:
-    """Saves a tiny model as transformers does, but for what `tensors` changes in its file and
-    `changes` in its config.json.
-    """
-    config, saved = published(kind, task)
-    folder.mkdir(exist_ok=True)
-    save_file(
-        tensors({name: value.clone() for name, value in saved.items()}),
-        folder / FILE,
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(config | changes))
+from tiny_models import ds_config
 
 
 def read(folder: Path, task: str = "pretrain") -> Weights:
-    """Opens the files for the model that config.json describes."""
+    """Open the files for the model that config.json describes."""
     config = json.loads((folder / "config.json").read_text())
     return open_weights(
         str(folder), empty_model(config, "eager", str(folder), auto_class=TASKS[task].auto_class)
@@ -75,7 +30,7 @@ def read(folder: Path, task: str = "pretrain") -> Weights:
 
 
 def values_of(folder: Path, dtype: str = "") -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Builds the model; its values, and the rules of what is noted of them."""
+    """Build the model; return its values and the rule of each error about non-finite values."""
     config = json.loads((folder / "config.json").read_text())
     strategy = ds_config(0) | ({dtype: {"enabled": True}} if dtype else {})
     built = build_model(Recipe(model=str(folder)), config, None, strategy, torch.device("cpu"))
@@ -172,7 +127,7 @@ def test_a_bias_of_attention_of_another_shape_is_no_mask_and_is_named(tmp_path, 
 
 
 def further_layers(tensors: Tensors, place: str, last: int) -> Tensors:
-    """Adds copies of the last layer of a list, as the files of a deeper model have them."""
+    """Add two copies of a list's last layer, as in a deeper model's files."""
     return tensors | {
         name.replace(f"{place}.{last}.", f"{place}.{last + 1 + add}."): value.clone()
         for add in range(2)
@@ -194,7 +149,7 @@ def further_layers(tensors: Tensors, place: str, last: int) -> Tensors:
 def test_layers_that_config_json_does_not_have_are_refused(
     tmp_path, kind, task, place, listed, key
 ):
-    """`listed` is the name in the files of the list `place`."""
+    """`listed` is the name of the list `place` in the files."""
     save_model(tmp_path, kind, task)
     tensors = load_file(tmp_path / FILE)
     layers = 1 + max(
@@ -209,12 +164,12 @@ def test_layers_that_config_json_does_not_have_are_refused(
         rf"its files contain {layers + 2} layers in {place}, but its config.json specifies"
         rf' {layers}. Write "{key}": {layers + 2} in its config.json'
     )
-    with pytest.raises(Refusal, match=expected):
+    with pytest.raises(ConfigError, match=expected):
         read(tmp_path, task)
 
 
 def test_names_without_the_base_model_have_layers_too(tmp_path):
-    """As openai-community/gpt2 is published: h.0 where the model has transformer.h.0."""
+    """openai-community/gpt2 is published like this: h.0 instead of transformer.h.0."""
     save_model(
         tmp_path,
         "gpt2",
@@ -224,7 +179,7 @@ def test_names_without_the_base_model_have_layers_too(tmp_path):
         },
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"its files contain 6 layers in transformer\.h, but its config.json specifies 4",
     ):
         read(tmp_path)
@@ -239,14 +194,16 @@ def test_experts_that_config_json_does_not_have_are_refused(tmp_path):
         )
     )
     with pytest.raises(
-        Refusal, match=rf"\[{experts}, .* in its files but \[{experts // 2}, .* in its config.json"
+        ConfigError,
+        match=rf"\[{experts}, .* in its files but \[{experts // 2}, .* in its config.json",
     ):
         read(tmp_path)
 
 
 def test_layers_that_predict_further_tokens_are_named(tmp_path):
-    """Of a model with another number of layers than the published one, which transformers knows by
-    its numbers.
+    """transformers recognises such layers by their numbers in the published model.
+
+    This model has a different number of layers.
     """
     save_model(tmp_path, "glm4_moe", tensors=lambda tensors: tensors, num_nextn_predict_layers=1)
     layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
@@ -264,7 +221,7 @@ def test_layers_that_predict_further_tokens_are_named(tmp_path):
         tmp_path / FILE,
         metadata={"format": "pt"},
     )
-    with pytest.raises(Refusal, match=f"its files contain {layers + 2} layers"):
+    with pytest.raises(ConfigError, match=f"its files contain {layers + 2} layers"):
         read(tmp_path)
 
 
@@ -292,7 +249,7 @@ def test_a_prefix_of_all_names_is_named(tmp_path, prefix):
         "llama",
         tensors=lambda tensors: {WRAPPED[prefix](name): value for name, value in tensors.items()},
     )
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         read(tmp_path)
     (problem,) = refused.value.problems
     assert f"names of tensors in its files have {prefix} in them" in problem.rule
@@ -311,7 +268,7 @@ def test_an_adapter_that_was_not_merged_is_named(tmp_path):
         },
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"have base_model\.model\. in them.*\. Merge the adapter with peft's merge_and_unload"
         ),
@@ -361,8 +318,8 @@ def test_values_that_are_no_numbers_are_noted(tmp_path, kind, name, value, found
 @pytest.mark.parametrize("inner", ["convolution.weight", "normalization.running_var"])
 @pytest.mark.parametrize("labels", [0, 3])
 def test_values_are_checked_beside_a_new_head_and_in_buffers(tmp_path, monkeypatch, inner, labels):
-    """Also in a model without lists of layers, whose weights and drawn head are one part."""
-    monkeypatch.setattr(initial, "parts", lambda model: iter([(model, True)]))
+    """A model without lists of layers has its weights and the random head in one block."""
+    monkeypatch.setattr(initial_values, "parts", lambda model: iter([(model, True)]))
     name, task = f"resnet.embedder.embedder.{inner}", "image_classification"
 
     def spoiled(tensors: Tensors) -> Tensors:
@@ -373,7 +330,7 @@ def test_values_are_checked_beside_a_new_head_and_in_buffers(tmp_path, monkeypat
     config = with_labels(json.loads((tmp_path / "config.json").read_text()), labels)
     recipe = Recipe(model=str(tmp_path), task=task, num_labels=labels)
     built = build_model(recipe, config, None, ds_config(0), torch.device("cpu"))
-    assert built.weights is not None and bool(built.weights.drawn) == bool(labels)
+    assert built.weights is not None and bool(built.weights.sampled) == bool(labels)
     assert [problem.rule for problem in built.weights.not_finite] == [
         f"{name} contains a NaN in its files"
     ]

@@ -1,6 +1,4 @@
-"""Model FLOPs are those that torch counts, documents and windows included, and `mfu` is made of
-them.
-"""
+"""Model FLOPs must equal torch's count, with documents and windows. `mfu` is computed from them."""
 
 import json
 import platform
@@ -14,14 +12,14 @@ import pytest
 import torch
 from job import metrics
 from recipekit.architectures.lookup import SHIPPED
-from recipekit.kernels.documents import with_documents, with_starts
+from recipekit.kernels.documents import with_document_starts, with_documents
 from recipekit.model.empty import empty_model
-from recipekit.model.flops import CONVENTION, WHOLE, keys_seen, model_flops
-from recipekit.spec.devices import DEVICES, Device, device_called
+from recipekit.model.flops import CONVENTION, NO_WINDOW, attended_keys, model_flops
+from recipekit.spec.devices import DEVICES, Device, find_device
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS
-from test_resume import BASE, train
+from short_runs import BASE, train
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
@@ -33,12 +31,12 @@ def published(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    # parameters that a token meets, and 12 * layers * heads * head_dim
+    # Parameters that each token uses, and 12 * layers * heads * head_dim.
     ("model", "met", "per_key"),
     [
         ("openai-community/gpt2", 124_439_808, 12 * 12 * 12 * 64),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248 - 128_256 * 4096, 12 * 32 * 32 * 128),
-        # heads * head_dim is twice its hidden_size; its embedding is its head
+        # heads * head_dim is twice the hidden_size, and the embedding is tied to the head.
         ("Qwen/Qwen3-0.6B", 596_049_920, 12 * 28 * 16 * 128),
         (
             "mistralai/Mixtral-8x7B-v0.1",
@@ -54,12 +52,13 @@ def published(model: str) -> dict[str, Any]:
 )
 def test_flops_of_a_published_model(model: str, met: int, per_key: int) -> None:
     flops = model_flops(empty_model(published(model)))
-    assert flops is not None and flops.per_unit == 6 * met and flops.per_key == {WHOLE: per_key}
+    assert flops is not None and flops.per_unit == 6 * met and flops.per_key == {NO_WINDOW: per_key}
 
 
 def test_flops_of_a_decoder_with_another_head_than_its_embedding() -> None:
-    """The head of a reward model, a number for each token, is met by all of them, and its embedding
-    is looked up.
+    """A reward model's head computes one number for each token.
+
+    All tokens use the head, and the embedding is only a lookup.
     """
     model = empty_model(
         published("Qwen/Qwen3-0.6B") | {"num_labels": 1}, auto_class=TASKS["reward"].auto_class
@@ -68,7 +67,7 @@ def test_flops_of_a_decoder_with_another_head_than_its_embedding() -> None:
     assert (
         flops is not None
         and flops.per_unit == 6 * (596_049_920 - 151_936 * 1024 + 1024)
-        and flops.per_key == {WHOLE: 12 * 28 * 16 * 128}
+        and flops.per_key == {NO_WINDOW: 12 * 28 * 16 * 128}
     )
 
 
@@ -87,9 +86,9 @@ def small(**shape: Any) -> Any:
 
 
 def counted(model: Any) -> int:
-    """What torch counts of a forward and a backward of two rows, every pair of tokens included.
+    """Return torch's FLOPs for a forward and backward pass of two rows with all pairs of tokens.
 
-    Norms and the like are no matrix products.
+    Norms and similar operations are not counted, because they are not matrix products.
     """
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, SEQ_LEN, dtype=torch.int64)).logits.sum().backward()
@@ -122,7 +121,7 @@ def test_flops_are_those_that_torch_counts(shape: dict[str, Any]) -> None:
 
 
 def test_a_frozen_weight_costs_no_gradient_of_its_own() -> None:
-    """As torch counts them under LoRA, where the gradient goes through every frozen weight."""
+    """torch counts the same under LoRA, whose gradients pass through every frozen weight."""
     from peft import LoraConfig, get_peft_model
 
     model = small(model_type="llama")
@@ -136,7 +135,7 @@ def test_a_frozen_weight_costs_no_gradient_of_its_own() -> None:
         and flops is not None
         and 4 * 0.95 < lora.per_unit / (flops.per_unit / 6) < 5
     )
-    # The first layer's inputs take no gradient: q, k, v of layer 0 cost 2 instead of 4.
+    # The first layer's inputs need no gradient, so q, k and v of layer 0 cost 2 instead of 4.
     first = adapted.get_base_model().model.layers[0].self_attn
     spared = (
         sum(
@@ -171,7 +170,7 @@ def classifier(**shape: Any) -> Any:
 
 
 def counted_of_pictures(model: Any, height: int = 32, width: int = 32) -> int:
-    """What torch counts of a forward and a backward of two pictures."""
+    """Return torch's FLOPs for a forward and backward pass over two images."""
     with FlopCounterMode(display=False) as counter:
         model(pixel_values=torch.zeros(2, 3, height, width)).logits.sum().backward()
     return counter.get_total_flops()
@@ -181,7 +180,7 @@ def counted_of_pictures(model: Any, height: int = 32, width: int = 32) -> int:
     "shape",
     [
         {"model_type": "vit", "num_labels": 1000},
-        {"model_type": "vit", "patch_size": 6},  # a border of two pixels is cut off
+        {"model_type": "vit", "patch_size": 6},  # drops a border of two pixels
         {"model_type": "deit", "architectures": ["DeiTForImageClassification"]},
         {"model_type": "beit"},
         {"model_type": "dinov2"},
@@ -209,8 +208,10 @@ def test_flops_of_a_picture_that_is_no_square() -> None:
 
 
 def test_frozen_layers_of_a_picture_cost_no_gradient_of_their_own() -> None:
-    """But for the first ones, through which no gradient has to go: here all are trained beside the
-    last layer's.
+    """Only the last layer is frozen, so gradients pass through all layers.
+
+    A model's first layers would be an exception if frozen, because no gradient would pass through
+    them.
     """
     model = classifier(model_type="vit")
     for name, parameter in model.named_parameters():
@@ -222,8 +223,9 @@ def test_frozen_layers_of_a_picture_cost_no_gradient_of_their_own() -> None:
 
 
 def test_flops_of_a_published_vit() -> None:
-    """ViT-L/16: its 24 layers of 12 * 1024**2 weights (and 13 * 1024 biases and norms) meet 196
-    patches and the class token.
+    """ViT-L/16 has 24 layers of 12 * 1024**2 weights (and 13 * 1024 biases and norms).
+
+    The layers process 196 patches and the class token.
     """
     shape = {
         "model_type": "vit",
@@ -236,7 +238,7 @@ def test_flops_of_a_published_vit() -> None:
     flops = model_flops(empty_model(shape, auto_class=PICTURES.auto_class), PICTURES.rows)
     layers, attention = 6 * 24 * (12 * 1024**2 + 13 * 1024) * 197, 12 * 24 * 1024 * 197**2
     ends = 4 * 3 * 16**2 * 1024 * 196 + 6 * (1025 * 1000 + 3 * 1024)
-    # 61.6 GMACs (DeiT III, table 1)
+    # 61.6 GMACs (DeiT III, table 1).
     assert flops is not None and flops.per_unit == layers + attention + ends == pytest.approx(
         3 * 123.2e9, rel=0.01
     )
@@ -259,11 +261,11 @@ def test_of_a_model_that_mixes_otherwise_nothing_is_said(kind: str) -> None:
 
 
 def test_samples_have_no_keys_to_count() -> None:
-    assert keys_seen([{"pixel_values": torch.zeros(2, 3, 4, 4)}], {}) == []
+    assert attended_keys([{"pixel_values": torch.zeros(2, 3, 4, 4)}], {}) == []
 
 
 def test_keys_are_counted_as_the_mask_allows_them() -> None:
-    """Against transformers' own mask of packed rows, whole and with a window."""
+    """The reference is transformers' mask for packed rows, with and without a window."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     positions = torch.tensor([[*range(5), *range(7), *range(12)], [*range(24)]])
@@ -282,15 +284,16 @@ def test_keys_are_counted_as_the_mask_allows_them() -> None:
         int((make(**common) == 0).sum())
         for make in (create_causal_mask, create_sliding_window_causal_mask)
     ]
-    assert keys_seen([{"position_ids": positions}], [WHOLE, 4]) == seen
-    # under sequence parallelism a rank counts its own tokens
+    assert attended_keys([{"position_ids": positions}], [NO_WINDOW, 4]) == seen
+    # Under sequence parallelism a rank counts its local tokens.
     halves = [{"position_ids": half} for half in positions.split(12, dim=1)]
-    assert keys_seen(halves, [WHOLE, 4]) == seen
+    assert attended_keys(halves, [NO_WINDOW, 4]) == seen
 
 
 def test_keys_on_both_sides_are_counted_as_the_mask_allows_them() -> None:
-    """From the documents of a micro-batch, or from where they begin; a window of 3 lets a token see
-    three to either side.
+    """Keys are counted either from a micro-batch's documents or from the document starts.
+
+    With a window of 3, a token attends to three tokens on either side.
     """
     batch = {
         "position_ids": torch.stack(
@@ -301,8 +304,8 @@ def test_keys_on_both_sides_are_counted_as_the_mask_allows_them() -> None:
     apart = (batch["position_ids"] == 0).cumsum(-1)
     same = apart[:, :, None] == apart[:, None, :]  # (B, T, T)
     seen = [int(same.sum()), int((same & ((place[:, None] - place[None, :]).abs() <= 3)).sum())]
-    for add in (with_documents, with_starts):
-        assert keys_seen([add(batch)], [WHOLE, 3], both_ways=True) == seen
+    for add in (with_documents, with_document_starts):
+        assert attended_keys([add(batch)], [NO_WINDOW, 3], bidirectional=True) == seen
 
 
 def test_windows_are_those_of_the_layers() -> None:
@@ -317,10 +320,10 @@ def test_windows_are_those_of_the_layers() -> None:
             max_window_layers=0,
         )
     )
-    assert flops is not None and flops.per_key == {WHOLE: 12 * 4 * 32, 16: 2 * 12 * 4 * 32}
+    assert flops is not None and flops.per_key == {NO_WINDOW: 12 * 4 * 32, 16: 2 * 12 * 4 * 32}
     windowed = model_flops(small(model_type="mistral", sliding_window=8))
     assert windowed is not None and list(windowed.per_key) == [8]
-    assert model_flops(small(model_type="mamba", state_size=16)) is None  # it attends to nothing
+    assert model_flops(small(model_type="mamba", state_size=16)) is None  # it has no attention
 
 
 def test_a_device_is_found_by_what_people_call_it() -> None:
@@ -336,33 +339,34 @@ def test_a_device_is_found_by_what_people_call_it() -> None:
         "A100-PCIe-40 GB": "NVIDIA A100-PCIE-40GB",
         "H10080GBHBM3": called["H100-SXM-80GB"],
     }
-    assert {name: device_called(name)[0] for name in called} == called
+    assert {name: find_device(name)[0] for name in called} == called
     for name, why in (
         ("H100", r"may be any of NVIDIA H100 80GB HBM3 \(80 GiB\), NVIDIA H100 NVL \(94 GiB\)"),
         ("H-100", "may be any of NVIDIA H100 80GB"),
         ("A1004", "is not a known device"),
         ("TPU", "is not a known device"),
     ):
-        with pytest.raises(Refusal, match=why):
-            device_called(name)
-    assert all(device_called(name) == (name, device) for name, device in DEVICES.items())
+        with pytest.raises(ConfigError, match=why):
+            find_device(name)
+    assert all(find_device(name) == (name, device) for name, device in DEVICES.items())
 
 
 def train_on_known(recipe: Recipe, argv: list[str], peak: float) -> tuple[int | str, str]:
-    """Runs on every rank of a pool as if the peak of its device were known."""
+    """Run on a rank of a pool as if its device's peak FLOPs were known."""
     with mock.patch.dict(DEVICES, {platform.machine(): Device(peak, 2**40, 1e12)}):
         return train(recipe, argv)
 
 
 def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -> None:
-    """The keys of all ranks' rows, added up by the sum of the tokens: those of a single process
-    that reads the same rows.
+    """The attended keys in all ranks' rows are summed.
+
+    The sum must equal the count of a single process that reads the same rows.
     """
-    from recipekit.data.lanes import DataRank
+    from recipekit.data.batching import DataRank
     from recipekit.data.processors import load_tokenizer
-    from recipekit.data.request import request_of
+    from recipekit.data.request import request_from_recipe
     from recipekit.data.stream import open_stream
-    from recipekit.plan import make_plan
+    from recipekit.plan import resolve_run
     from recipekit.spec.command import parse
 
     recipe = replace(BASE, eval_every=0, warmup_steps=0)
@@ -380,11 +384,11 @@ def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -
             for word in (f"--{name}", str(getattr(recipe, name)))
         ),
     ]
-    plan = make_plan(parse(recipe, Path("resume.py"), [*words, "--resume", "never"]))
+    plan = resolve_run(parse(recipe, Path("resume.py"), [*words, "--resume", "never"]))
     flops = model_flops(empty_model(saved["model_config"]))
     assert flops is not None
     stream = open_stream(
-        request_of(plan.recipe),
+        request_from_recipe(plan.recipe),
         load_tokenizer(plan.recipe.model, plan.recipe.tokenizer),
         rank=DataRank(1, 0),
     )
@@ -392,15 +396,16 @@ def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -
         for line in metrics(tmp_path / "known"):
             batches, _ = next(stream)
             done = flops.of_step(
-                recipe.global_batch * recipe.seq_len, keys_seen(batches, flops.per_key)
+                recipe.global_batch * recipe.seq_len, attended_keys(batches, flops.per_key)
             )
             assert line["mfu"] == pytest.approx(done / (2 * 1e12 * line["step_s"]), rel=1e-12)
             full = flops.of_step(
                 recipe.global_batch * recipe.seq_len, [recipe.global_batch * recipe.seq_len**2]
             )
-            # causal at least
+            # At least the causal mask must be respected.
             assert (
-                done < full - 0.4 * flops.per_key[WHOLE] * recipe.global_batch * recipe.seq_len**2
+                done
+                < full - 0.4 * flops.per_key[NO_WINDOW] * recipe.global_batch * recipe.seq_len**2
             )
     finally:
         stream.close()
@@ -408,10 +413,10 @@ def test_mfu_is_what_documents_allow_over_the_peak(pools: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["H100", "A100", "gh200", "H-100", "NVIDIA A100"])
 def test_a_name_of_several_devices_is_refused_with_a_name_of_each(name: str) -> None:
-    with pytest.raises(Refusal) as refused:
-        device_called(name)
+    with pytest.raises(ConfigError) as refused:
+        find_device(name)
     (problem,) = refused.value.problems
     written = re.findall(r'--device (?:"([^"]+)"|(\S+))', problem.fix)
-    found = [device_called(quoted or word)[0] for quoted, word in written]
+    found = [find_device(quoted or word)[0] for quoted, word in written]
     assert len(found) >= 2 and len({*found}) == len(found), problem.fix
     assert all(f"{known} ({DEVICES[known].memory >> 30} GiB)" in problem.rule for known in found)

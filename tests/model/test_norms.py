@@ -1,4 +1,4 @@
-"""BatchNorm of ours: torch's in one micro-batch, and counted once for each."""
+"""StepBatchNorm equals torch's BatchNorm for one micro-batch, and counts every micro-batch once."""
 
 from functools import partial
 from typing import Any
@@ -9,18 +9,18 @@ from recipekit.model.batch_norm import (
     StepBatchNorm1d,
     StepBatchNorm2d,
     check_norms,
-    move_statistics,
     norms_of,
     replace_norms,
+    update_running_stats,
 )
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
 def pair(**numbers: Any) -> tuple[nn.Module, nn.Module]:
-    """(torch's norms, ours) after a convolution, with the same parameters, which are no longer ones
-    and zeros.
+    """Return (torch's norm layers, our norm layers) after a convolution, with the same random
+    parameters.
     """
     models = [
         nn.Sequential(
@@ -40,8 +40,9 @@ def pair(**numbers: Any) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_of_a_step_with_one_micro_batch_everything_is_torchs(momentum):
-    """Outputs, gradients, statistics, while it trains and while it evaluates; `momentum` None: the
-    mean over all steps.
+    """Outputs, gradients and statistics are the same, in training and in evaluation.
+
+    If `momentum` is None, the statistics are the mean over all steps.
     """
     torch.manual_seed(0)
     plain, ours = pair(momentum=momentum)
@@ -53,7 +54,7 @@ def test_of_a_step_with_one_micro_batch_everything_is_torchs(momentum):
         outputs = [model(x) for model in (plain, ours)]
         for output in outputs:
             output.square().sum().backward()
-        move_statistics(norms_of(ours), None)
+        update_running_stats(norms_of(ours), None)
         assert torch.equal(*outputs)
     assert all(
         torch.equal(one.grad, other.grad)
@@ -79,7 +80,7 @@ def test_a_step_of_several_micro_batches_moves_by_their_mean():
     for x in batches:
         model(x)
     seen = [model[0](x).transpose(0, 1).flatten(1) for x in batches]
-    move_statistics(norms_of(model), None)
+    update_running_stats(norms_of(model), None)
     assert torch.allclose(
         model[1].running_mean,
         0.1 * torch.stack([values.mean(1) for values in seen]).mean(0),
@@ -91,7 +92,7 @@ def test_a_step_of_several_micro_batches_moves_by_their_mean():
         atol=1e-6,
     )
     assert model[1].num_batches_tracked == 1
-    move_statistics(norms_of(model), None)
+    update_running_stats(norms_of(model), None)
     assert model[1].num_batches_tracked == 1, "it saw nothing"
 
 
@@ -102,7 +103,7 @@ def test_what_is_computed_again_is_counted_once(reentrant):
     x = torch.randn(4, 3, 8, 8, requires_grad=True)
     once = model(x)
     sums = [norm.sums.clone() for norm in norms_of(model)]
-    move_statistics(norms_of(model), None)
+    update_running_stats(norms_of(model), None)
     again: Any = checkpoint(model, x, use_reentrant=reentrant)
     again.sum().backward()
     assert torch.equal(once, again) and all(
@@ -111,7 +112,9 @@ def test_what_is_computed_again_is_counted_once(reentrant):
 
 
 def test_bf16_weights_beside_statistics_in_fp32():
-    """On a CPU torch's own refuses them; the output is that of fp32, rounded."""
+    """On a CPU, torch's BatchNorm rejects this combination. The output equals the rounded fp32
+    output.
+    """
     torch.manual_seed(0)
     _, model = pair()
     x = torch.randn(4, 3, 8, 8, dtype=torch.bfloat16)
@@ -120,7 +123,7 @@ def test_bf16_weights_beside_statistics_in_fp32():
         parameter.data = parameter.data.bfloat16()
     output = model(x)
     output.sum().backward()
-    move_statistics(norms_of(model), None)
+    update_running_stats(norms_of(model), None)
     assert output.dtype == torch.bfloat16 and all(
         parameter.grad.dtype == torch.bfloat16 for parameter in model.parameters()
     )
@@ -144,16 +147,18 @@ def test_bf16_weights_beside_statistics_in_fp32():
 def test_what_it_cannot_compute_is_refused():
     _, model = pair()
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"micro_batch = 1: BatchNorm receives \(1, 180\), and one value per channel has no"
             r" variance\. Use --micro_batch 2"
         ),
     ):
         model(torch.randn(1, 3, 8, 8))
-    with pytest.raises(Refusal, match="0 is a SyncBatchNorm, whose statistics are not known here"):
+    with pytest.raises(
+        ConfigError, match="0 is a SyncBatchNorm, whose statistics are not known here"
+    ):
         check_norms(nn.Sequential(nn.SyncBatchNorm(3)))
-    with pytest.raises(Refusal, match="0 is a BatchNorm2d without running statistics"):
+    with pytest.raises(ConfigError, match="0 is a BatchNorm2d without running statistics"):
         replace_norms(nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False)))
-    with pytest.raises(Refusal, match="0 is a BatchNorm3d"):
+    with pytest.raises(ConfigError, match="0 is a BatchNorm3d"):
         replace_norms(nn.Sequential(nn.BatchNorm3d(3)))

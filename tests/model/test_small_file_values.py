@@ -1,4 +1,4 @@
-"""How the small files of a run are chosen and changed, value by value."""
+"""Selection of and changes to a run's small files, value by value."""
 
 import json
 from pathlib import Path
@@ -13,17 +13,17 @@ from recipekit.model.empty import empty_model
 from recipekit.model.small_files import (
     Origin,
     SmallFiles,
-    changed_config,
-    gather,
-    ids_of,
+    collect_small_files,
     origin_of,
+    token_ids_in,
+    updated_config,
     with_special_tokens,
 )
-from test_model import tiny_config
-from test_small_files import END, number
+from special_tokens import END, number
+from tiny_models import tiny_config
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-# key -> (value, its part with special tokens only); 3 is a special token, 7 is not
+# key -> (value, its remainder with special tokens only). 3 is a special token, and 7 is not.
 IDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         (
@@ -55,9 +55,9 @@ def test_a_value_with_ids_of_another_vocabulary_is_left_out(key: str) -> None:
 
 
 def test_ids_are_collected_from_every_form() -> None:
-    assert ids_of(None) == ids_of(1.5) == ids_of([]) == ids_of("12") == []
-    assert ids_of(7) == [7] and ids_of([4, [5, [6, 1.5]], None]) == [4, 5, 6]
-    assert ids_of({"(31, 4)": 2, "(5,)": 3, "6": 1, "none": 2}) == [31, 4, 5, 6]
+    assert token_ids_in(None) == token_ids_in(1.5) == token_ids_in([]) == token_ids_in("12") == []
+    assert token_ids_in(7) == [7] and token_ids_in([4, [5, [6, 1.5]], None]) == [4, 5, 6]
+    assert token_ids_in({"(31, 4)": 2, "(5,)": 3, "6": 1, "none": 2}) == [31, 4, 5, 6]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_ids_are_collected_from_every_form() -> None:
         ),
         *(({}, {}, {f"_attn_implementation{more}": "sdpa"}, {}) for more in ("", "_internal")),
         ({"own": 1}, {"a": 1}, {"a": 1}, {"own": 1}),
-        ({"a": 5}, {"a": 1}, {"a": 1}, {"a": 5}),  # renamed by its class
+        ({"a": 5}, {"a": 1}, {"a": 1}, {"a": 5}),  # the config class renames the key
         ({"a": 5}, {"a": 1}, {"a": 2}, {"a": 2}),
         ({}, {}, {"a": None}, {"a": None}),
         ({"a": {"x": 1, "y": 2}}, {"a": {"y": 2}}, {"a": {"y": 3}}, {"a": {"x": 1, "y": 3}}),
@@ -94,7 +94,7 @@ def test_a_config_takes_what_changed_and_nothing_of_the_construction(
     own: Any, before: Any, now: Any, wanted: Any
 ) -> None:
     given = json.dumps(own)
-    assert small_files._changed(own, before, now) == wanted and json.dumps(own) == given
+    assert small_files._with_changed_values(own, before, now) == wanted and json.dumps(own) == given
 
 
 def test_a_config_states_its_dtype_once_and_uses_its_cache() -> None:
@@ -105,20 +105,20 @@ def test_a_config_states_its_dtype_once_and_uses_its_cache() -> None:
     config = AutoConfig.for_model(**plain)
     config.num_attention_heads += 2
     wanted = plain | {"num_attention_heads": config.num_attention_heads, "dtype": "float16"}
-    assert changed_config(plain, config, "float16") == wanted
+    assert updated_config(plain, config, "float16") == wanted
     older = {key: value for key, value in wanted.items() if key != "dtype"} | {
         "torch_dtype": "float16"
     }
-    assert changed_config(plain | {"torch_dtype": "float32"}, config, "float16") == older
+    assert updated_config(plain | {"torch_dtype": "float32"}, config, "float16") == older
     for given, made in ((False, True), (True, True)):
-        assert changed_config(plain | {"use_cache": given}, config, "float16") == wanted | {
+        assert updated_config(plain | {"use_cache": given}, config, "float16") == wanted | {
             "use_cache": made
         }
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a model with the byte-level tokenizer."""
+    """Return a model folder with the byte-level tokenizer."""
     byte_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path / "model"
@@ -169,7 +169,7 @@ def test_the_folders_of_the_small_files(
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
-    (snapshot / "tokenizer_config.json").write_text("{}")  # of a tokenizer without a model
+    (snapshot / "tokenizer_config.json").write_text("{}")  # a tokenizer without a model
     assert origin_of(own, "random", "org/name", True) == Origin(folder, snapshot, False)
     for path in folder.glob("*token*"):
         path.unlink()
@@ -177,14 +177,20 @@ def test_the_folders_of_the_small_files(
     assert origin_of(own, "random", "", True) == Origin(folder, None, True)
 
 
+def built_of(model: Any, architecture: str) -> Any:
+    """Return a fake of a built model with the fields that `gather` reads."""
+    model_plan = SimpleNamespace(architecture=architecture)
+    return SimpleNamespace(models=[model], model_plan=model_plan)
+
+
 def contents_of(origin: Origin, ends: tuple[int, ...] = (), **changes: Any) -> SmallFiles:
     config = tiny_config("llama") | changes
-    built: Any = SimpleNamespace(models=[empty_model(config)], architecture="LlamaForCausalLM")
-    return gather(built, config, byte_tokenizer(), torch.float16, origin, ends)
+    built: Any = built_of(empty_model(config), "LlamaForCausalLM")
+    return collect_small_files(built, config, byte_tokenizer(), torch.float16, origin, ends)
 
 
 def test_a_derived_generation_config_names_the_tokenizers_end_token(folder: Path) -> None:
-    """A line says so only for other end tokens."""
+    """Only additional end tokens are reported."""
     plain = contents_of(Origin(folder, folder), eos_token_id=None)
     assert (
         json.loads(plain.contents["generation_config.json"])["eos_token_id"] == number(END)
@@ -229,15 +235,15 @@ def test_a_model_that_does_not_generate_has_a_generation_config_only_if_its_fold
     }
     config = {"model_type": "bert", **sizes}
     model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(**config))
-    built: Any = SimpleNamespace(models=[model], architecture="BertForMaskedLM")
+    built: Any = built_of(model, "BertForMaskedLM")
     assert (
         "generation_config.json"
-        not in gather(
+        not in collect_small_files(
             built, config, byte_tokenizer(), torch.float32, Origin(folder, folder), ()
         ).contents
     )
     (folder / "generation_config.json").write_text('{"eos_token_id": 5,  "a": 1}')
-    found = gather(
+    found = collect_small_files(
         built, config, byte_tokenizer(), torch.float32, Origin(folder, folder), ()
     ).contents
     assert found["generation_config.json"] == b'{"eos_token_id": 5,  "a": 1}'
@@ -248,7 +254,7 @@ def test_a_model_that_does_not_generate_has_a_generation_config_only_if_its_fold
 
 
 class Pictures:
-    """A processor that reads no text."""
+    """A processor that does not read text."""
 
     def save_pretrained(self, folder: str) -> None:
         Path(folder, "preprocessor_config.json").write_text('{"made": 1}')
@@ -257,8 +263,9 @@ class Pictures:
 
 
 def test_files_of_a_model_that_reads_no_text_are_carried_with_its_tokenizer(folder: Path) -> None:
-    """The image processor of the run replaces the model's, also inside processor_config.json, if
-    that holds one.
+    """The run's image processor replaces the model's image processor.
+
+    A processor_config.json that contains an image processor is also updated.
     """
     for name in ("preprocessor_config.json", "adapter_config.json", "generation_config.json"):
         (folder / name).write_text('{"a": 1}')
@@ -267,7 +274,7 @@ def test_files_of_a_model_that_reads_no_text_are_carried_with_its_tokenizer(fold
         ({"b": 2, "image_processor": {"c": 3}}, {"b": 2, "image_processor": {"made": 1}}),
     ):
         (folder / "processor_config.json").write_text(json.dumps(processor))
-        found, notes = small_files._carried(Origin(folder), Pictures(), reads_text=False)
+        found, notes = small_files._collect_contents(Origin(folder), Pictures(), reads_text=False)
         assert json.loads(found["processor_config.json"]) == wanted and notes == []
         assert (
             found["preprocessor_config.json"] == b'{"made": 1}' and found["nested/a.json"] == b"{}"
@@ -275,7 +282,7 @@ def test_files_of_a_model_that_reads_no_text_are_carried_with_its_tokenizer(fold
         assert found["tokenizer.json"] == (folder / "tokenizer.json").read_bytes()
         assert not {"config.json", "generation_config.json", "adapter_config.json"} & found.keys()
     (folder / "processor_config.json").write_text('{"image_processor": {"c": 3}}')
-    carried, _ = small_files._carried(
+    carried, _ = small_files._collect_contents(
         Origin(folder, None, False), byte_tokenizer(), reads_text=True
     )
     assert (
@@ -304,9 +311,11 @@ def test_another_tokenizers_files_state_the_version_that_wrote_them(folder: Path
 
 def test_a_run_without_text_keeps_the_version_of_the_config(folder: Path) -> None:
     config = tiny_config("llama") | {"transformers_version": "4.30.0"}
-    built: Any = SimpleNamespace(models=[empty_model(config)], architecture="LlamaForCausalLM")
+    built: Any = built_of(empty_model(config), "LlamaForCausalLM")
     for origin in (Origin(folder), Origin()):
-        contents = gather(built, config, Pictures(), torch.float32, origin, ()).contents
+        contents = collect_small_files(
+            built, config, Pictures(), torch.float32, origin, ()
+        ).contents
         assert (
             json.loads(contents["config.json"])["transformers_version"] == "4.30.0"
             and contents["preprocessor_config.json"] == b'{"made": 1}'
@@ -328,10 +337,10 @@ def test_a_file_above_the_limit_is_left_out_with_a_line(
     content = {name: b"x" * size for name, size in (("vocab.txt", 6000), ("merges.txt", 6001))}
     for name, held in content.items():
         (folder / name).write_bytes(held)
-    assert small_files.files.LARGEST == 2**27
-    monkeypatch.setattr(small_files.files, "LARGEST", 6000)
+    assert small_files.files.MAX_SMALL_FILE_BYTES == 2**27
+    monkeypatch.setattr(small_files.files, "MAX_SMALL_FILE_BYTES", 6000)
     contents, notes = dict[str, bytes](), list[str]()
-    small_files._read(folder, lambda name: name in content, contents, notes)
+    small_files._add_files(folder, lambda name: name in content, contents, notes)
     assert contents == {"vocab.txt": content["vocab.txt"]}
     assert notes == [
         f"{folder / 'merges.txt'}: 6,001 bytes are too large for a config or tokenizer file."

@@ -1,6 +1,4 @@
-"""The model's own small files go through a run as they are; only what training decides is
-changed.
-"""
+"""A run exports the model's small files unchanged, except for values that the training decides."""
 
 import json
 from pathlib import Path
@@ -9,28 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from built_models import build_model
 from recipekit.data.processors import byte_tokenizer
 from recipekit.model import small_files
-from recipekit.model.build import Built, build_model
+from recipekit.model.build import BuiltModel
 from recipekit.model.empty import config_of
-from recipekit.model.small_files import SmallFiles, changed_config, gather, origin_of
+from recipekit.model.small_files import SmallFiles, collect_small_files, origin_of, updated_config
 from recipekit.runtime import small_files as of_run
 from recipekit.runtime.small_files import end_tokens
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from test_model import ds_config, tiny_config
+from special_tokens import BEGIN, END, TURN, number
+from tiny_models import ds_config, tiny_config
 from transformers import AutoTokenizer, GenerationConfig
 
-END, BEGIN, PAD, TURN = "<|endoftext|>", "<|begin|>", "<|pad|>", "<|im_end|>"
 
-
-def number(token: str) -> int:
-    found = byte_tokenizer().convert_tokens_to_ids(token)
-    assert isinstance(found, int)
-    return found
-
-
-def build(config: dict[str, Any], adapt: Any = None) -> Built:
+def build(config: dict[str, Any], adapt: Any = None) -> BuiltModel:
     return build_model(
         Recipe(model="none", init="random", adapt=adapt),
         config,
@@ -42,21 +34,25 @@ def build(config: dict[str, Any], adapt: Any = None) -> Built:
 
 def carried(
     folder: Path,
-    built: Built,
+    built: BuiltModel,
     config: dict[str, Any],
     tokenizer: str = "",
     ends: tuple[int, ...] = (),
     processor: Any = None,
 ) -> SmallFiles:
-    """Gather what a run from random weights leaves; the config.json of `folder` is `config`."""
+    """Collect the small files of a run from random weights; `config` is the config.json in
+    `folder`.
+    """
     (folder / "config.json").write_text(json.dumps(config))
     origin = origin_of(str(folder), "random", tokenizer, reads_text=True)
-    return gather(built, config, processor or byte_tokenizer(), torch.bfloat16, origin, ends)
+    return collect_small_files(
+        built, config, processor or byte_tokenizer(), torch.bfloat16, origin, ends
+    )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a model with the byte-level tokenizer."""
+    """Return a model folder with the byte-level tokenizer."""
     byte_tokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -87,7 +83,7 @@ def test_the_models_generation_config_is_carried(folder, kind, own):
     found = carried(folder, build(config), config)
     if "eos_token_id" in own:
         assert found.contents["generation_config.json"] == content and found.notes == ()
-    else:  # documents end with the tokenizer's end token, and the file names none
+    else:  # documents end with the tokenizer's end token, which the file does not contain
         assert json.loads(found.contents["generation_config.json"]) == own | {
             "eos_token_id": number(END)
         }
@@ -166,7 +162,9 @@ def test_every_end_of_an_answer_is_found_in_the_template(source, wanted):
 
 
 def test_end_tokens_by_task_and_tokenizer():
-    """The tokenizer's end token first, once; a template that cannot be used adds none."""
+    """The tokenizer's end token comes first and occurs only once. An unusable template adds no
+    token.
+    """
     tokenizer = byte_tokenizer()
     assert (
         end_tokens(tokenizer)
@@ -204,17 +202,18 @@ def test_small_files_of_a_run_are_gathered_with_the_ends_of_its_answers(
     monkeypatch.setattr(of_run, "origin_of", lambda *words: words)
     monkeypatch.setattr(of_run, "export_dtype", lambda plan, config: torch.float16)
     monkeypatch.setattr(
-        of_run, "gather", lambda *words: given.append(words) or SmallFiles({}, ("n1", "n2"))
+        of_run,
+        "collect_small_files",
+        lambda *words: given.append(words) or SmallFiles({}, ("n1", "n2")),
     )
     recipe = Recipe(model="m", init="random", tokenizer="t", task=task)
+    built: Any = SimpleNamespace(model_plan=SimpleNamespace(model_config={"a": 1}))
     for processor in (byte_tokenizer(), SimpleNamespace(tokenizer=byte_tokenizer())):
         said: list[str] = []
-        of_run.small_files_of(
-            SimpleNamespace(recipe=recipe), "built", {"a": 1}, processor, said.append
-        )  # type: ignore[arg-type]
+        of_run.small_files_of(SimpleNamespace(recipe=recipe), built, processor, said.append)  # type: ignore[arg-type]
         expected = (number(END), number(TURN))[:ends]
         assert given.pop() == (
-            "built",
+            built,
             {"a": 1},
             processor,
             torch.float16,
@@ -225,8 +224,9 @@ def test_small_files_of_a_run_are_gathered_with_the_ends_of_its_answers(
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_derived_generation_config_generates_with_a_cache(folder, kind):
-    """Training switches the cache off, generation needs it; the export's model class must not
-    inherit that.
+    """Training disables the cache, but generation needs it.
+
+    The exported model must not inherit the training setting.
     """
     found = carried(folder, build(tiny_config(kind)), tiny_config(kind))
     found.write(folder.parent / "hf")
@@ -235,8 +235,9 @@ def test_a_derived_generation_config_generates_with_a_cache(folder, kind):
 
 
 def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):
-    """As in a trial with --tiny, whose vocabulary is bytes: numbers of sampling stay, and a line
-    says which ids are gone.
+    """A trial with --tiny has a byte vocabulary.
+
+    Sampling parameters are kept, and a message lists the ids that were removed.
     """
     own = {
         "eos_token_id": [151645, 97],
@@ -257,7 +258,7 @@ def test_a_generation_config_without_its_tokenizer_keeps_no_token_ids(folder):
 
 
 def test_ids_without_an_embedding_leave_a_generation_config(folder):
-    """The tokenizer has these special tokens, the model's vocabulary ends before them."""
+    """The tokenizer has these special tokens, but the model's vocabulary ends before them."""
     config = tiny_config("llama") | {"vocab_size": number(TURN)}
     assert number(END) < number(TURN)
     (folder / "generation_config.json").write_text(
@@ -276,7 +277,7 @@ def test_a_damaged_generation_config_is_refused(folder):
     built = build(config)
     for content in ("{", "[]", "\xff"):
         (folder / "generation_config.json").write_bytes(content.encode("latin-1"))
-        with pytest.raises(Refusal, match=r"generation_config\.json: is not"):
+        with pytest.raises(ConfigError, match=r"generation_config\.json: is not"):
             carried(folder, built, config)
 
 
@@ -348,14 +349,15 @@ def test_a_nested_config_keeps_its_keys_beside_a_changed_value():
     }
     config: Any = config_of(own)
     config.text_config.hidden_size, config.vision_config.image_size = 48, 42
-    found = changed_config(own, config, "bfloat16")
+    found = updated_config(own, config, "bfloat16")
     assert found["text_config"] == own["text_config"] | {"hidden_size": 48}
     assert found["vision_config"] == own["vision_config"] | {"image_size": 42}
 
 
 def test_the_models_own_tokenizer_is_carried_byte_for_byte(folder):
-    """Keys and files that no class knows, several templates, and files of processors; but no
-    weights, records or licences.
+    """The copy includes unknown keys and files, several templates, and the processors' files.
+
+    Weights, records and licenses are not copied.
     """
     own = json.loads((folder / "tokenizer_config.json").read_text()) | {
         "served_by": "x",
@@ -416,7 +418,10 @@ def test_the_models_own_tokenizer_is_carried_byte_for_byte(folder):
 
 
 def test_another_tokenizer_leaves_its_own_files(folder):
-    """None of the model's; of the tokenizer's also keys and files that its class does not write."""
+    """The files of the model's own tokenizer are not copied.
+
+    The new tokenizer's unknown keys, and the files that its class does not write, are copied.
+    """
     other = folder.parent / "other"
     made = byte_tokenizer()
     made.chat_template = "{{ messages }}"
@@ -453,7 +458,7 @@ def test_another_tokenizer_leaves_its_own_files(folder):
 @pytest.mark.parametrize(
     ("made", "own", "wanted"),
     [
-        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1, "b": 2, "c": 4}),  # what the class wrote wins
+        ({"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1, "b": 2, "c": 4}),  # the class's values win
         ({"a": 1}, {"a": 2, "chat_template": "old"}, {"a": 1}),
         (
             {"a": 1, "chat_template": "new"},

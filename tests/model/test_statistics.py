@@ -1,5 +1,6 @@
-"""BatchNorm's statistics of a step, on ranks as threads: those of all micro-batches and ranks, with
-numbers that are not torch's.
+"""A step's BatchNorm statistics over all micro-batches and ranks.
+
+The ranks are threads. The reference is computed without torch's BatchNorm.
 """
 
 from typing import Any
@@ -7,8 +8,14 @@ from typing import Any
 import pytest
 import torch
 from ranks_in_threads import Ranks
-from recipekit.model.batch_norm import OURS, check_norms, move_statistics, norms_of, replace_norms
-from recipekit.spec.refusal import Refusal
+from recipekit.model.batch_norm import (
+    STEP_NORM_CLASSES,
+    check_norms,
+    norms_of,
+    replace_norms,
+    update_running_stats,
+)
+from recipekit.spec.errors import ConfigError
 from torch import nn
 
 EPS, MOMENTUM = 0.1, 0.3
@@ -44,7 +51,7 @@ def test_a_micro_batch_is_normalised_as_torch_does_it(
 ) -> None:
     ours, theirs = model_of(kind, affine=affine), model_of(kind, affine=affine)
     replace_norms(ours)
-    assert type(ours[0]) is OURS[kind] and norms_of(ours) == [ours[0]]
+    assert type(ours[0]) is STEP_NORM_CLASSES[kind] and norms_of(ours) == [ours[0]]
     before = ours[0].running_mean.clone(), ours[0].running_var.clone()
     for training in (True, False):
         ours.train(training)
@@ -65,7 +72,7 @@ def test_a_micro_batch_is_normalised_as_torch_does_it(
 def test_statistics_move_once_by_the_mean_over_micro_batches_and_ranks(
     monkeypatch: pytest.MonkeyPatch, momentum: float | None
 ) -> None:
-    """Two ranks of one and of two micro-batches, for three steps of which one is skipped."""
+    """The ranks run one micro-batch and two micro-batches. One of the three steps is skipped."""
 
     def batches(rank: int, step: int) -> list[torch.Tensor]:
         return [data((4, 3, 5), 100 * step + 10 * rank + number) for number in range(1 + rank)]
@@ -79,7 +86,7 @@ def test_statistics_move_once_by_the_mean_over_micro_batches_and_ranks(
             with torch.no_grad():
                 model.eval()(data((4, 3, 5), 999))
             model.train()
-            move_statistics(norms_of(model), (0, 1), changed=step != 1)
+            update_running_stats(norms_of(model), (0, 1), changed=step != 1)
             assert model[0].sums is None
         return model[0].running_mean, model[0].running_var, int(model[0].num_batches_tracked)
 
@@ -103,7 +110,7 @@ def test_on_one_rank_nobody_is_asked_and_a_norm_of_another_stage_stays() -> None
     model = nn.Sequential(*model_of(nn.BatchNorm2d), nn.Identity(), *model_of(nn.BatchNorm2d))
     replace_norms(model)
     model[0](data((4, 3, 5, 2), 1))
-    move_statistics(norms_of(model), None)
+    update_running_stats(norms_of(model), None)
     assert int(model[0].num_batches_tracked) == 1 and int(model[2].num_batches_tracked) == 0
     assert (
         model[2].running_mean.tolist() == [1.0, 2.0, 3.0]
@@ -142,7 +149,7 @@ def test_weights_of_two_bytes_are_beside_statistics_of_four(dtype: torch.dtype) 
 def test_one_value_a_channel_and_other_norms_are_refused() -> None:
     model = model_of(nn.BatchNorm1d)
     replace_norms(model)
-    with pytest.raises(Refusal, match=r"micro_batch = 1: BatchNorm receives \(1, 3\)"):
+    with pytest.raises(ConfigError, match=r"micro_batch = 1: BatchNorm receives \(1, 3\)"):
         model(torch.ones(1, 3))
     assert model(torch.ones(1, 3, 2)).shape == (1, 3, 2) and model.eval()(
         torch.ones(1, 3)
@@ -151,5 +158,5 @@ def test_one_value_a_channel_and_other_norms_are_refused() -> None:
         (nn.BatchNorm3d(2), "0 is a BatchNorm3d, whose statistics"),
         (nn.BatchNorm1d(2, track_running_stats=False), "without running statistics"),
     ):
-        with pytest.raises(Refusal, match=says):
+        with pytest.raises(ConfigError, match=says):
             check_norms(nn.Sequential(other))

@@ -1,5 +1,6 @@
-"""The support matrix: cells are run, failures are told and survived, and recipes/SUPPORT.md says
-what a rerun says.
+"""The support matrix: cells run, and failures are reported without ending the run.
+
+recipes/SUPPORT.md must agree with a rerun.
 """
 
 import re
@@ -7,18 +8,19 @@ import sys
 
 import pytest
 from pool import ROOT, environment
-from recipekit.architectures.lookup import READS_AHEAD
+from recipekit.architectures.lookup import BIDIRECTIONAL_FAMILIES
 
 sys.path.insert(0, str(ROOT / "tools" / "make"))
 import support_matrix
 
 SUPPORT = (ROOT / "recipes" / "SUPPORT.md").read_text().partition("\n## Image classifiers\n")[0]
-# a mixture with sinks that trains everywhere, and one that shares keys between stages
+# A mixture of experts with attention sinks that trains in every layout, and a model that shares
+# keys between stages.
 SAMPLE = ["gpt_oss", "gemma3n_text"]
 
 
 def written() -> dict[str, dict[str, str]]:
-    """type -> layout -> mark, as SUPPORT.md has them."""
+    """Return the marks in SUPPORT.md: type -> layout -> mark."""
     rows: dict[str, dict[str, str]] = {}
     for line in SUPPORT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -31,7 +33,7 @@ def written() -> dict[str, dict[str, str]]:
 
 @pytest.mark.slow
 def test_a_sample_of_the_written_marks_is_what_a_rerun_gives(ops, tmp_path):
-    """A failed cell ends its group of processes, and the cells after it run all the same."""
+    """A failed cell ends its process group, but the following cells must still run."""
     done = support_matrix.run_matrix(SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=print)
     marks = {
         name: {layout: "✓" if done[name][layout]["ok"] else "✗" for layout in ("tp2", "pp2")}
@@ -57,7 +59,7 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
     assert len(planned) == 88 and set(planned) <= rows.keys()
     without_model = set(re.findall(r"^- ([a-z0-9_-]+), reference: ", SUPPORT, re.MULTILINE))
     assert rows.keys() | without_model == set(types) and not rows.keys() & without_model
-    assert not rows.keys() & (READS_AHEAD.keys() - {"reformer"}), (
+    assert not rows.keys() & (BIDIRECTIONAL_FAMILIES.keys() - {"reformer"}), (
         "they read ahead; Reformer's default config here is that of a decoder"
     )
     assert sum(row["zero3"] == "✓" for row in rows.values()) >= 152
@@ -95,8 +97,9 @@ def test_an_unknown_type_is_refused():
 
 
 def test_the_batches_of_a_task_are_those_that_its_models_take():
-    """Pictures of the model's size; as many as make a batch normalisation of one pixel well
-    conditioned.
+    """Images have the model's size.
+
+    There are enough images that a batch normalisation over one pixel is well conditioned.
     """
     import torch
 
@@ -183,8 +186,9 @@ def test_image_classifiers_have_a_page_of_their_own():
 
 
 def test_the_page_of_masked_language_models_says_what_was_run():
-    """Which tokens are hidden is drawn, the mask stands for them, and nothing else has a label; a
-    cell's micro-batches say where documents begin.
+    """Masked positions are random and contain the mask token, and only these positions have labels.
+
+    A cell's micro-batches contain the document boundaries.
     """
     batches = support_matrix.batches_of(
         "masked_lm", support_matrix.tiny_model_config("masked_lm", "bert"), 1

@@ -1,4 +1,4 @@
-"""Rules for the values and shapes in a model's files, on a few small tensors."""
+"""Rules for the values and shapes in a model's files, tested on a few small tensors."""
 
 import itertools
 import json
@@ -8,25 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.architectures.safetensors_files import INDEX
-from recipekit.model import own_head, weights
+from published_models import FILE, TIED, config_json, folder_of, save_model
+from recipekit.architectures.safetensors_files import INDEX_FILE
+from recipekit.model import untied_head, weights
 from recipekit.model.empty import empty_model
-from recipekit.model.own_head import config_of_files
+from recipekit.model.untied_head import config_of_files
 from recipekit.model.weights import Weights, open_weights
-from recipekit.parallel.blueprint import Stored
-from recipekit.spec.refusal import Refusal
+from recipekit.parallel.blueprint import PublishedTensor
+from recipekit.spec.errors import ConfigError
 from safetensors.torch import load_file, save_file
-from test_file_keys import FILE, save_model
-from test_own_head import TIED, config_json, folder_of
 
 NAN, INF = float("nan"), float("inf")
 
 
-def stored(*keys: str) -> Stored:
-    return Stored(tuple((key,) for key in keys))
+def stored(*keys: str) -> PublishedTensor:
+    return PublishedTensor(tuple((key,) for key in keys))
 
 
-# Values that are compared
+# Compared values
 # ------------------------------------------------------------------------------------------------
 
 
@@ -37,8 +36,8 @@ def stored(*keys: str) -> Stored:
 def test_a_difference_in_any_value_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compared: int, shape: tuple[int, ...]
 ) -> None:
-    """Whatever the size of the pieces, and also between dtypes, in the finer one."""
-    monkeypatch.setattr(weights, "COMPARED", compared)
+    """The block size does not matter. Different dtypes are compared in the more precise one."""
+    monkeypatch.setattr(weights, "COMPARE_BLOCK_VALUES", compared)
     value = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
     tensors = {"a": value, "same": value.clone(), "bf16": value.bfloat16()}
     for place in range(value.numel()):
@@ -48,8 +47,8 @@ def test_a_difference_in_any_value_is_found(
     files = Weights([tmp_path / "a.safetensors"])
     for key in tensors:
         assert (
-            files.same(stored("a"), stored(key))
-            == files.same(stored(key), stored("a"))
+            files.same_values(stored("a"), stored(key))
+            == files.same_values(stored(key), stored("a"))
             == (not key.startswith("b") or key == "bf16")
         ), key
 
@@ -70,9 +69,9 @@ def test_no_more_values_are_read_at_a_time_than_are_compared(
             return torch.ones(1)
 
     read, files = list[tuple[int, int]](), Weights([])
-    monkeypatch.setattr(weights, "COMPARED", compared)
+    monkeypatch.setattr(weights, "COMPARE_BLOCK_VALUES", compared)
     monkeypatch.setattr(files, "_slice", lambda key: Slice())
-    assert files.same(stored("a"), stored("b"))
+    assert files.same_values(stored("a"), stored("b"))
     assert read == [(start, start + rows) for start in range(0, shape[0], rows) for _ in range(2)]
 
 
@@ -87,9 +86,9 @@ def test_a_value_lost_in_bf16_is_a_difference(tmp_path: Path) -> None:
     )
     files = Weights([tmp_path / FILE])
     assert (
-        not files.same(stored("a"), stored("b"))
-        and not files.same(stored("b"), stored("a"))
-        and files.same(stored("b"), stored("c"))
+        not files.same_values(stored("a"), stored("b"))
+        and not files.same_values(stored("b"), stored("a"))
+        and files.same_values(stored("b"), stored("c"))
     )
 
 
@@ -106,9 +105,13 @@ def test_shapes_of_stacked_and_joined_keys(tmp_path: Path) -> None:
     )
     files = Weights([tmp_path / FILE])
     assert files.shape_of(stored("b0")) == [5, 3]
-    assert files.shape_of(Stored((("a0", "a1"),), stacked=True)) == [2, 2, 3]
-    assert files.shape_of(Stored((("a0", "a1"), ("b0", "b1")), stacked=True, dim=1)) == [2, 7, 3]
-    assert files.shape_of(Stored((("a0",), ("c0",)), stacked=True, dim=2)) == [1, 2, 7]
+    assert files.shape_of(PublishedTensor((("a0", "a1"),), stacked=True)) == [2, 2, 3]
+    assert files.shape_of(PublishedTensor((("a0", "a1"), ("b0", "b1")), stacked=True, dim=1)) == [
+        2,
+        7,
+        3,
+    ]
+    assert files.shape_of(PublishedTensor((("a0",), ("c0",)), stacked=True, dim=2)) == [1, 2, 7]
 
 
 def test_a_copy_is_read_from_the_file_of_its_original(tmp_path: Path) -> None:
@@ -122,9 +125,9 @@ def test_a_copy_is_read_from_the_file_of_its_original(tmp_path: Path) -> None:
     }
     files.stored = {"x": stored("d"), "y": stored("a")}
     assert (
-        files.whole("x").tolist() == [4, 5]
+        files.full_tensor("x").tolist() == [4, 5]
         and files.shape("x") == [2]
-        and files.same(stored("c"), stored("d"))
+        and files.same_values(stored("c"), stored("d"))
     )
     assert files._read("d", 0, [(1, 2)]).tolist() == [5] and files._read(
         "a", 0, [(1, 2), (0, 1)]
@@ -171,7 +174,7 @@ def test_values_that_are_not_finite_are_noted(values: list[float], dtype: str, f
     )
 
 
-# Parameters that are missing
+# Missing parameters
 # -------------------------------------------------------------------------------------------------
 
 
@@ -205,7 +208,7 @@ def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(
         LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["^never", r"norm\.w", r"self_attn"]
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"^model = X: its files lack 1 of 39 parameters, first"
         r" model\.layers\.1\.mlp\.up_proj\.weight\. Give the files that match this "
         r"config\.json and transformers version$",
@@ -213,13 +216,13 @@ def test_only_parameters_that_transformers_allows_to_be_missing_are_drawn(
         opened(folder)
     change(folder, (), **{"model.layers.1.mlp.up_proj.weight": torch.ones(128, 64)})
     assert (
-        opened(folder).drawn == {"model.norm.weight"}
+        opened(folder).sampled == {"model.norm.weight"}
         and "model.norm.weight" not in opened(folder).stored
     )
 
 
 def test_a_head_that_the_files_tie_is_read_from_the_embedding(folder: Path) -> None:
-    """Only where the run has not tied it, and where the files have no head."""
+    """The embedding is read as the head only if the files have no head and the run unties it."""
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     config = config_json(str(folder))
     own = load_file(folder / FILE)[head]
@@ -236,13 +239,13 @@ def test_a_head_that_the_files_tie_is_read_from_the_embedding(folder: Path) -> N
         assert read.copies == copies and (
             ties
             or torch.equal(
-                read.whole(head), load_file(folder / FILE)[embedding] if removed else own
+                read.full_tensor(head), load_file(folder / FILE)[embedding] if removed else own
             )
         )
     change(folder, remove=(embedding, head))
     (folder / "config.json").write_text(json.dumps(config | TIED))
     with pytest.raises(
-        Refusal, match=r"its files lack 2 of 39 parameters, first model\.embed_tokens\.weight"
+        ConfigError, match=r"its files lack 2 of 39 parameters, first model\.embed_tokens\.weight"
     ):
         open_weights("X", empty_model(config | {"tie_word_embeddings": False}, "eager", "X"))
 
@@ -263,10 +266,10 @@ def test_up_to_three_unused_keys_are_named(folder: Path, extra: tuple[str, ...],
 
 
 def test_files_beside_the_index_are_not_read(folder: Path) -> None:
-    """As in transformers."""
+    """transformers does not read them either."""
     (folder / FILE).rename(folder / "model-00001-of-00001.safetensors")
     keys = list(load_file(folder / "model-00001-of-00001.safetensors"))
-    (folder / INDEX).write_text(
+    (folder / INDEX_FILE).write_text(
         json.dumps({"weight_map": dict.fromkeys(keys, "model-00001-of-00001.safetensors")})
     )
     save_file({"other": torch.ones(1)}, folder / "consolidated.safetensors")
@@ -275,15 +278,17 @@ def test_files_beside_the_index_are_not_read(folder: Path) -> None:
     ]
 
 
-# A head that differs from its embedding
+# Heads that differ from the embedding
 # ----------------------------------------------------------------------------------------
 
 
 def test_heads_of_one_model_are_compared_again_for_other_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is remembered within a process depends on the config, the name, the class, and on every
-    file and its time.
+    """The result is cached within a process.
+
+    The cache key contains the config, the name, the class, and every file with its modification
+    time.
     """
     folder, asked = tmp_path / "model", []
     folder_of(folder, "llama", **TIED)
@@ -295,13 +300,13 @@ def test_heads_of_one_model_are_compared_again_for_other_files(
     }
     for file, keys in shards.items():
         save_file({key: tensors[key] for key in keys}, folder / file, metadata={"format": "pt"})
-    (folder / INDEX).write_text(
+    (folder / INDEX_FILE).write_text(
         json.dumps({"weight_map": {key: file for file, keys in shards.items() for key in keys}})
     )
     monkeypatch.setattr(
-        own_head, "_compared", lambda *words: (asked.append(words), (words[0], ""))[1]
+        untied_head, "_untied_if_different", lambda *words: (asked.append(words), (words[0], ""))[1]
     )
-    monkeypatch.setattr(own_head, "weights_folder", lambda name, revision: folder)
+    monkeypatch.setattr(untied_head, "weights_folder", lambda name, revision: folder)
     config = config_json(str(folder))
     config_of_files(config, "org/name", "AutoModelForCausalLM")
     stamps = [f"{file}:{(folder / file).stat().st_mtime_ns}" for file in shards]
@@ -311,8 +316,8 @@ def test_heads_of_one_model_are_compared_again_for_other_files(
 def test_what_needs_no_comparison_is_not_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An untied config, and files with one tensor of the vocabulary."""
-    monkeypatch.setattr(own_head, "_compared", lambda *words: ({}, "compared"))
+    """Untied configs, and files with only one tensor of the vocabulary's size, are not compared."""
+    monkeypatch.setattr(untied_head, "_untied_if_different", lambda *words: ({}, "compared"))
     folder = folder_of(tmp_path, "llama", **TIED)
     config = config_json(folder)
     assert config_of_files(config, folder, "AutoModelForCausalLM")[1] == "compared"
@@ -326,7 +331,7 @@ def test_what_needs_no_comparison_is_not_compared(
 
 @pytest.mark.parametrize("shape", [(264, 63), (264,)])
 def test_a_head_of_another_shape_is_not_compared(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """It is refused where the model is built."""
+    """A head with a wrong shape is rejected later, when the model is built."""
     folder = folder_of(tmp_path, "llama", **TIED)
     change(tmp_path, remove=("lm_head.weight",), **{"lm_head.weight": torch.ones(shape)})
     assert config_of_files(config_json(folder), folder, "AutoModelForCausalLM") == (
@@ -338,21 +343,23 @@ def test_a_head_of_another_shape_is_not_compared(tmp_path: Path, shape: tuple[in
 def compared(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], always: bool = False
 ) -> tuple[dict[str, Any], str]:
-    """Compare three tied tensors of a model whose config has parts. Two of them differ."""
+    """Compare three tied tensors in a model whose config has sub-configs; two of the tensors
+    differ.
+    """
     tied = {"head_a": "embed", "head_b": "embed", "head_c": "embed"}
     files = SimpleNamespace(
-        where=["x"], shape_of=lambda one: [1], same=lambda one, other: one == stored("a")
+        where=["x"], shape_of=lambda one: [1], same_values=lambda one, other: one == stored("a")
     )
     monkeypatch.setattr(
-        own_head,
+        untied_head,
         "empty_model",
         lambda config, attention, name, auto_class: (config, attention, name, auto_class),
     )
     monkeypatch.setattr(
-        own_head, "open_files", lambda name, folder: files if folder == Path("F") else None
+        untied_head, "open_files", lambda name, folder: files if folder == Path("F") else None
     )
     monkeypatch.setattr(
-        own_head,
+        untied_head,
         "find_stored",
         lambda model, keys: {
             "embed": stored("e"),
@@ -362,7 +369,7 @@ def compared(
         },
     )
     monkeypatch.setattr(
-        own_head,
+        untied_head,
         "tied_names",
         lambda model: (
             tied
@@ -370,7 +377,7 @@ def compared(
             else dict(itertools.islice(tied.items(), 2 * always))
         ),
     )
-    return own_head._compared(config, "N", "A", "F", str(always))
+    return untied_head._untied_if_different(config, "N", "A", "F", str(always))
 
 
 def test_every_part_that_states_the_tie_is_untied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +407,7 @@ def test_every_part_that_states_the_tie_is_untied(monkeypatch: pytest.MonkeyPatc
 
 def test_a_head_that_a_model_always_ties_must_not_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"^model = N: head_b and embed differ in its files, and a t always ties them\. Delete"
             r" head_b from its files$"

@@ -1,5 +1,6 @@
-"""Published weights: what sits in the engine is what lies in the files, no rank holds the whole
-model, and real ones learn.
+"""Published weights: the engine has the weights of the files, and the weights can be trained.
+
+No rank loads the full model.
 """
 
 import hashlib
@@ -11,45 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from built_models import build_model
 from huggingface_hub.utils import filter_repo_objects
-from recipekit.architectures.safetensors_files import INDEX
-from recipekit.model.build import build_model
+from recipekit.architectures.safetensors_files import INDEX_FILE
 from recipekit.model.weights import weights_folder
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from reference import train_plain
-from test_model import ds_config, tiny_config
-from test_parity import strategy
+from shipped_jsons import strategy
+from tiny_models import ds_config, save_tiny, tiny_config
 
 DOCUMENTATION = Path("/usr/share/doc/python3.11/html/_sources")
 
 
-def save_tiny(folder: Path, kind: str = "llama", seed: int = 5, **changes: Any) -> Any:
-    """A tiny model with random weights, as transformers saves it; returns the model."""
-    from recipekit.architectures import families
-
-    config = (
-        families.tiny_config(kind, 264) if kind in ("mixtral", "qwen3_moe") else tiny_config(kind)
-    )
-    config |= changes
-    model = build_model(
-        Recipe(model="none", init="random", seed=seed),
-        config,
-        None,
-        ds_config(0),
-        torch.device("cpu"),
-    ).model
-    model.save_pretrained(folder, max_shard_size="500KB")
-    return model
-
-
 def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
-    """Exports carry the small files, such as the tokenizer's model, and read the licence from
+    """Exports include small files, such as the tokenizer's files, and read the license in
     README.md.
 
-    Weights in other formats stay on the hub.
+    Weights in other formats are not downloaded.
     """
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
@@ -76,45 +58,46 @@ def test_a_download_has_the_weights_and_every_small_file(monkeypatch, tmp_path):
 
 
 def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]:
-    """Builds the saved model in a layout, initialises the engine, checks it, and returns the whole
-    weights of this rank's stage.
+    """Build the saved model in a layout, initialise the engine and check the weights.
+
+    Return the full weights of this rank's stage.
     """
     import deepspeed
     import torch.distributed as dist
     from recipekit.model.build import check_weights
-    from recipekit.model.export import whole_parameters
+    from recipekit.model.export import full_parameters
     from recipekit.optim.groups import parameter_groups
     from recipekit.parallel import pipeline
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
     world = dist.get_world_size()
-    groups = Groups(make_mesh(world, tp=tp, pp=pp), "cpu")
+    groups = ProcessGroups(make_mesh(world, tp=tp, pp=pp), "cpu")
     config = json.loads((Path(folder) / "config.json").read_text())
     recipe = Recipe(model=folder)
     ds = ds_config(stage, world // pp, tp)
     built = build_model(recipe, config, groups, ds, torch.device("cpu"))
     model = built.model
     if pp > 1:
-        assert built.split is not None and built.weights is not None
+        assert built.model_plan.split is not None and built.weights is not None
         kept = sum(parameter.nbytes for parameter in model.parameters())
         assert built.weights.bytes_read == kept, (
             "a rank reads the bytes that it keeps, and no others"
         )
-        model = pipeline.assemble(
+        model = pipeline.build_pipeline_module(
             built.models,
             groups,
             lambda logits, labels: logits.sum(),
             "1f1b",
-            built.split.num_stages,
+            built.model_plan.split.num_stages,
         )
-        pipeline.share(model, groups)
+        pipeline.tie_shared_params(model, groups)
     engine = deepspeed.initialize(
         model=model, model_parameters=parameter_groups(model), config=ds, mpu=groups.mpu
     )[0]
     assert check_weights(engine, built, groups) >= 8
     weights = {
-        name: value.clone() for name, value in whole_parameters(model, built, groups, torch.float32)
+        name: value.clone() for name, value in full_parameters(model, built, groups, torch.float32)
     }
     first = next(built.model.parameters())
     with (
@@ -122,7 +105,7 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
         torch.no_grad(),
     ):
         first.view(-1)[0] += 1
-    with pytest.raises(Refusal, match="differs from the model's files"):
+    with pytest.raises(ConfigError, match="differs from the model's files"):
         check_weights(engine, built, groups)
     engine.destroy()
     return weights
@@ -140,9 +123,7 @@ def loaded(folder: str, stage: int, tp: int, pp: int) -> dict[str, torch.Tensor]
     ],
 )
 def test_the_engine_holds_the_files(pools, tmp_path, kind):
-    """transformers saves the experts of a mixture one by one, and the model holds them in one
-    tensor.
-    """
+    """transformers saves each expert separately, but the model stores all experts in one tensor."""
     expected = dict(save_tiny(tmp_path, kind).named_parameters())
     before = {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in tmp_path.iterdir()
@@ -172,7 +153,9 @@ def test_the_engine_holds_the_files(pools, tmp_path, kind):
 
 
 def test_experts_are_stacked_by_number(tmp_path):
-    """Twelve of them: by their letters the tenth would come before the second."""
+    """Twelve experts must be in numerical order; in alphabetical order, expert 10 would precede
+    expert 2.
+    """
     from recipekit.architectures import families
 
     config = families.tiny_config("qwen3_moe", 264) | {"num_local_experts": 12}
@@ -201,17 +184,19 @@ def test_files_that_lack_a_parameter_are_refused(tmp_path):
     del tensors[lost]
     save_file(tensors, victim)
     config = json.loads((tmp_path / "config.json").read_text())
-    with pytest.raises(Refusal, match=f"lacks 1 of the tensors that its index names, first {lost}"):
+    with pytest.raises(
+        ConfigError, match=f"lacks 1 of the tensors that its index names, first {lost}"
+    ):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
-    (tmp_path / INDEX).unlink()
-    with pytest.raises(Refusal, match=f"its files lack 1 of .* parameters, first {lost}"):
+    (tmp_path / INDEX_FILE).unlink()
+    with pytest.raises(ConfigError, match=f"its files lack 1 of .* parameters, first {lost}"):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 
 def test_files_of_another_shape_are_refused(tmp_path):
     save_tiny(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"intermediate_size": 96}
-    with pytest.raises(Refusal, match=r"gate_proj.weight is \[.*\] in its files but \[96, "):
+    with pytest.raises(ConfigError, match=r"gate_proj.weight is \[.*\] in its files but \[96, "):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 
@@ -231,13 +216,17 @@ def test_a_transposed_tensor_is_refused(tmp_path):
     save_file(tensors | {name: tensors[name].T.contiguous()}, file, metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(
-        Refusal, match=rf"{name} is \[{columns}, {rows}\] in its files but \[{rows}, {columns}\]"
+        ConfigError,
+        match=rf"{name} is \[{columns}, {rows}\] in its files but \[{rows}, {columns}\]",
     ):
         build_model(Recipe(model=str(tmp_path)), config, None, ds_config(0), torch.device("cpu"))
 
 
 class AnonymousMemory(threading.Thread):
-    """Samples this process's RssAnon every 5 ms; `growth` is the largest rise, in bytes."""
+    """A thread that samples this process's RssAnon every 5 ms.
+
+    `growth` is the largest rise in bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -258,20 +247,21 @@ class AnonymousMemory(threading.Thread):
 
 
 def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
-    """(growth of RssAnon, bytes this rank keeps) of building the model in a layout, ZeRO-3 where it
-    is data parallel only.
+    """Return (growth of RssAnon, bytes that this rank keeps) when a model is built in a layout.
+
+    If a layout has only data parallelism, it uses ZeRO-3.
     """
     import ctypes
     import gc
 
     import torch.distributed as dist
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
     config = json.loads((Path(folder) / "config.json").read_text())
-    groups = Groups(make_mesh(dist.get_world_size(), tp=tp, pp=pp), "cpu")
+    groups = ProcessGroups(make_mesh(dist.get_world_size(), tp=tp, pp=pp), "cpu")
     gc.collect()
-    # what earlier cases of this worker have left free would be taken without growth
+    # Otherwise memory that earlier cases freed would be reused without growth.
     ctypes.CDLL(None).malloc_trim(0)
     memory = AnonymousMemory()
     memory.start()
@@ -287,7 +277,7 @@ def load_growth(folder: str, tp: int, pp: int) -> tuple[int, int]:
 
 @pytest.fixture(scope="module")
 def gigabyte(tmp_path_factory) -> str:
-    """A Llama of 1 GB in bf16."""
+    """Return the folder of a Llama of 1 GB in bf16."""
     tmp_path = tmp_path_factory.mktemp("gigabyte")
     from safetensors.torch import save_file
 
@@ -314,15 +304,16 @@ def gigabyte(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 def test_zero3_never_holds_the_whole_model(pools, gigabyte):
-    """Loading 1 GB on 2 ranks: each rank's anonymous memory grows by less than 0.75 GB."""
+    """1 GB is loaded on 2 ranks, and each rank's anonymous memory grows by less than 0.75 GB."""
     growth = [one for one, _ in pools.run(2, load_growth, timeout=180, folder=gigabyte, tp=1, pp=1)]
     print("1 GB; growth of RssAnon " + ", ".join(f"{one / 1e9:.2f} GB" for one in growth))
     assert all(0.4e9 < one < 0.75e9 for one in growth)
 
 
 def test_a_stage_holds_little_more_than_it_keeps(pools, gigabyte):
-    """Loading 1 GB at pp2 x tp2: each rank's anonymous memory grows by less than 1.3 times what it
-    keeps.
+    """A model of 1 GB is loaded at pp2 x tp2.
+
+    Each rank's anonymous memory must grow by less than 1.3 times the bytes that the rank keeps.
     """
     ranks = pools.run(4, load_growth, timeout=180, folder=gigabyte, tp=2, pp=2)
     print(
@@ -334,8 +325,9 @@ def test_a_stage_holds_little_more_than_it_keeps(pools, gigabyte):
 
 @pytest.fixture(scope="session")
 def smollm2_folder(smollm2: Path) -> str:
-    """SmolLM2-135M as transformers saves it: fp32 safetensors, config and tokenizer, made once from
-    the GGUF file.
+    """Return SmolLM2-135M as transformers saves it: fp32 safetensors, config and tokenizer.
+
+    The files are created once from the GGUF file.
     """
     import transformers
 
@@ -345,7 +337,7 @@ def smollm2_folder(smollm2: Path) -> str:
             smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
         )
         settings = given.config.to_dict()
-        # a model loaded from GGUF cannot be saved with it (transformers 5.22)
+        # A model loaded from GGUF cannot be saved with this key (transformers 5.22).
         settings.pop("quantization_config", None)
         plain = transformers.AutoModelForCausalLM.from_config(
             type(given.config).from_dict(settings), dtype=torch.float32
@@ -359,18 +351,19 @@ def smollm2_folder(smollm2: Path) -> str:
 
 
 def run_recipe(recipe: Recipe) -> int:
-    """Runs on every rank of a pool: a recipe as it stands."""
+    """Run an unchanged recipe on a rank of a pool."""
     from recipekit.train import main
 
-    return main(make_plan(parse(recipe, Path("weights.py"), [])))
+    return main(resolve_run(parse(recipe, Path("weights.py"), [])))
 
 
 @pytest.mark.slow
 def test_smollm2_with_its_real_weights_learns_real_text(
     pools, tmp_path, smollm2_folder, monkeypatch
 ):
-    """ZeRO-3 on 2 ranks starts at the single-process loss on Python's documentation, about 2.7 and
-    not 10.9, and 5 steps lower it.
+    """ZeRO-3 on 2 ranks starts at the single-process loss on Python's documentation.
+
+    The loss is about 2.7 and not 10.9, and five steps lower it.
     """
     if not DOCUMENTATION.is_dir():
         pytest.skip("needs Debian's python3.11-doc (tests/system_packages.sh)")
@@ -390,7 +383,7 @@ def test_smollm2_with_its_real_weights_learns_real_text(
         out=str(tmp_path / "run"),
     )
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    plan = make_plan(parse(recipe, Path("weights.py"), []))
+    plan = resolve_run(parse(recipe, Path("weights.py"), []))
     assert plan.model_config is not None
     import dataclasses
 
@@ -413,8 +406,9 @@ def test_smollm2_with_its_real_weights_learns_real_text(
 def test_smollm2_in_stages_learns_as_in_one_process(
     pools, tmp_path, smollm2_folder, monkeypatch, pp, tp
 ):
-    """Five steps on real text have the losses of plain PyTorch, to 1e-4, and every rank reads what
-    it keeps.
+    """Five steps on real text have the same losses as plain PyTorch, to 1e-4.
+
+    Every rank reads only the weights that it keeps.
     """
     if not DOCUMENTATION.is_dir():
         pytest.skip("needs Debian's python3.11-doc (tests/system_packages.sh)")
@@ -436,7 +430,7 @@ def test_smollm2_in_stages_learns_as_in_one_process(
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     import dataclasses
 
-    plan = make_plan(
+    plan = resolve_run(
         parse(dataclasses.replace(recipe, pp=1, tp=1, out="/nonexistent"), Path("weights.py"), [])
     )
     assert plan.model_config is not None

@@ -1,5 +1,7 @@
-"""fp16 under DeepSpeed on CPU ranks whose accelerator claims it: one step as plain PyTorch's, saves
-before the first applied step, exact resumes.
+"""fp16 under DeepSpeed on CPU ranks whose accelerator claims to support it.
+
+The tests cover one step compared with plain PyTorch, saves before the first applied step, and exact
+resumes.
 """
 
 import contextlib
@@ -14,14 +16,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
-from recipekit.engine.deepspeed_engine import repaired
+from parity import accumulating, recipe_for, train_in_layout
+from recipekit.engine.deepspeed_engine import apply_workarounds
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor, default_optimizer
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.run_folder import read_metrics
-from recipekit.storage import create
-from test_parity import accumulating, recipe_for, strategy, train_in_layout
+from recipekit.storage import step_files
+from shipped_jsons import strategy
 
 slow = pytest.mark.slow
 SCALE = {
@@ -35,7 +38,7 @@ SCALE = {
 
 @contextlib.contextmanager
 def claimed() -> Iterator[None]:
-    """Lets DeepSpeed train in fp16 on this CPU, which computes it slowly."""
+    """Let DeepSpeed train in fp16 on this CPU, although fp16 is slow here."""
     kind: Any = type(get_accelerator())
     asked, kind.is_fp16_supported = kind.is_fp16_supported, lambda self: True
     try:
@@ -56,7 +59,7 @@ def rows_of(rank: int) -> torch.Tensor:
 
 
 def step_in_fp16(stage: int, fp16: dict[str, Any]) -> tuple[list[torch.Tensor], float]:
-    """Returns the fp32 weights after one step of SGD on this rank's rows, and the gradient norm."""
+    """Return the fp32 weights after one SGD step on this rank's rows, and the gradient norm."""
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "fp16": {"enabled": True} | fp16,
@@ -71,7 +74,7 @@ def step_in_fp16(stage: int, fp16: dict[str, Any]) -> tuple[list[torch.Tensor], 
     with claimed():
         model: Any = network()
         trained: Any = list(model.parameters())
-        engine = repaired(
+        engine = apply_workarounds(
             deepspeed.initialize(
                 model=model, model_parameters=trained, config=config, dist_init_required=False
             )[0]
@@ -95,7 +98,9 @@ def step_in_fp16(stage: int, fp16: dict[str, Any]) -> tuple[list[torch.Tensor], 
     ],
 )
 def test_one_step_of_sgd_is_plain_pytorchs(pools, stage, fp16):
-    """Without ZeRO only where nothing is scaled: dslint/rules.py refuses the rest."""
+    """Without ZeRO, only an unscaled loss is tested, because dslint/rules.py rejects the other
+    cases.
+    """
     plain = network().float()
     start = [weight.detach().clone() for weight in plain.parameters()]
     torch.stack([plain(rows_of(rank)).square().mean() / 2 for rank in range(2)]).sum().backward()
@@ -104,7 +109,7 @@ def test_one_step_of_sgd_is_plain_pytorchs(pools, stage, fp16):
     norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt().item()
     for weights, grad_norm in pools.run(2, step_in_fp16, timeout=60, stage=stage, fp16=fp16):
         for weight, begun, move in zip(weights, start, moves, strict=True):
-            # without ZeRO it was read in fp16
+            # Without ZeRO the weights are fp16.
             assert (weight - begun - move).norm() <= (1e-3 if stage else 2e-2) * move.norm()
         assert grad_norm == pytest.approx(norm, rel=1e-3)
 
@@ -112,8 +117,8 @@ def test_one_step_of_sgd_is_plain_pytorchs(pools, stage, fp16):
 def refused_step(stage: int, fp16: dict[str, Any]) -> str:
     try:
         step_in_fp16(stage, fp16)
-    except Refusal as refusal:
-        return str(refusal)
+    except ConfigError as error:
+        return str(error)
     return "trained"
 
 
@@ -132,7 +137,7 @@ def test_an_overflow_at_the_smallest_scale_is_refused_on_every_rank(pools, stage
 
 
 def train(recipe: Recipe, config: dict[str, Any], out: str) -> int:
-    """Runs on every rank: the real loop in fp16."""
+    """Run the real loop in fp16 on a rank."""
     with claimed():
         return train_in_layout(recipe, config, out)
 
@@ -155,7 +160,7 @@ def run(
     scale: dict[str, Any] | None = None,
     **fields: Any,
 ) -> None:
-    """Trains to each of `stops` in turn (0: to the end), every start a resume of the one before."""
+    """Train to each step in `stops` in turn (0: to the end); each start resumes the last one."""
     for stop_at in stops:
         recipe = recipe_for(
             "untied", **accumulating(world, **fields), lr=1e-3, stop_at=stop_at, eval_every=0
@@ -169,7 +174,7 @@ def run(
 
 
 def scaler_of(folder: Path) -> dict[str, Any]:
-    """What the newest checkpoint of a run keeps of its loss scaler, and the skipped steps."""
+    """Return the loss scaler's state and the skipped steps in a run's newest checkpoint."""
     step = max((folder / "checkpoints").glob("step_*"))
     model = torch.load(next(step.glob("*model_states.pt")), weights_only=False)
     optimizer = torch.load(next(step.glob("*optim_states.pt")), weights_only=False)[
@@ -194,7 +199,7 @@ def scaler_of(folder: Path) -> dict[str, Any]:
 def test_a_save_before_the_first_applied_step_and_the_scale_resume_exactly(
     pools, tmp_path, file, fields
 ):
-    """2^24 overflows: the first steps are skipped, and saved.
+    """The loss scale 2^24 overflows, so the first steps are skipped, and saved.
 
     The window is 2 steps, so the scale rises again within the run.
     """
@@ -237,7 +242,7 @@ def test_the_scale_goes_to_another_number_of_ranks(pools, tmp_path):
 
 @pytest.mark.parametrize("stages", [(0, 2, 0), (0, 3, 1, 0), (0, 1, 2, 3, 0)], ids=str)
 def test_the_scale_goes_from_torchs_engines_to_zero_and_back(tmp_path, stages):
-    """GradScaler counts the steps since an overflow; DeepSpeed remembers the step that
+    """GradScaler counts the steps since the last overflow. DeepSpeed stores the step that
     overflowed.
     """
     blueprint = Blueprint((Tensor("weight", (4, 3), 0, None, "0"),), {}, 1, True)
@@ -256,13 +261,13 @@ def test_the_scale_goes_from_torchs_engines_to_zero_and_back(tmp_path, stages):
         "ds_config": {},
         "loss_scale": scale,
     }
-    carried = create.Carried({0: {"lr": 0.1}}, {"step": 7.0}, counts)
+    carried = step_files.CommonState({0: {"lr": 0.1}}, {"step": 7.0}, counts)
     for number, stage in enumerate(stages):
         layout = Layout(Mesh(), stage, default_optimizer(stage, "float32"), "float32", ())
         folder = tmp_path / str(number)
         folder.mkdir()
-        create.create(folder, blueprint, layout, carried)
-        carried = create.read_carried(folder, blueprint, layout)
+        step_files.create_step_files(folder, blueprint, layout, carried)
+        carried = step_files.read_common_state(folder, blueprint, layout)
         if stage:
             scaler = torch.load(next(folder.glob("*optim_states.pt")), weights_only=False)[
                 "optimizer_state_dict"
@@ -276,7 +281,7 @@ def test_the_scale_goes_from_torchs_engines_to_zero_and_back(tmp_path, stages):
             assert "loss_scale" not in torch.load(
                 next(folder.glob("*model_states.pt")), weights_only=False
             )
-            scaler.scale_window = 3  # as many steps have not overflowed
+            scaler.scale_window = 3  # As many steps have not overflowed.
             scaler.update_scale(False)
             assert scaler.cur_scale == 2.0**10
     assert carried.counts["loss_scale"] == scale
@@ -293,20 +298,20 @@ def test_a_checkpoint_without_fp16_has_no_scale(tmp_path, stage):
     }
     blueprint = Blueprint((Tensor("weight", (4, 3), 0, None, "0"),), {}, 1, True)
     layout = Layout(Mesh(), stage, default_optimizer(stage, "float32"), "float32", ())
-    create.create(
-        tmp_path, blueprint, layout, create.Carried({0: {"lr": 0.1}}, {"step": 7.0}, counts)
+    step_files.create_step_files(
+        tmp_path, blueprint, layout, step_files.CommonState({0: {"lr": 0.1}}, {"step": 7.0}, counts)
     )
     saved = torch.load(next(tmp_path.glob("*optim_states.pt")), weights_only=False)[
         "optimizer_state_dict"
     ]
     assert (saved["loss_scaler"].cur_scale, saved["loss_scaler"].dynamic) == (1, False)
     assert (saved["dynamic_loss_scale"], saved["overflow"]) == (False, False)
-    assert create.read_carried(tmp_path, blueprint, layout).counts == counts
+    assert step_files.read_common_state(tmp_path, blueprint, layout).counts == counts
 
 
 def test_a_resume_keeps_the_scale_and_takes_the_users_window():
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
-    from recipekit.checkpoints.deepspeed_io import _with_counts
+    from recipekit.compat.deepspeed import with_counts
 
     def scaler(**changes: Any) -> Any:
         numbers = {
@@ -323,13 +328,13 @@ def test_a_resume_keeps_the_scale_and_takes_the_users_window():
         {"cur_scale": 2.0**14, "cur_iter": 5, "last_overflow_iter": 2, "cur_hysteresis": 1},
     )
     vars(saved).update(counts)
-    got = _with_counts(scaler(scale_window=7, min_scale=4, consecutive_hysteresis=True), saved)
+    got = with_counts(scaler(scale_window=7, min_scale=4, consecutive_hysteresis=True), saved)
     assert {name: vars(got)[name] for name in counts} == counts and (
         got.scale_window,
         got.min_scale,
         got.consecutive_hysteresis,
     ) == (7, 4, True)
-    assert _with_counts(scaler(delayed_shift=1), scaler()).cur_hysteresis == 1
+    assert with_counts(scaler(delayed_shift=1), scaler()).cur_hysteresis == 1
     static = CreateLossScaler(torch.half, 128.0, False, None)
-    assert _with_counts(static, saved).cur_scale == 128.0
-    assert _with_counts(scaler(), static).cur_scale == 2.0**16
+    assert with_counts(static, saved).cur_scale == 128.0
+    assert with_counts(scaler(), static).cur_scale == 2.0**16

@@ -1,5 +1,5 @@
-"""LAMB where people use it: with sixteen times the rows a step it comes as far, token for token, as
-a run of small batches.
+"""LAMB with large batches: with sixteen times the rows per step, the same tokens give the same
+loss.
 """
 
 import dataclasses
@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 from job import metrics
+from parity import train_in_layout
 from recipekit.spec.recipe import Recipe
-from test_parity import strategy, train_in_layout
+from shipped_jsons import strategy
 
-# rows of a step and steps of the base run; how many times as large the batch is
+# Rows per step and steps of the base run, and the factor of the larger batch.
 ROWS, STEPS, MORE = 1, 32768, 16
 BASE, LAMB = {"lr": 1e-3, "beta2": 0.999}, {"lr": 1.4e-2, "beta2": 0.95}
 
 
 def of_bytes(folder: Path) -> Recipe:
-    """A small ModernBERT on the standard library's own sources, drawn wide enough for a trust
-    ratio: weights of 0.1.
+    """Return a recipe for a small ModernBERT that trains on the sources of the standard library.
+
+    Its initial weights of 0.1 are large enough for a trust ratio.
     """
     texts = [
         path.read_text(errors="replace")
@@ -75,9 +77,9 @@ def of_bytes(folder: Path) -> Recipe:
 
 
 def held_out_loss(pools: Any, recipe: Recipe, optimizer: str | None, **numbers: Any) -> float:
-    """Trains to the end; returns the loss of the rows held out.
+    """Train to the end; return the loss on held-out rows.
 
-    Without an optimizer it is the base run, by torch's DDP of one rank.
+    Without an optimizer this is the base run, which uses torch's DDP on one rank.
     """
     if optimizer is None:
         world, config, engine, batch, steps = (
@@ -119,15 +121,22 @@ def held_out_loss(pools: Any, recipe: Recipe, optimizer: str | None, **numbers: 
 def test_lamb_reaches_the_loss_of_small_batches_where_adamw_at_its_rate_does_not(
     pools: Any, tmp_path: Path
 ) -> None:
-    """Three seeds each: AdamW of one row a step; 16 rows and as many tokens with LAMB, with AdamW
-    at LAMB's rate, and with AdamW at the base run's.
+    """Four settings are trained with three seeds each and the same number of tokens.
 
-    Measured on 2026-11-26 (2 CPU cores, torch 2.13, 28 minutes with other work beside it): 1.423
-    (1.381 to 1.457); LAMB 1.416 (1.399 to 1.434), 0.5 % below it; AdamW at LAMB's rate 1.547, 8.7 %
-    above, and at its own 1.628, 14 % above. Rates were chosen in plain PyTorch, a seed each and
-    other rows: for the base run 1e-3 (6e-4 was worse), for LAMB 1.4e-2 (1e-2 was as good). AdamW at
-    a rate between the two, 4e-3, came below the base run there, too, 1 % above LAMB. With half the
-    steps LAMB was 1.1 % above the base run.
+    The base run is AdamW with one row per step. The others use 16 rows with LAMB, with AdamW at
+    LAMB's rate, and with AdamW at the base run's rate.
+
+    Measured on 2026-11-26 (2 CPU cores, torch 2.13, 28 minutes on a busy machine):
+
+    - base run: 1.423 (1.381 to 1.457);
+    - LAMB: 1.416 (1.399 to 1.434), 0.5 % below the base run;
+    - AdamW at LAMB's rate: 1.547, 8.7 % above the base run;
+    - AdamW at the base run's rate: 1.628, 14 % above the base run.
+
+    The rates were chosen in plain PyTorch, with one seed each and different rows. They are 1e-3 for
+    the base run (6e-4 was worse) and 1.4e-2 for LAMB (1e-2 was equally good). At a rate between the
+    two, 4e-3, AdamW was also below the base run, 1 % above LAMB. With half the steps LAMB was 1.1 %
+    above the base run.
     """
     recipe, found = of_bytes(tmp_path), {}
     for name, optimizer, numbers in (

@@ -1,5 +1,6 @@
-"""Which weights Muon takes: those that multiply in the layers, of every model that a recipe trains;
-never an embedding, a head or a convolution.
+"""The weights that Muon trains: the matrices in the layers of every model that a recipe trains.
+
+Embeddings, heads and convolutions are never among these weights.
 """
 
 import json
@@ -11,12 +12,12 @@ import torch
 import transformers
 from recipekit.architectures.families import tiny_config
 from recipekit.architectures.lookup import SHIPPED, fitting_task
-from recipekit.model.describe import draft
+from recipekit.model.describe import draft_blueprint
 from recipekit.model.empty import empty_model
-from recipekit.parallel.param_groups import check_named
-from recipekit.parallel.plans import hidden_matrices, plans_of
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.task_specs import LAYERS, TASKS, Plans
+from recipekit.parallel.param_groups import check_group_names
+from recipekit.parallel.plans import hidden_matrices, resolve_plans
+from recipekit.spec.errors import ConfigError
+from recipekit.spec.task_specs import LAYER_PATTERNS, TASKS, Plans
 from torch import nn
 
 MODELS = {path.stem: json.loads(path.read_text()) for path in sorted(SHIPPED.glob("*.json"))}
@@ -41,14 +42,16 @@ OF_LAYERS = re.compile(r"(layers|layer|h)\.\d+\.")
 
 def taken(model: Any, own: Plans, task: str) -> set[str]:
     facts = TASKS[task]
-    blueprint = draft(model, plans_of(model, own, facts.plans, facts.matrices))
+    blueprint = draft_blueprint(model, resolve_plans(model, own, facts.plans, facts.matrices))
     return {name for name, group in blueprint.trained.items() if group.matrix}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_matrices_of_a_recipes_model_are_those_of_its_layers(name: str) -> None:
-    """All of them: what else has two dimensions is an embedding or a head, and experts, which have
-    three, are none.
+    """All matrices of the layers are found.
+
+    Every other tensor with two dimensions is an embedding or a head. Experts have three dimensions,
+    so they do not count as matrices.
     """
     config = (
         MODELS[name] | {"num_hidden_layers": 2}
@@ -72,7 +75,9 @@ def test_the_matrices_of_a_recipes_model_are_those_of_its_layers(name: str) -> N
 
 
 def test_a_head_and_what_is_tied_to_an_embedding_are_none() -> None:
-    """Even if the recipe names all there is."""
+    """Heads and weights tied to an embedding are excluded, even if a pattern matches every
+    parameter.
+    """
     everything = Plans(matrices=("*",))
     reward = empty_model(
         tiny_config("llama", 264, "reward") | {"num_labels": 1},
@@ -100,7 +105,7 @@ def test_a_head_and_what_is_tied_to_an_embedding_are_none() -> None:
     ],
 )
 def test_tables_and_convolutions_within_layers_are_none(kind: str, never: list[str]) -> None:
-    """T5's shared embedding, and the biases of relative positions, lie under names of layers."""
+    """T5's shared embedding and its relative position biases have names like layers."""
     config = getattr(transformers, f"{kind}Config")(
         **({"position_embedding_type": "relative_key"} if kind == "Bert" else {})
     )
@@ -110,7 +115,7 @@ def test_tables_and_convolutions_within_layers_are_none(kind: str, never: list[s
             if kind == "T5"
             else transformers.AutoModel.from_config(config)
         )
-    found = hidden_matrices(model, (*LAYERS, "*"))
+    found = hidden_matrices(model, (*LAYER_PATTERNS, "*"))
     assert found and all(
         isinstance(model.get_parameter(name), nn.Parameter) and model.get_parameter(name).dim() == 2
         for name in found
@@ -122,17 +127,18 @@ def test_tables_and_convolutions_within_layers_are_none(kind: str, never: list[s
 
 
 def test_a_model_without_matrices_is_refused() -> None:
-    """A ResNet, whose layers are convolutions."""
+    """The layers of a ResNet are convolutions."""
     facts = TASKS["image_classification"]
     model = empty_model(MODELS["microsoft--resnet-50"], "eager", auto_class=facts.auto_class)
-    plans = plans_of(model, Plans(), facts.plans, facts.matrices)
-    with pytest.raises(Refusal, match="finds no weight of two dimensions in the layers"):
-        check_named(draft(model, plans).trained, plans)
+    plans = resolve_plans(model, Plans(), facts.plans, facts.matrices)
+    with pytest.raises(ConfigError, match="finds no weight of two dimensions in the layers"):
+        check_group_names(draft_blueprint(model, plans).trained, plans)
 
 
 def test_a_recipe_may_name_its_matrices() -> None:
-    """Instead of all in the layers; a name that is no matrix is refused, and other optimizers know
-    of none.
+    """A recipe's patterns replace the default, which is all matrices in the layers.
+
+    A pattern that matches no matrix is rejected. Other optimizers ignore the patterns.
     """
     model, facts = empty_model(tiny_config("llama", 264)), TASKS["pretrain"]
     own = Plans(matrices=("*.mlp.*",))
@@ -147,11 +153,12 @@ def test_a_recipe_may_name_its_matrices() -> None:
         != set()
     )
     assert not any(
-        group.matrix for group in draft(model, plans_of(model, own, facts.plans)).trained.values()
+        group.matrix
+        for group in draft_blueprint(model, resolve_plans(model, own, facts.plans)).trained.values()
     )
-    plans = plans_of(model, Plans(matrices=("*.mlp.*", "*norm*")), facts.plans, facts.matrices)
+    plans = resolve_plans(model, Plans(matrices=("*.mlp.*", "*norm*")), facts.plans, facts.matrices)
     with pytest.raises(
-        Refusal, match=r"matrices = '\*norm\*': must match a trained weight of two dimensions"
+        ConfigError, match=r"matrices = '\*norm\*': must match a trained weight of two dimensions"
     ) as refused:
-        check_named(draft(model, plans).trained, plans, ("*.mlp.*", "*norm*"))
+        check_group_names(draft_blueprint(model, plans).trained, plans, ("*.mlp.*", "*norm*"))
     assert len(refused.value.problems) == 1

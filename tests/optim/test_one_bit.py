@@ -1,5 +1,6 @@
-"""1-bit Adam on real ranks is that of tests/support/papers.py, which has all workers in one
-process; it goes on with as many ranks as it has had, and with no others.
+"""1-bit Adam on several ranks equals tests/support/papers.py, which has all workers in one process.
+
+A run can resume only with the same number of ranks.
 """
 
 import dataclasses
@@ -12,24 +13,25 @@ from typing import Any
 import papers
 import pytest
 import torch
-from job import metrics, numbers
+from built_models import build_model
+from job import metrics, reproducible_values
+from parity import Case as Layout
+from parity import each, pinned, recipe_for
 from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
-from recipekit.data.lanes import DataRank
-from recipekit.data.request import request_of
+from recipekit.data.batching import DataRank
+from recipekit.data.request import request_from_recipe
 from recipekit.data.stream import open_stream
-from recipekit.model.build import build_model
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.storage import manifest
-from recipekit.storage.errors import FILES
+from recipekit.storage.error_feedback import ERROR_FILE_PATTERN
 from reference import learning_rate, num_labels, tokenizer_of
-from test_engines import exported
-from test_parity import Case as Layout
-from test_parity import each, pinned, recipe_for, strategy
-from test_resume import BASE, train
+from shipped_jsons import strategy
+from short_runs import BASE, train
+from torch_engines import exported
 
 slow = pytest.mark.slow
 STEPS = 60
@@ -43,7 +45,10 @@ def config_of(freeze_step: Any, bf16: bool = False) -> dict[str, Any]:
 
 
 def recipe_of(model: str, workers: int, **changes: Any) -> Recipe:
-    """One micro-batch for each worker, whose gradient then has the same bits in one process."""
+    """Return a recipe with one micro-batch for each worker.
+
+    In one process, a worker's gradient then has the same bits.
+    """
     return recipe_for(
         model,
         **{"steps": STEPS, "eval_every": 0, "lr": 1e-3, "micro_batch": 8 // workers, "keep": 0}
@@ -56,22 +61,23 @@ class Simulated:
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
-    # how far weights and moments lie apart there, relative to the largest of each tensor
+    # Largest differences of weights and moments at the freeze, relative to each tensor's largest
+    # value.
     at_freeze: dict[str, float]
 
 
 def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -> Simulated:
-    """Runs in one process of a pool: the workers of the paper, one after the other.
+    """Run the paper's workers one after the other, in one process of a pool.
 
-    From the freeze on it goes on with the weights and moments of `step_folder`, which ranks have
-    saved there: bits that their sum of gradients has rounded otherwise would flip signs.
+    From the freeze on, use the weights and moments that the ranks saved in `step_folder`. Otherwise
+    different rounding in the sum of gradients would flip signs.
     """
     import recipekit.train as loop
     from recipekit.checkpoints.deepspeed_io import read_pickle
-    from recipekit.runtime.sums import Sums
-    from recipekit.tasks.find import task_called
+    from recipekit.runtime.step_metrics import StepMetrics
+    from recipekit.tasks.find import load_task
 
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             dataclasses.replace(recipe, ds_config=strategy("zero0"), out="/nonexistent"),
             Path("one_bit.py"),
@@ -81,7 +87,7 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
     assert plan.model_config is not None
     torch.manual_seed(0)
     task, model = (
-        task_called(recipe.task),
+        load_task(recipe.task),
         build_model(plan.recipe, plan.model_config, None, {}, torch.device("cpu")).model,
     )
     trained = [value for value in model.parameters() if value.requires_grad]
@@ -97,7 +103,9 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
     )
     streams = [
         open_stream(
-            request_of(plan.recipe), tokenizer_of(plan.recipe), rank=DataRank(workers, rank)
+            request_from_recipe(plan.recipe),
+            tokenizer_of(plan.recipe),
+            rank=DataRank(workers, rank),
         )
         for rank in range(workers)
     ]
@@ -127,7 +135,10 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
         for [batch] in own:
             model.zero_grad()
             summed = loop.summed_loss(
-                task, task.forward(model, loop.to_device(batch, torch.device("cpu"))), batch, Sums()
+                task,
+                task.forward(model, loop.to_device(batch, torch.device("cpu"))),
+                batch,
+                StepMetrics(),
             )
             loss += summed.item()
             (summed * (workers / torch.tensor(tokens))).backward()
@@ -150,8 +161,9 @@ def simulate(recipe: Recipe, workers: int, freeze_step: int, step_folder: str) -
 def in_layout(
     recipe: Recipe, engine: str, config: dict[str, Any], out: str
 ) -> tuple[int, list[int]]:
-    """Runs on every rank: the real loop; (exit code, bytes that this rank sent in each step to
-    others, as a ring would).
+    """Run the real loop on a rank.
+
+    Return (exit code, bytes that this rank sends in each step, assuming ring collectives).
     """
     import recipekit.train as loop
     import torch.distributed as dist
@@ -164,7 +176,7 @@ def in_layout(
         call = own[name] = getattr(dist, name)
 
         def counted(*arguments: Any, **named: Any) -> Any:
-            tensor = (*arguments, *named.values())[position]  # DeepSpeed names the first one
+            tensor = (*arguments, *named.values())[position]  # DeepSpeed passes the first by name
             sent[-1] += int(
                 share(dist.get_world_size(named.get("group")))
                 * tensor.numel()
@@ -188,7 +200,7 @@ def in_layout(
         recipe = dataclasses.replace(recipe, ds_config=config, out=out)
         return (
             loop.main(
-                make_plan(parse(recipe, Path("one_bit.py"), ["--tiny", *pinned(recipe), *more]))
+                resolve_run(parse(recipe, Path("one_bit.py"), ["--tiny", *pinned(recipe), *more]))
             ),
             sent[1:],
         )
@@ -213,8 +225,9 @@ CASES = [
 
 @each(CASES)
 def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: Layout) -> None:
-    """Losses of all steps within 1e-6, of which two thirds send signs, and all weights; and what
-    these weigh on the wire.
+    """The losses of all steps and all weights agree within 1e-6.
+
+    Two thirds of the steps send signs. The test also checks how many bytes these steps send.
     """
     recipe = recipe_of(case.model, case.world, loss="whole", **case.both)
     freeze_step = recipe.steps // 3
@@ -264,7 +277,7 @@ def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: La
         )
         if case.world > 1:
             assert max(sent[freeze_step:]) < dense / 15
-            # DDP's sums are made below Python
+            # DDP's all-reduces are not visible in Python.
             assert case.file == "ddp" or min(sent[:freeze_step]) >= dense, (
                 "what is counted is not all"
             )
@@ -272,8 +285,9 @@ def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: La
 
 @slow
 def test_signs_learn_as_much_as_adam_does(pools: Any, tmp_path: Path) -> None:
-    """The held-out loss after 300 steps, 45 of them before the freeze, lies within the spread of
-    five seeds of AdamW.
+    """The held-out loss after 300 steps is within the spread of five AdamW seeds.
+
+    Of these steps, 45 are before the freeze.
     """
 
     def ended(name: str, config: dict[str, Any], seed: int) -> float:
@@ -297,11 +311,13 @@ def test_signs_learn_as_much_as_adam_does(pools: Any, tmp_path: Path) -> None:
 
 
 def live(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, int]]:
-    """Runs on every rank: the loop, and the bytes of the states and errors after its last step, as
-    they are and as planned.
+    """Run the loop on a rank.
+
+    Return the actual and planned bytes of the optimizer states and error-feedback buffers after the
+    last step.
     """
     import recipekit.train as loop
-    from recipekit.planner.show import rank_plan
+    from recipekit.planner.resolve import resolve_here
 
     found: dict[str, int] = {}
     train_step, load_model = loop.train_step, loop.load_model
@@ -309,7 +325,7 @@ def live(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, int]]:
     def planning(plan: Any, *rest: Any) -> Any:
         for what in ("optimizer states", "errors of signs"):
             found[f"planned {what}"] = sum(
-                term.size for term in rank_plan(plan, 0) if term.what.startswith(what)
+                term.size for term in resolve_here(plan)[0].terms[0] if term.what.startswith(what)
             )
         return load_model(plan, *rest)
 
@@ -361,14 +377,14 @@ def test_states_and_errors_are_as_planned(pools: Any, tmp_path: Path, world: int
     planned = 0
     for out, errors in ((tmp_path / "run", found["errors of signs"]), (tmp_path / "before", 0)):
         [step] = (out / "checkpoints").glob("step_*")
-        files = list(step.glob(FILES))
+        files = list(step.glob(ERROR_FILE_PATTERN))
         assert len(files) == (world if errors else 0)
         assert all(errors < path.stat().st_size < errors + 4000 for path in files)
         planned = planned or open_step(step).layout.mesh.world
     assert planned == world
 
 
-# Stop and go on
+# Stop and resume
 # --------------------------------------------------------------------------------------------------
 
 ENGINES = [
@@ -383,18 +399,23 @@ ENGINES = [
 def test_a_run_goes_on_bit_for_bit(
     pools: Any, tmp_path: Path, argv: list[str], bf16: bool, stop_at: int
 ) -> None:
-    """Stopped before the freeze, with its last step, and with what ranks have still to send."""
+    """The run stops before the freeze, at its last step, and with data in its error-feedback
+    buffers.
+    """
     argv = [*argv[:3], "bf16"] if argv and bf16 else argv
     recipe = dataclasses.replace(SHORT, ds_config=config_of(3, bf16), save_in_background=not argv)
     go(pools, tmp_path / "whole", *argv, "--save_every", "1", recipe=recipe)
     go(pools, tmp_path / str(stop_at), *argv, "--stop_at", str(stop_at), recipe=recipe)
     go(pools, tmp_path / str(stop_at), *argv, recipe=recipe)
-    assert numbers(metrics(tmp_path / str(stop_at))) == numbers(metrics(tmp_path / "whole"))
+    assert reproducible_values(metrics(tmp_path / str(stop_at))) == reproducible_values(
+        metrics(tmp_path / "whole")
+    )
     last = [tmp_path / name / "checkpoints" / "step_00000006" for name in (str(stop_at), "whole")]
-    assert manifest.read(last[0])["tensors"] == manifest.read(last[1])["tensors"]
+    assert manifest.read_manifest(last[0])["tensors"] == manifest.read_manifest(last[1])["tensors"]
     for rank in range(2):
         own, other = (
-            torch.load(step / FILES.replace("*", str(rank)), weights_only=True) for step in last
+            torch.load(step / ERROR_FILE_PATTERN.replace("*", str(rank)), weights_only=True)
+            for step in last
         )
         assert own.keys() == other.keys() == {"worker", "server"} and all(
             torch.equal(own[name], other[name]) for name in own
@@ -404,7 +425,7 @@ def test_a_run_goes_on_bit_for_bit(
 
 @slow
 def test_a_run_goes_on_under_the_other_engine(pools: Any, tmp_path: Path) -> None:
-    """With the errors of its ranks, whether a conversion lies between or not."""
+    """The run keeps its ranks' error-feedback buffers, with or without a conversion."""
     ddp = ["--engine", "ddp", "--precision", "fp32"]
     go(pools, tmp_path / "whole")
     go(pools, tmp_path / "run", *ddp, "--stop_at", "4")
@@ -421,9 +442,11 @@ def test_a_run_goes_on_under_the_other_engine(pools: Any, tmp_path: Path) -> Non
 
 
 def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Path) -> None:
-    """By a start and by the converter, with the reason, and nothing is lost; before it they go on.
+    """A start and the converter reject a different number of ranks with the reason, and no data is
+    lost.
 
-    What cannot be is refused by the converter, too.
+    Before the first step with signs, a different number of ranks is accepted. The converter also
+    rejects layouts that 1-bit Adam does not support.
     """
     out = tmp_path / "run"
     go(pools, out, "--stop_at", "2")
@@ -434,7 +457,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     go(pools, out, world=1, refused="contains compression errors of 2 ranks")
     assert len(metrics(out)) == 4
     step = open_step(out)
-    with pytest.raises(Refusal, match="contains compression errors of 2 ranks"):
+    with pytest.raises(ConfigError, match="contains compression errors of 2 ranks"):
         reshape(
             out,
             tmp_path / "four",
@@ -442,7 +465,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
         )
     for degrees in ({"zero": 1}, {"tp": 2, "dp": 1}, {"pp": 2, "dp": 1}):
         with pytest.raises(
-            Refusal,
+            ConfigError,
             match=(
                 f"{next(iter(degrees))} = .*the checkpoint uses OneBitAdam, which requires"
                 " data-parallel ranks"
@@ -480,7 +503,7 @@ def test_other_ranks_are_refused_from_the_first_sign_on(pools: Any, tmp_path: Pa
     assert len(metrics(out)) == 6
 
 
-# What is refused
+# Config errors
 # --------------------------------------------------------------------------------------------------
 
 
@@ -559,8 +582,8 @@ def test_what_it_cannot_do_is_refused(
     said: str,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Refusal) as refused:
-        make_plan(
+    with pytest.raises(ConfigError) as refused:
+        resolve_run(
             parse(
                 dataclasses.replace(SHORT, ds_config=config),
                 Path("one_bit.py"),
@@ -576,13 +599,13 @@ def test_auto_is_a_share_of_the_steps(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     recipe = dataclasses.replace(SHORT, steps=steps, ds_config="zero0_onebit.json")
-    plan = make_plan(parse(recipe, Path(__file__), ["--tiny", "--out", str(tmp_path / "run")]))
+    plan = resolve_run(parse(recipe, Path(__file__), ["--tiny", "--out", str(tmp_path / "run")]))
     assert json.loads(json.dumps(plan.ds_config))["optimizer"]["params"]["freeze_step"] == frozen
 
 
 def test_a_freeze_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             dataclasses.replace(SHORT, ds_config=config_of(6)),
             Path("one_bit.py"),
@@ -596,8 +619,9 @@ def test_a_freeze_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def rare_rows(steps: int) -> float:
-    """Runs on a rank: the largest weight of a table of which a gradient reaches few rows in a step,
-    some of them hardly ever; with beta2 and eps of a recipe.
+    """Train a table whose rows rarely receive gradients, on a rank; return its largest weight.
+
+    beta2 and eps have the values of a recipe.
     """
     from recipekit.optim.one_bit import OneBitAdam
 
@@ -615,16 +639,19 @@ def rare_rows(steps: int) -> float:
 
 
 def test_rows_that_gradients_seldom_reach_do_not_run_away(pools: Any) -> None:
-    """Their second moment has decayed to next to nothing at the freeze; 200 steps of signs at such
-    a rate move a weight by 0.2 at most, ten times what AdamW does.
+    """The second moment of such rows has decayed almost to zero at the freeze.
+
+    At this rate, 200 steps of signs change a weight by at most 0.2, ten times as much as AdamW
+    does.
     """
     [largest] = pools.run(1, rare_rows, steps=700)
     assert largest < 0.3, largest
 
 
 def watched_norms(recipe: Recipe, argv: list[str]) -> list[float]:
-    """Runs on every rank: the loop with bf16, where the gradients of one step of signs are not
-    finite and its loss is.
+    """Run the loop in bf16 on a rank; return the gradient norms.
+
+    One step of signs has non-finite gradients, although its loss is finite.
     """
     import recipekit.train as loop
 
@@ -660,17 +687,17 @@ def test_a_gradient_that_is_not_finite_is_seen_among_signs(pools: Any, tmp_path:
         ), norms
 
 
-# Without ranks
+# Tests without ranks
 # --------------------------------------------------------------------------------------------------
 
 
 def test_a_sign_is_a_bit() -> None:
-    from recipekit.optim.one_bit import pack, signed
+    from recipekit.optim.one_bit import pack_signs, unpack_signs
 
     values = torch.tensor([1.0, -1.0, 0.0, -0.0, 2.0, -3.0, float("inf"), -float("inf")] * 3)
-    packed = pack(values)
+    packed = pack_signs(values)
     assert packed.dtype == torch.uint8 and packed.tolist() == [0b01011101] * 3
     for start in range(24):
         for stop in range(start, 25):
             expected = torch.where(values[start:stop] >= 0, 0.5, -0.5)
-            assert torch.equal(signed(packed, start, stop, torch.tensor(0.5)), expected)
+            assert torch.equal(unpack_signs(packed, start, stop, torch.tensor(0.5)), expected)

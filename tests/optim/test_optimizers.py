@@ -1,8 +1,7 @@
-"""Every optimizer that a JSON can name trains, is saved, goes on and is converted, or is refused
-before anything starts.
+"""Every optimizer that a JSON can name is trained, saved, resumed and converted.
 
-The rows of `spec/optimizer_specs.py` are held against the optimizers themselves: the names of their
-states, and the bytes.
+All others are rejected before a run starts. The rows of `spec/optimizer_specs.py` are compared with
+the optimizers themselves: the names and sizes of their states.
 """
 
 import dataclasses
@@ -17,25 +16,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from job import metrics, numbers
+from job import metrics, reproducible_values
+from lint_command import lint
+from optimizer_round_trips import RECIPE, check_round_trip, config_of, kept, tensors
 from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.checkpoints.verify import verify
 from recipekit.dslint.schema import schema
-from recipekit.plan import make_plan
+from recipekit.optim import factory
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
-from recipekit.spec.optimizer_specs import FACTORS, FACTS, facts_of, states_of
+from recipekit.spec.errors import ConfigError
+from recipekit.spec.optimizer_specs import (
+    OPTIMIZERS,
+)
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.storage import manifest
-from recipekit.storage.create import read_carried
-from test_lint import lint
-from test_parity import strategy
-from test_resume import BASE, train
+from shipped_jsons import strategy
+from short_runs import train
 
 slow = pytest.mark.slow
-RECIPE = dataclasses.replace(BASE, steps=4, warmup_steps=1, lr=1e-3, eval_every=0)
-TRAIN = {  # what every rank trains with, and the options that add a state
+TRAIN = {  # options that every rank uses in training, including options that add a state
     "AdamW": {"torch_adam": True, "amsgrad": True},
     "Adam": {},
     "SGD": {"momentum": 0.9, "nesterov": True},
@@ -51,156 +51,38 @@ TRAIN = {  # what every rank trains with, and the options that add a state
     "Lion": {},
     "Adagrad": {"lr_decay": 0.01, "initial_accumulator_value": 0.1},
     "Muon": {"momentum": 0.9},
+    # The resume from step 2 is within the warm-up.
+    "AdEMAMix": {"betas": [0.9, 0.95, 0.99], "alpha": 8.0, "alpha_beta3_warmup_steps": 3},
     "OneBitAdam": {"freeze_step": 3},
 }
-WITHOUT_ZERO = ("OneBitAdam",)  # tests/optim/test_one_bit.py has more of it
-# optimizer -> op of DeepSpeed, which computes it there
+WITHOUT_ZERO = ("OneBitAdam",)  # tests/optim/test_one_bit.py has more tests
+# optimizer -> DeepSpeed's op for it with offload
 OFFLOADED = {"Lion": "cpu_lion", "Adagrad": "cpu_adagrad"}
-REFUSED = {  # optimizer -> why
+REFUSED = {  # optimizer -> reason
     "MuAdam": "requires the package mup",
     "MuAdamW": "requires the package mup",
     "MuSGD": "requires the package mup",
 }
 
 
-def config_of(file: str, name: str, params: dict[str, Any], bf16: bool = False) -> dict[str, Any]:
-    """A shipped JSON with another optimizer; in bf16 at ZeRO-0 Adam has to be torch's."""
-    return strategy(file, bf16) | {"optimizer": {"type": name, "params": params}}
-
-
 def test_every_name_of_the_schema_has_a_row_and_a_test() -> None:
-    assert set(FACTS) == set(schema()["optimizers"]) == {*TRAIN, *REFUSED}
+    assert set(OPTIMIZERS) == set(schema()["optimizers"]) == {*TRAIN, *REFUSED}
 
 
-# What trains
+def test_each_file_of_an_optimizer_has_a_row() -> None:
+    files = {
+        path.stem
+        for path in Path(factory.__file__).parent.glob("*.py")
+        if "\nOPTIMIZER = " in path.read_text()
+    }
+    assert files == {spec.module for spec in OPTIMIZERS.values() if spec.module}
+    for name, spec in OPTIMIZERS.items():
+        if spec.module:
+            assert issubclass(factory.own_optimizer_class(name), torch.optim.Optimizer)
+
+
+# Training
 # --------------------------------------------------------------------------------------------------
-
-
-def kept(recipe: Recipe, argv: list[str]) -> tuple[int | str, dict[str, Any]]:
-    """Runs on every rank: the loop, and what the optimizer then keeps for its weights, by the kind
-    of tensor it is; the bytes, as they are and as planned.
-    """
-    import recipekit.train as loop
-    from recipekit.planner.show import rank_plan
-
-    found: dict[str, Any] = {"states": set(), "scalars": set()}
-    train_step, load_model = loop.train_step, loop.load_model
-
-    def planning(plan: Any, *rest: Any) -> Any:
-        found["planned"] = sum(
-            term.size for term in rank_plan(plan, 0) if term.what.startswith("optimizer states")
-        )
-        return load_model(plan, *rest)
-
-    def watching(engine: Any, *rest: Any) -> Any:
-        result = train_step(engine, *rest)
-        found["bytes"] = 0
-        for weight, states in engine.basic_optimizer.state.items():
-            for name, value in states.items():
-                whole = torch.is_tensor(value) and value.dim() > 0
-                assert not whole or value.shape == weight.shape or name in FACTORS, (
-                    f"{name} has the shape {value.shape}"
-                )
-                found["states" if whole else "scalars"].add(name)
-                assert not whole or value.element_size() == 4, f"{name} is not fp32"
-                found["bytes"] += value.untyped_storage().nbytes() if whole else 0
-        return result
-
-    loop.train_step, loop.load_model = watching, planning
-    try:
-        return train(recipe, argv)[0], found
-    finally:
-        loop.train_step, loop.load_model = train_step, load_model
-
-
-def tensors(step: Path) -> dict[str, Any]:
-    return manifest.read(step)["tensors"]
-
-
-def check_round_trip(
-    pools: Any, folder: Path, config: dict[str, Any], convert_to: str = "", recipe: Recipe = RECIPE
-) -> None:
-    """Two ranks train four steps; they go on from the second bit for bit; so do they after the way
-    through another layout and back.
-    """
-    recipe = dataclasses.replace(recipe, ds_config=config)
-    results = pools.run(
-        2, kept, recipe=recipe, argv=["--out", str(folder / "whole"), "--save_every", "2"]
-    )
-    assert [code for code, _ in results] == [0, 0], results
-    for _, found in results:
-        assert (found["states"], found["scalars"]) == (
-            {*states_of(config), *states_of(config, matrix=True)},
-            set(facts_of(config).scalars),
-        )
-        assert found["bytes"] == found["planned"] or states_of(config) == FACTORS, found
-    assert max(found["bytes"] for _, found in results) == results[0][1]["planned"], (
-        "of Adafactor's the plan has those of the fullest rank"
-    )
-    second, last = (folder / "whole" / "checkpoints" / f"step_{number:08d}" for number in (2, 4))
-    if convert_to:
-        step, there, back = open_step(second), folder / "there", folder / "back"
-        reshape(
-            second,
-            there,
-            target_layout(step.blueprint, step.layout, LayoutChange(dp=4, zero=int(convert_to[4]))),
-        )
-        reshape(
-            there,
-            back,
-            target_layout(
-                step.blueprint,
-                step.layout,
-                LayoutChange(dp=2, zero=step.layout.zero_stage),
-            ),
-        )
-        assert tensors(second) == tensors(there) == tensors(back)
-        assert (
-            len(
-                {
-                    json.dumps(
-                        read_carried(
-                            each, open_step(each).blueprint, open_step(each).layout
-                        ).scalars
-                    )
-                    for each in (second, there, back)
-                }
-            )
-            == 1
-        )
-        other = dataclasses.replace(
-            recipe, ds_config=strategy(convert_to) | {"optimizer": config["optimizer"]}
-        )
-        shutil.copytree(folder / "whole", folder / "four")
-        results = pools.run(
-            4,
-            kept,
-            recipe=other,
-            argv=[
-                "--out",
-                str(folder / "four"),
-                "--resume",
-                str(folder / "four/checkpoints/step_00000002"),
-            ],
-        )
-        assert [code for code, _ in results] == [0] * 4, results
-        losses, expected = (
-            [line["loss"] for line in metrics(folder / name)] for name in ("four", "whole")
-        )
-        assert losses == pytest.approx(expected, rel=1e-5)
-        shutil.rmtree(second)
-        shutil.copytree(back, second)
-    shutil.copytree(folder / "whole", folder / "resumed")
-    argv = [
-        "--out",
-        str(folder / "resumed"),
-        "--resume",
-        str(folder / "resumed/checkpoints/step_00000002"),
-    ]
-    results = pools.run(2, kept, recipe=recipe, argv=argv)
-    assert [code for code, _ in results] == [0, 0], results
-    assert numbers(metrics(folder / "resumed")) == numbers(metrics(folder / "whole"))
-    assert tensors(folder / "resumed" / "checkpoints" / last.name) == tensors(last)
 
 
 QUICK = {("RMSprop", 3, False)}
@@ -256,12 +138,13 @@ WAY: list[dict[str, int]] = [
 
 
 @slow
-@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Lion", "Adagrad", "Muon"])
+@pytest.mark.parametrize("name", ["Adafactor", "Lamb", "Lion", "Adagrad", "Muon", "AdEMAMix"])
 def test_ours_go_through_every_kind_of_layout_and_back(
     pools: Any, tmp_path: Path, name: str
 ) -> None:
-    """From ZeRO-2 and back bit for bit; on the way two tensor ranks, and two stages, go on from
-    what they were given.
+    """A conversion from ZeRO-2 to other layouts and back is the same bit for bit.
+
+    Two tensor ranks and two stages also resume from the intermediate layouts.
     """
     recipe, config = (
         dataclasses.replace(RECIPE, model="meta-llama/Llama-3.2-1B"),
@@ -318,7 +201,9 @@ def test_ours_go_through_every_kind_of_layout_and_back(
         assert [line["loss"] for line in metrics(tmp_path / folder)] == pytest.approx(
             losses, rel=1e-5
         )
-    assert numbers(metrics(tmp_path / "back")) == numbers(metrics(tmp_path / "whole"))
+    assert reproducible_values(metrics(tmp_path / "back")) == reproducible_values(
+        metrics(tmp_path / "whole")
+    )
     assert tensors(tmp_path / "back" / "checkpoints" / "step_00000004") == tensors(
         tmp_path / "whole" / "checkpoints" / "step_00000004"
     )
@@ -326,39 +211,43 @@ def test_ours_go_through_every_kind_of_layout_and_back(
 
 @slow
 @pytest.mark.parametrize("file", ["zero2_cpu", "zero3_cpu"])
-@pytest.mark.parametrize("name", ["Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Adafactor", "Muon"])
+@pytest.mark.parametrize(
+    "name", ["Lion", "Adagrad", "RMSprop", "SGD", "Lamb", "Adafactor", "Muon", "AdEMAMix"]
+)
 def test_an_offloaded_optimizer_goes_on_bit_for_bit(
     pools: Any, ops: Callable[[str], None], tmp_path: Path, name: str, file: str
 ) -> None:
     if name in OFFLOADED:
         ops(OFFLOADED[name])
+    keys = OPTIMIZERS[name].params or {}
+    required = {key: TRAIN[name][key] for key, node in keys.items() if node.get("required")}
     check_round_trip(
         pools,
         tmp_path,
-        config_of(file, name, {}),
+        config_of(file, name, required),
         convert_to="zero3_cpu" if file == "zero2_cpu" else "",
     )
 
 
-# What is refused
+# Config errors
 # --------------------------------------------------------------------------------------------------
 
 
 def planned(
     monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], folder: Path, *argv: str
 ) -> str:
-    """What a start (or a dry run) of two ranks is refused with; "" if it is not."""
+    """Return the config error of a start (or a dry run) on two ranks, or ""."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     try:
-        make_plan(
+        resolve_run(
             parse(
                 dataclasses.replace(RECIPE, ds_config=config),
                 Path("optimizers.py"),
                 ["--tiny", "--out", str(folder / "run"), *argv],
             )
         )
-    except Refusal as refusal:
-        return str(refusal)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
@@ -371,9 +260,11 @@ def test_lint_dry_run_and_start_refuse_for_the_same_reason(
     started = planned(monkeypatch, config, tmp_path)
     assert REFUSED[name] in started, started
     monkeypatch.delenv("WORLD_SIZE")
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         argv = ["--tiny", "--dry_run", "--world", "2", "--out", str(tmp_path / "run")]
-        make_plan(parse(dataclasses.replace(RECIPE, ds_config=config), Path("optimizers.py"), argv))
+        resolve_run(
+            parse(dataclasses.replace(RECIPE, ds_config=config), Path("optimizers.py"), argv)
+        )
     assert str(refused.value) == started
     (tmp_path / "ds.json").write_text(json.dumps(config))
     code, said = lint(
@@ -390,8 +281,10 @@ def test_lint_dry_run_and_start_refuse_for_the_same_reason(
 def test_a_recipe_writes_the_key_of_untested_optimizers_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
-    """And says so where a JSON forbids it; lint does not advise the key to other scripts for LAMB
-    and Adafactor, which would be other algorithms there.
+    """If a JSON forbids the key, the error states this.
+
+    For LAMB and Adafactor, lint does not recommend the key to other scripts, because the optimizers
+    would be different algorithms there.
     """
     config = config_of("zero2", name, {})
     assert planned(monkeypatch, config, tmp_path) == ""
@@ -519,7 +412,7 @@ def test_what_needs_whole_tensors_is_refused_where_experts_are_divided(
 def test_deepspeeds_own_adam_without_zero_is_refused_in_bf16(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It trained, and its first save failed: its masters lie in one flat tensor."""
+    """DeepSpeed's Adam has one flat tensor of master weights, so it could train but not save."""
     assert 'Add "optimizer.params.torch_adam": true' in planned(
         monkeypatch, config_of("zero0", "AdamW", {}, bf16=True), tmp_path
     )
@@ -527,9 +420,9 @@ def test_deepspeeds_own_adam_without_zero_is_refused_in_bf16(
 
 
 def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path) -> None:
-    """Adam's moments are no momentum.
+    """Adam's moments cannot replace momentum.
 
-    Another spelling of the same algorithm goes on, and so does the same one.
+    The same algorithm resumes even if its name is spelled differently.
     """
     recipe = dataclasses.replace(RECIPE, ds_config=config_of("zero2", "SGD", {"momentum": 0.9}))
     assert [
@@ -562,16 +455,23 @@ def test_the_states_of_another_optimizer_are_refused(pools: Any, tmp_path: Path)
     assert len(metrics(tmp_path / "run")) == 4
 
 
-# Whatever a JSON says
+# Random JSON values
 # ---------------------------------------------------------------------------------------------
 
 unit = st.floats(0, 0.999)
+
+
+def betas(length: int) -> st.SearchStrategy[Any]:
+    """Return decays, including some that are too large."""
+    return st.lists(st.one_of(unit, st.just(1.0)), min_size=length, max_size=length)
+
+
 OPTIONS: dict[str, st.SearchStrategy[Any]] = {
-    "betas": st.lists(st.one_of(unit, st.just(1.0)), min_size=2, max_size=2),
     "etas": st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.2]), min_size=2, max_size=2),
     "step_sizes": st.just([1e-6, 1.0]),
     "freeze_step": st.sampled_from([1, 2, 0]),
-    "torch_adam": st.just(True),  # not DeepSpeed's, which takes other options
+    "alpha_beta3_warmup_steps": st.sampled_from([0, 1, 2, -1]),
+    "torch_adam": st.just(True),  # DeepSpeed's Adam has other options
     "momentum": st.sampled_from([0, 0.5, -1.0]),
     "dampening": st.sampled_from([0, 0.1]),
     "rho": st.sampled_from([0.5, 1.5]),
@@ -592,21 +492,22 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def blocks(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws an optimizer block: any name, options that it takes, in and out of their ranges."""
+    """Generate an optimizer block with any name, and options inside and outside their ranges."""
     name = draw(st.sampled_from(sorted({*TRAIN, *REFUSED})))
     variants = schema()["optimizers"][name]
-    takes = sorted(variants.get("torch", variants.get("device", {})))
+    takes = variants.get("torch", variants.get("device", {}))
+    pairs = {key: betas(takes[key]["length"]) for key in ("betas",) if key in takes}
     params = {
-        key: draw(OPTIONS.get(key, st.booleans()))
-        for key in takes
-        if key in ("torch_adam", "freeze_step") or draw(st.booleans())
+        key: draw((OPTIONS | pairs).get(key, st.booleans()))
+        for key in sorted(takes)
+        if key == "torch_adam" or takes[key].get("required") or draw(st.booleans())
     }
     return {"type": name, "params": params}
 
 
 def try_blocks(recipes: list[Recipe], folder: str) -> list[str]:
-    """Runs on every rank: what each recipe ended with: "trained", and so saved twice, or what it
-    was refused with.
+    """Run recipes on a rank; return "trained" (and saved twice) or the config error for each
+    recipe.
     """
     ended = []
     for number, recipe in enumerate(recipes):
@@ -618,8 +519,9 @@ def try_blocks(recipes: list[Recipe], folder: str) -> list[str]:
 
 
 def check_drawn(pools: Any, folder: Path, drawn: list[tuple[dict[str, Any], int, bool]]) -> int:
-    """Asserts that blocks train and are saved or are refused for what they say; returns how many
-    trained.
+    """Check that each block trains and is saved, or is rejected with an error about the optimizer.
+
+    Return the number of blocks that trained.
     """
     recipes = [
         dataclasses.replace(
@@ -670,5 +572,5 @@ def test_no_block_of_many_trains_and_then_cannot_be_saved(
         trained.append(check_drawn(pools, tmp_path_factory.mktemp("drawn"), drawn))
 
     run()
-    # all of one list may be: hypothesis repeats what it has drawn
+    # A list may contain only rejected blocks, because hypothesis repeats examples.
     assert sum(trained), "not all may be refused"

@@ -1,5 +1,6 @@
-"""Our optimizers cut their work into pieces, for memory: with pieces of a few elements, on several
-ranks, every bit is that of uncut work.
+"""Work that our optimizers do in chunks to save memory.
+
+With chunks of a few elements on several ranks, every bit must equal the result without chunks.
 """
 
 import itertools
@@ -11,14 +12,14 @@ import papers
 import pytest
 import torch
 from ranks_in_threads import Ranks
-from recipekit.optim import adafactor, borders, muon, one_bit
+from recipekit.optim import adafactor, muon, one_bit, param_spans
 from recipekit.optim.adafactor import Adafactor
-from recipekit.optim.borders import Borders, Part
 from recipekit.optim.lamb import Lamb
 from recipekit.optim.muon import NewtonSchulz
 from recipekit.optim.one_bit import OneBitAdam
+from recipekit.optim.param_spans import ParamSpans, TensorSpan
 
-# none is the other's transpose; on three ranks their borders lie within tensors
+# No shape is the transpose of a different one. On three ranks the boundaries are within tensors.
 SHAPES = ((7, 5), (11,), (3, 4, 3), (6, 9), (2,), (5, 8))
 GROUPS = ((0, 1, 2), (3, 4, 5))
 RANKS, STEPS = 3, 4
@@ -26,7 +27,7 @@ Optimizer = Callable[[list[dict[str, Any]]], Any]
 
 
 def eighths(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Draws multiples of 1/8, whose squares add up exactly in any order."""
+    """Return random multiples of 1/8, whose squares have exact sums in any order."""
     return torch.randint(-20, 21, shape, generator=torch.Generator().manual_seed(seed)).float() / 8
 
 
@@ -38,9 +39,9 @@ def start(number: int) -> torch.Tensor:
     return eighths(SHAPES[number], -number - 1)
 
 
-def flat_runs(rank: int) -> list[tuple[torch.Tensor, list[Part]]]:
-    """Returns what ZeRO-1 has a rank update: of each group one flat part, and which tensors lie
-    there.
+def flat_runs(rank: int) -> list[tuple[torch.Tensor, list[TensorSpan]]]:
+    """Return, for each group, the flat part that a rank updates under ZeRO-1, and the part's
+    tensors.
 
     The last part is padded.
     """
@@ -55,18 +56,16 @@ def flat_runs(rank: int) -> list[tuple[torch.Tensor, list[Part]]]:
             first, last = max(at, low), min(at + numel, high)
             if first < last:
                 values[first - low : last - low] = start(number).flatten()[first - at : last - at]
-                parts.append(Part(first - low, last - low, SHAPES[number], first - at))
+                parts.append(TensorSpan(first - low, last - low, SHAPES[number], first - at))
             else:
-                parts.append(Part(0, 0, SHAPES[number]))
+                parts.append(TensorSpan(0, 0, SHAPES[number]))
             at += numel
         found.append((values, parts))
     return found
 
 
 def divided(ranks: Ranks, kind: Optimizer) -> list[torch.Tensor]:
-    """Takes steps on three ranks that each have a part of every group; returns the whole
-    tensors.
-    """
+    """Run steps on three ranks, each with a part of every group; return the full tensors."""
 
     def case(rank: int) -> list[torch.Tensor]:
         runs = flat_runs(rank)
@@ -74,7 +73,7 @@ def divided(ranks: Ranks, kind: Optimizer) -> list[torch.Tensor]:
         optimizer = kind(
             [{"params": [parameters[0]]}, {"params": [parameters[1]], "weight_decay": 0.25}]
         )
-        optimizer.borders = Borders(
+        optimizer.borders = ParamSpans(
             {parameter: parts for parameter, (_, parts) in zip(parameters, runs, strict=True)},
             partitions=(0, 1, 2),
         )
@@ -83,7 +82,7 @@ def divided(ranks: Ranks, kind: Optimizer) -> list[torch.Tensor]:
                 parameter.grad = torch.zeros_like(parameter)
                 for number, part in zip(group, parts, strict=True):
                     parameter.grad[part.start : part.stop] = gradient(number, step).flatten()[
-                        part.first : part.first + part.stop - part.start
+                        part.offset : part.offset + part.stop - part.start
                     ]
             optimizer.step()
         return [parameter.detach() for parameter in parameters]
@@ -103,7 +102,7 @@ def sizes(group: tuple[int, ...], flat: torch.Tensor) -> list[int]:
 
 
 def together(kind: Optimizer) -> list[torch.Tensor]:
-    """Takes the same steps in one process, tensor by tensor."""
+    """Run the same steps in one process, tensor by tensor."""
     weights = [torch.nn.Parameter(start(number)) for number in range(len(SHAPES))]
     optimizer = kind([{"params": weights[:3]}, {"params": weights[3:], "weight_decay": 0.25}])
     for step in range(STEPS):
@@ -126,12 +125,14 @@ def factors(groups: list[dict[str, Any]]) -> Adafactor:
 def test_sums_and_updates_in_pieces_are_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, kind: Optimizer, most: int
 ) -> None:
-    """Of one process; and on three ranks, beside the paper's."""
+    """The results in one process and on three ranks are compared with the reference and with each
+    other.
+    """
     ranks = Ranks(RANKS, monkeypatch)
     whole, parts = together(kind), divided(ranks, kind)
-    monkeypatch.setattr(borders, "AT_ONCE", most)
-    monkeypatch.setattr(adafactor, "AT_ONCE", most)
-    monkeypatch.setattr(adafactor.boxes, "__defaults__", (most,))
+    monkeypatch.setattr(param_spans, "CHUNK_NUMEL", most)
+    monkeypatch.setattr(adafactor, "CHUNK_NUMEL", most)
+    monkeypatch.setattr(adafactor.split_into_boxes, "__defaults__", (most,))
     for cut, uncut in ((together(kind), whole), (divided(ranks, kind), parts)):
         assert all(torch.equal(one, other) for one, other in zip(cut, uncut, strict=True))
     for one, other in zip(whole, parts, strict=True):
@@ -155,7 +156,7 @@ def test_three_ranks_with_parts_of_tensors_are_the_paper(
 # Muon
 # --------------------------------------------------------------------------------------------------
 
-# torch has others
+# Values that differ from torch's defaults.
 OWN: dict[str, Any] = {
     "momentum": 0.8,
     "ns_coefficients": (3.0, -3.5, 1.5),
@@ -166,8 +167,9 @@ MATRICES = (0, 3, 5)
 
 
 def matrices(ranks: Ranks, **numbers: Any) -> tuple[list[torch.Tensor], int]:
-    """Takes steps of Muon on three ranks that have parts of three matrices; returns the whole ones,
-    and the most elements of an all-reduce.
+    """Run Muon steps on three ranks that have parts of three matrices.
+
+    Return the full matrices, and the size of the largest all-reduce.
     """
     numels = [prod(SHAPES[number]) for number in MATRICES]
     size = -(-sum(numels) // RANKS)
@@ -186,9 +188,9 @@ def matrices(ranks: Ranks, **numbers: Any) -> tuple[list[torch.Tensor], int]:
             first, last = max(at, rank * size), min(at + numel, (rank + 1) * size)
             low = rank * size
             parts.append(
-                Part(first - low, last - low, SHAPES[number], first - at)
+                TensorSpan(first - low, last - low, SHAPES[number], first - at)
                 if first < last
-                else Part(0, 0, SHAPES[number])
+                else TensorSpan(0, 0, SHAPES[number])
             )
             at += numel
         optimizer = NewtonSchulz(
@@ -198,7 +200,7 @@ def matrices(ranks: Ranks, **numbers: Any) -> tuple[list[torch.Tensor], int]:
             ns_dtype="fp32",
             **OWN | numbers,
         )
-        optimizer.borders = Borders({parameter: parts}, partitions=(0, 1, 2))
+        optimizer.borders = ParamSpans({parameter: parts}, partitions=(0, 1, 2))
         for step in range(STEPS):
             flat = torch.cat(
                 [gradient(number, step).flatten() for number in MATRICES]
@@ -227,12 +229,12 @@ def test_matrices_gathered_a_few_at_a_time_are_the_same_bits(
     uncut, most = matrices(ranks, adjust_lr_fn=adjust)
     assert most == sum(prod(SHAPES[number]) for number in MATRICES)
     for gathered, largest in ((1, 54), (88, 54), (89, 89), (128, 89), (129, 129)):
-        monkeypatch.setattr(muon, "GATHERED", gathered)
+        monkeypatch.setattr(muon, "MUON_GATHER_NUMEL", gathered)
         cut, most = matrices(ranks, adjust_lr_fn=adjust)
         assert most == largest and all(
             torch.equal(one, other) for one, other in zip(cut, uncut, strict=True)
         )
-    # as one process has it, by the polynomial's definition
+    # The reference is the polynomial's definition, computed in one process.
     for number, found in zip(MATRICES, uncut, strict=True):
         weights, momentum = start(number).double(), torch.zeros(SHAPES[number], dtype=torch.float64)
         rows, columns = SHAPES[number]
@@ -262,7 +264,7 @@ def test_matrices_gathered_a_few_at_a_time_are_the_same_bits(
 def test_muon_takes_other_numbers_than_torchs(
     numbers: dict[str, Any], shape: tuple[int, int]
 ) -> None:
-    """Each alone, and the eps where it is larger than the norm."""
+    """Each value is tested separately. The eps is larger than the norm."""
     theirs = {{"ns_eps": "eps"}.get(name, name): value for name, value in numbers.items()}
     found = []
     for kind, more in ((NewtonSchulz, numbers), (torch.optim.Muon, theirs), (NewtonSchulz, {})):
@@ -276,15 +278,15 @@ def test_muon_takes_other_numbers_than_torchs(
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
 
-# Signs
+# Compression to signs
 # --------------------------------------------------------------------------------------------------
 
 FREEZE, SIGNED = 2, 7
-DEAD = 3  # tensor whose first row no gradient reaches before the freeze
+DEAD = 3  # a tensor whose first row receives no gradient before the freeze
 
 
 def signs(ranks: Ranks) -> list[tuple[list[torch.Tensor], list[float], list[torch.Tensor]]]:
-    """Takes steps of 1-bit Adam; returns of each rank the weights, the norms and the errors."""
+    """Run steps of 1-bit Adam; return each rank's weights, norms and error-feedback buffers."""
 
     def case(rank: int) -> tuple[list[torch.Tensor], list[float], list[torch.Tensor]]:
         weights = [torch.nn.Parameter(start(number)) for number in range(len(SHAPES))]
@@ -311,7 +313,7 @@ def signs(ranks: Ranks) -> list[tuple[list[torch.Tensor], list[float], list[torc
 
 
 def one_gradient(number: int, step: int, rank: int) -> torch.Tensor:
-    """A number in which a rank of three, and a part of a tensor, are larger than the others."""
+    """Return a gradient that is larger on higher ranks, and zero for a part of one tensor."""
     found = gradient(number, step, rank) * (1 + rank)
     if number == DEAD and step < FREEZE:
         found[0] = 0
@@ -319,16 +321,17 @@ def one_gradient(number: int, step: int, rank: int) -> torch.Tensor:
 
 
 def test_signs_in_pieces_are_the_same_bits_and_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On three ranks, which do not divide the elements, with a tensor of which some elements have
-    no scale.
+    """The number of elements is not divisible by three ranks.
+
+    In one tensor, some elements have no scale.
     """
     ranks = Ranks(RANKS, monkeypatch)
     uncut = signs(ranks)
     for most in (8, 24):
-        for module in (one_bit, borders):
-            monkeypatch.setattr(module, "AT_ONCE", most)
+        for module in (one_bit, param_spans):
+            monkeypatch.setattr(module, "CHUNK_NUMEL", most)
         for one, other in zip(signs(ranks), uncut, strict=True):
-            # sums of rounded numbers, in another order
+            # Sums of rounded numbers in another order.
             assert one[1] == pytest.approx(other[1], rel=1e-14)
             assert all(
                 torch.equal(a, b) for a, b in zip(one[0] + one[2], other[0] + other[2], strict=True)
@@ -363,15 +366,15 @@ def test_signs_in_pieces_are_the_same_bits_and_the_papers(monkeypatch: pytest.Mo
 
 def test_a_sign_of_any_piece_is_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     values = eighths((96,), 3)
-    whole = one_bit.pack(values)
-    monkeypatch.setattr(one_bit, "AT_ONCE", 16)
-    assert torch.equal(one_bit.pack(values), whole)
+    whole = one_bit.pack_signs(values)
+    monkeypatch.setattr(one_bit, "CHUNK_NUMEL", 16)
+    assert torch.equal(one_bit.pack_signs(values), whole)
     assert (
-        list(one_bit.pieces(3, 40)) == [(3, 19), (19, 35), (35, 40)]
-        and list(one_bit.pieces(5, 5)) == []
+        list(one_bit.chunk_range(3, 40)) == [(3, 19), (19, 35), (35, 40)]
+        and list(one_bit.chunk_range(5, 5)) == []
     )
     for first, last in itertools.combinations(range(0, 97, 7), 2):
         assert torch.equal(
-            one_bit.signed(whole, first, last, torch.tensor(0.25)),
+            one_bit.unpack_signs(whole, first, last, torch.tensor(0.25)),
             torch.where(values[first:last] >= 0, 0.25, -0.25),
         )

@@ -1,5 +1,6 @@
-"""Groups with a learning rate of their own: each weight moves as in plain PyTorch, and what is
-saved and resumed holds them apart.
+"""Parameter groups with separate learning rates.
+
+Each weight changes as in plain PyTorch, and the groups stay separate in saves and resumes.
 """
 
 import contextlib
@@ -15,39 +16,41 @@ from typing import Any
 
 import pytest
 import torch
-from job import metrics, numbers
+from built_models import build_model
+from job import metrics, reproducible_values
+from optimizer_round_trips import RECIPE, check_round_trip, config_of
+from parity import STEPS, Case, accumulating, compare, each, pinned, recipe_for
 from recipekit.architectures.families import tiny_config
 from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.convert.hugging_face import from_hf
-from recipekit.model import build as model_module
-from recipekit.model.describe import draft, published_blueprint
+from recipekit.model.describe import draft_blueprint, published_blueprint
 from recipekit.model.empty import empty_model
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel.blueprint import Blueprint, Layout, stage_bounds
-from recipekit.parallel.param_groups import FIRST, group_of
+from recipekit.parallel.param_groups import DEFAULT_GROUPS, param_group_of
 from recipekit.parallel.pipeline import check_stages
 from recipekit.parallel.plans import published_plans
-from recipekit.plan import make_plan
-from recipekit.planner.show import drawn_up
+from recipekit.plan import resolve_run
+from recipekit.planner.resolve import resolve_here
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import find_resume, identity
+from recipekit.spec.run_folder import find_resume, run_identity
 from recipekit.spec.task_specs import Plans
 from reference import TEXT, Trained, train_plain
-from test_engines import TORCH
-from test_optimizers import RECIPE, check_round_trip, config_of
-from test_parity import STEPS, Case, accumulating, compare, each, pinned, recipe_for, strategy
-from test_resume import train
-from test_weights import save_tiny
+from shipped_jsons import strategy
+from short_runs import train
+from tiny_models import save_tiny
+from torch_engines import TORCH
 
 SCALES = {"*.embed_tokens.weight": 0.5, "model.layers.0.*": 2.0, "model.norm.weight": 0.1}
 
 
 def scale(name: str, layer_decay: float = 1.0) -> float:
-    """Of a Llama with four layers: three of them are behind layer 0, all four behind the embedding,
-    with the head behind these.
+    """Return a parameter's learning-rate scale in a Llama with four layers.
+
+    Three layers follow layer 0. All four layers and the head follow the embedding.
     """
     behind = (
         5 if "embed_tokens" in name else 4 - int(name.split(".")[2]) if ".layers." in name else 0
@@ -64,7 +67,7 @@ def reference(model: str, layer_decay: float = 1.0) -> Trained:
     recipe = dataclasses.replace(
         recipe_for(model, attention="sdpa"), ds_config=strategy("zero0"), out="/nonexistent"
     )
-    plan = make_plan(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe)]))
+    plan = resolve_run(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe)]))
     assert plan.model_config is not None
     return train_plain(
         plan.recipe,
@@ -75,13 +78,13 @@ def reference(model: str, layer_decay: float = 1.0) -> Trained:
 
 
 def train_in_layout(recipe: Recipe, file: str, out: str) -> int:
-    """Runs on every rank of a pool: the real loop."""
+    """Run the real loop on a rank of a pool."""
     from recipekit.train import main
 
     recipe = dataclasses.replace(recipe, ds_config={} if file in TORCH else strategy(file), out=out)
     engine = ["--engine", file, "--precision", "fp32"] if file in TORCH else []
     sys.argv = ["groups.py"]
-    return main(make_plan(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe), *engine])))
+    return main(resolve_run(parse(recipe, Path("groups.py"), ["--tiny", *pinned(recipe), *engine])))
 
 
 CASES = [
@@ -103,7 +106,7 @@ CASES = [
 
 @each(CASES)
 def test_each_weight_moves_at_its_own_rate(pools: Any, tmp_path: Path, case: Case) -> None:
-    """And the rate that is reported is the recipe's, whichever group comes first."""
+    """The reported rate is the recipe's rate, no matter which group comes first."""
     recipe = recipe_for(
         case.model, **accumulating(case.world, **case.layout), lr_scale=SCALES, **case.both
     )
@@ -137,8 +140,9 @@ def test_groups_go_on_bit_for_bit_and_through_another_layout(
 
 @pytest.mark.slow
 def test_a_run_of_other_groups_starts_from_converted_files(pools: Any, tmp_path: Path) -> None:
-    """from-hf knows of two groups and of Adam's states; before the first step both may be others,
-    here Muon's with a scale.
+    """from-hf writes two groups and Adam's states.
+
+    Before the first step both may change; in this test, to Muon's states and a learning-rate scale.
     """
     save_tiny(tmp_path / "model", "llama")
     config = config_of("zero2", "Muon", {})
@@ -160,13 +164,15 @@ def test_a_run_of_other_groups_starts_from_converted_files(pools: Any, tmp_path:
             2, train, recipe=recipe, argv=["--out", str(tmp_path / name), *argv, *more]
         )
         assert [code for code, _ in results] == [0] * 2, results
-    assert numbers(metrics(tmp_path / "converted")) == numbers(metrics(tmp_path / "direct"))
+    assert reproducible_values(metrics(tmp_path / "converted")) == reproducible_values(
+        metrics(tmp_path / "direct")
+    )
 
 
 @pytest.mark.slow
 def test_rates_may_change_with_resume_path(pools: Any, tmp_path: Path) -> None:
-    """Groups are then others, and hold the same states: a rate of 1 under another name changes
-    nothing.
+    """Different groups have the same states, so a rate of 1 under a different name changes no
+    values.
     """
     recipe = dataclasses.replace(
         RECIPE, ds_config=config_of("zero2", "AdamW", {"torch_adam": True})
@@ -199,13 +205,14 @@ def test_rates_may_change_with_resume_path(pools: Any, tmp_path: Path) -> None:
     )
 
 
-# Without ranks
+# Tests without ranks
 # --------------------------------------------------------------------------------------------------
 
 
 def test_without_scales_groups_are_what_they_were() -> None:
-    """In optimizers and in files: two names, two numbers; and files that know of no others are
-    read.
+    """Optimizers and files have the same two names and values as before groups were introduced.
+
+    Files from that time, which store no groups, are still readable.
     """
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2, bias=False)}
@@ -221,7 +228,7 @@ def test_without_scales_groups_are_what_they_were() -> None:
         Blueprint((), {}, 0, False),
         Layout(Mesh(), 2, "DeepSpeedZeroOptimizer", "float32"),
     )
-    assert blueprint.groups == FIRST
+    assert blueprint.groups == DEFAULT_GROUPS
     old = json.loads(json.dumps(blueprint.to_json())), json.loads(json.dumps(layout.to_json()))
     del old[0]["groups"], old[1]["of_matrices"]
     assert (Blueprint.from_json(old[0]), Layout.from_json(old[1])) == (blueprint, layout)
@@ -233,7 +240,7 @@ def test_groups_of_scales_come_after_the_first_two() -> None:
     groups = parameter_groups(
         model,
         {
-            name: group_of(name, parameter.dim(), plans)
+            name: param_group_of(name, parameter.dim(), plans)
             for name, parameter in model.named_parameters()
         },
     )
@@ -249,7 +256,7 @@ def test_groups_of_scales_come_after_the_first_two() -> None:
 
 def planned(folder: Path, *argv: str, **changes: Any) -> Any:
     os.environ.pop("WORLD_SIZE", None)
-    return make_plan(
+    return resolve_run(
         parse(
             dataclasses.replace(RECIPE, **changes),
             Path("groups.py"),
@@ -260,29 +267,29 @@ def planned(folder: Path, *argv: str, **changes: Any) -> Any:
 
 def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"lr_scale of '\*\.wte\.\*': does not match any trained parameter\. Write a name, or a"
             r" pattern with \*"
         ),
     ):
         plan = planned(tmp_path, lr_scale={"*.wte.*": 0.5})
-        model_module.build_model(
-            plan.recipe, plan.model_config, None, plan.ds_config, torch.device("cpu")
-        )
-    with pytest.raises(Refusal, match="lr_scale of 'a' = 0: must be a positive number"):
+        build_model(plan.recipe, plan.model_config, None, plan.ds_config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="lr_scale of 'a' = 0: must be a positive number"):
         planned(tmp_path, lr_scale={"a": 0})
     scheduled = strategy("zero2") | {
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
     }
-    with pytest.raises(Refusal, match="the JSON's scheduler block sets the rates"):
+    with pytest.raises(ConfigError, match="the JSON's scheduler block sets the rates"):
         planned(tmp_path, lr_scale={"*": 0.5}, ds_config=scheduled, warmup_steps=0)
 
     for value in (0, -0.5, 1.5):
-        with pytest.raises(Refusal, match=rf"layer_decay = {value}: must be above 0 and at most 1"):
+        with pytest.raises(
+            ConfigError, match=rf"layer_decay = {value}: must be above 0 and at most 1"
+        ):
             planned(tmp_path, layer_decay=value)
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"layer_decay = 0\.5: scales the rate of the recipe's schedule, but the JSON's"
             r" scheduler block"
@@ -291,13 +298,13 @@ def test_what_a_scale_cannot_be_is_refused(tmp_path: Path) -> None:
         planned(tmp_path, layer_decay=0.5, ds_config=scheduled, warmup_steps=0)
     unknown = Plans(layer_decay=0.5, pp={"nowhere": "split"})
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"layer_decay = 0\.5: requires a list of layers, but LlamaForCausalLM has no known"
             r" list\. Leave out --layer_decay, or add a pp_plan to the recipe"
         ),
     ):
-        draft(empty_model(tiny_config("llama", 264)), unknown)
+        draft_blueprint(empty_model(tiny_config("llama", 264)), unknown)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +340,7 @@ def test_layers_move_the_less_the_nearer_they_are_to_the_input(
     tmp_path: Path, task: str, model: str, argv: list[str], before: str, within: str, behind: str
 ) -> None:
     plan = planned(tmp_path, *argv, task=task, model=model, layer_decay=0.5)
-    found, _, _ = drawn_up(plan)
+    found = resolve_here(plan)[0].blueprint
     scales = {name: group.lr_scale for name, group in found.trained.items()}
     assert (scales[before], scales[behind]) == (0.5 ** (found.num_layers + 1), 1.0)
     for number in range(found.num_layers):
@@ -344,10 +351,13 @@ def test_layers_move_the_less_the_nearer_they_are_to_the_input(
 def test_stages_of_a_pipeline_without_a_group_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """They would wait for each other's norms: scales of what one stage has, and Muon where a stage
-    has no embedding and no head.
+    """A stage without an optimizer group is rejected, because stages would wait for each other's
+    norms.
+
+    The cases are scales for parameters of only one stage, and Muon in a stage without embedding and
+    head.
     """
-    model = empty_model(tiny_config("llama", 264))  # of four layers
+    model = empty_model(tiny_config("llama", 264))  # four layers
     for plans, stages, lacks in (
         (
             Plans(lr_scale={"model.layers.0.*": 2.0}),
@@ -363,27 +373,28 @@ def test_stages_of_a_pipeline_without_a_group_are_refused(
             "leaves stage 1 without the optimizer group 'matrices'",
         ),
     ):
-        blueprint = draft(model, dataclasses.replace(plans, pp=published_plans(model).pp))
-        with pytest.raises(Refusal, match=lacks) if lacks else contextlib.nullcontext():
+        blueprint = draft_blueprint(model, dataclasses.replace(plans, pp=published_plans(model).pp))
+        with pytest.raises(ConfigError, match=lacks) if lacks else contextlib.nullcontext():
             check_stages(blueprint, stage_bounds(blueprint, stages))
     monkeypatch.setenv("WORLD_SIZE", "2")
     argv = ["--tiny", "--pp", "2", "--out", str(tmp_path / "run")]
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             dataclasses.replace(RECIPE, lr_scale={"model.layers.0.*": 2.0}), Path("groups.py"), argv
         )
     )
-    with pytest.raises(Refusal, match="2 pipeline stages: leaves stage 1 without"):
-        drawn_up(plan)
+    with pytest.raises(ConfigError, match="2 pipeline stages: leaves stage 1 without"):
+        resolve_here(plan)
 
 
 def test_a_run_goes_on_with_its_own_scales_only(tmp_path: Path) -> None:
     plan = planned(tmp_path, lr_scale={"*norm*": 0.5})
     (tmp_path / "run").mkdir()
-    saved = {"identity": identity(plan.recipe, plan.model_config), "recipe": {"tiny": True}}
+    saved = {"identity": run_identity(plan.recipe, plan.model_config), "recipe": {"tiny": True}}
     (tmp_path / "run" / "run.json").write_text(json.dumps(saved))
     assert find_resume(plan.recipe, tmp_path / "run", plan.model_config, True) == tmp_path / "run"
     with pytest.raises(
-        Refusal, match=r"lr_scale = nothing: the run in .* has {'\*norm\*': 0.5}\. Start a new run"
+        ConfigError,
+        match=r"lr_scale = nothing: the run in .* has {'\*norm\*': 0.5}\. Start a new run",
     ):
         planned(tmp_path)

@@ -1,5 +1,6 @@
-"""What we mend in DeepSpeed around the step, on an engine of plain numbers: limits of the norm,
-ranks that hold the same, the micro-batches of a step.
+"""Workarounds for DeepSpeed around the optimizer step, on a fake engine.
+
+The tests cover norm limits, ranks with equal weights, and a step's micro-batches.
 """
 
 import math
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from ranks_in_threads import Ranks
+from recipekit.compat.deepspeed import after_step, before_step, undo_hidden_step
 from recipekit.optim import repairs
 from recipekit.optim.one_bit import OneBitAdam
 from torch import nn
 
-NORM = 13.0  # of the gradients below
+NORM = 13.0  # norm of the gradients below
 
 
 def engine_of(clipping: float, **more: Any) -> Any:
@@ -42,8 +45,9 @@ def engine_of(clipping: float, **more: Any) -> Any:
     ("clipping", "factor"), [(0.0, 1.0), (100.0, 1.0), (13.0, 1.0), (6.5, 0.5), (1.0, 1 / 13)]
 )
 def test_gradients_are_scaled_to_the_limit_and_never_up(clipping: float, factor: float) -> None:
-    """Without a limit, with one that the norm does not reach, and with one that it exceeds; the
-    norm is that before.
+    """Gradients are scaled only if the norm exceeds the limit; 0 means no limit.
+
+    The reported norm is the norm before clipping.
     """
     engine = engine_of(clipping)
     repairs.keep_grad_norm(engine)
@@ -69,13 +73,14 @@ def test_an_optimizer_of_deepspeeds_clips_itself() -> None:
 
 
 def test_what_watches_acts_before_the_step_and_what_follows_after_it() -> None:
-    """What is added later acts earlier before a step, and later after it; a follower hears whether
-    the weights changed.
+    """Before a step the last added hook runs first; after the step it runs last.
+
+    Hooks after the step receive a flag that is True if the weights changed.
     """
     engine = engine_of(0.0, was_step_applied=lambda: "applied")
     for number in (1, 2):
-        repairs.before_step(engine, lambda number=number: engine.said.append(f"before {number}"))
-        repairs.after_step(
+        before_step(engine, lambda number=number: engine.said.append(f"before {number}"))
+        after_step(
             engine, lambda applied, number=number: engine.said.append(f"after {number}: {applied}")
         )
     engine._take_model_step(7)
@@ -91,14 +96,19 @@ def test_what_watches_acts_before_the_step_and_what_follows_after_it() -> None:
 def test_the_norm_counts_each_weight_once_over_the_tensor_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A cut weight on each of two ranks, one that both hold on the first, a copy of another stage's
-    on none, an expert over the ranks that hold the others.
+    """Each weight counts once.
+
+    - A sharded weight counts on each of two ranks.
+    - A weight that both ranks have counts on the first rank.
+    - A copy from a different stage counts on no rank.
+    - An expert counts once over the ranks that have the other experts.
     """
-    # two pairs of tensor ranks; experts lie on ranks 0 and 2, 1 and 3
+    # Two pairs of tensor-parallel ranks. Experts are sharded over ranks 0 and 2, and over ranks 1
+    # and 3.
     ranks = Ranks(4, monkeypatch)
     monkeypatch.setattr(
         repairs.expert,
-        "group_of",
+        "expert_parallel_group",
         lambda parameter: (rank() % 2, rank() % 2 + 2) if hasattr(parameter, "expert") else None,
     )
 
@@ -112,7 +122,7 @@ def test_the_norm_counts_each_weight_once_over_the_tensor_ranks(
         engine.mpu = SimpleNamespace(
             get_tensor_model_parallel_rank=lambda: tensor, get_model_parallel_group=lambda: pair
         )
-        # 25 and 100
+        # Squared norms of 25 and 100.
         engine.module.a.model_parallel, engine.module.a.grad = (
             True,
             torch.tensor([3.0, 4.0]) * (1 + tensor),
@@ -159,10 +169,14 @@ def test_a_step_takes_another_number_of_micro_batches(before: int, after: int, s
 def test_gradients_are_left_to_an_optimizer_that_sends_signs(
     monkeypatch: pytest.MonkeyPatch, compresses: bool, half: bool
 ) -> None:
-    """Neither summed nor clipped, in either of DeepSpeed's two places; and both before it does."""
+    """Once signs are sent, DeepSpeed must neither sum nor clip the gradients, in either of its two
+    places.
+
+    Before that, it does both.
+    """
     monkeypatch.setattr(OneBitAdam, "compresses", compresses)
     optimizer = OneBitAdam([nn.Parameter(torch.zeros(1))], freeze_step=1)
-    wrapper: Any = object.__new__(repairs.FP16_UnfusedOptimizer) if half else optimizer
+    wrapper: Any = object.__new__(FP16_UnfusedOptimizer) if half else optimizer
     wrapper.clip_grad = 0.5
     config = SimpleNamespace(gradient_clipping=0.5)
     engine: Any = SimpleNamespace(
@@ -197,22 +211,23 @@ def test_the_norm_of_a_step_of_signs_is_the_momentums(
 
 
 def test_the_first_step_is_the_first() -> None:
-    """DeepSpeed's own optimizer of mixed precision has taken one of zeros, which decayed the
-    masters.
+    """DeepSpeed's mixed-precision optimizer has already run a step with zero gradients.
+
+    That step has decayed the master weights.
     """
-    wrapper: Any = object.__new__(repairs.FP16_UnfusedOptimizer)
+    wrapper: Any = object.__new__(FP16_UnfusedOptimizer)
     masters, weights = (
         [[torch.ones(2), torch.ones(3)]],
         [[torch.tensor([5.0, 6.0]).bfloat16(), torch.full((3,), 7.0).bfloat16()]],
     )
     wrapper.fp32_groups, wrapper.fp16_groups = masters, weights
     basic = SimpleNamespace(state={"a": {"step": 1}})
-    repairs.undo_hidden_step(SimpleNamespace(optimizer=wrapper, basic_optimizer=basic))  # type: ignore[arg-type]
+    undo_hidden_step(SimpleNamespace(optimizer=wrapper, basic_optimizer=basic))  # type: ignore[arg-type]
     assert (
         basic.state == {}
         and masters[0][0].tolist() == [5.0, 6.0]
         and masters[0][1].tolist() == [7.0] * 3
     )
     basic.state["a"] = 1
-    repairs.undo_hidden_step(SimpleNamespace(optimizer=object(), basic_optimizer=basic))  # type: ignore[arg-type]
+    undo_hidden_step(SimpleNamespace(optimizer=object(), basic_optimizer=basic))  # type: ignore[arg-type]
     assert basic.state == {"a": 1}

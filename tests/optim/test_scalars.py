@@ -1,5 +1,6 @@
-"""A parameter without dimension, such as CLIP's logit_scale, trains in every engine as in plain
-PyTorch, and keeps its shape.
+"""Parameters without dimensions, such as CLIP's logit_scale.
+
+Every engine must train them as plain PyTorch does, and they keep their shape.
 """
 
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from recipekit.compat.deepspeed import broadcasting_scalars
 from recipekit.engine import torch_engine
-from recipekit.engine.deepspeed_engine import repaired
-from recipekit.parallel.scalars import broadcasting_scalars
+from recipekit.engine.deepspeed_engine import apply_workarounds
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +20,9 @@ STEPS = 3
 
 
 class Scaled(torch.nn.Module):
-    """Two layers with a scale and a frozen shift of shape (), one of them first in the model."""
+    """Two layers with a scale and a frozen shift, both of shape (). The model's first parameter is
+    the scale.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +44,15 @@ def rows_of(rank: int, step: int) -> torch.Tensor:
 
 
 def engine_of(kind: str) -> Any:
-    """Makes an engine of `kind` around the model of a rank whose first values are others on rank 1,
-    where DeepSpeed broadcasts.
+    """Return an engine of `kind` for the model.
+
+    If DeepSpeed broadcasts the weights, rank 1 starts with different values.
     """
     model = scaled()
     if kind in ("ddp", "fsdp2"):
         group: Any = dist.group.WORLD
         if kind == "fsdp2":
-            divide = torch_engine.divider(SimpleNamespace(dp_group=group), "fp32", "cpu")  # pyright: ignore[reportArgumentType]
+            divide = torch_engine.fsdp2_sharder(SimpleNamespace(dp_group=group), "fp32", "cpu")  # pyright: ignore[reportArgumentType]
             divide(model.first)
             divide(model)
             model.set_force_sum_reduction_for_comms(True)  # pyright: ignore[reportCallIssue]
@@ -86,7 +90,7 @@ def engine_of(kind: str) -> Any:
     }
     with broadcasting_scalars():
         trained: Any = list(model.parameters())
-        return repaired(
+        return apply_workarounds(
             deepspeed.initialize(
                 model=model, model_parameters=trained, config=config, dist_init_required=False
             )[0]
@@ -94,7 +98,7 @@ def engine_of(kind: str) -> Any:
 
 
 def train_scaled(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Returns the losses of this rank, and the whole weights at the end."""
+    """Train; return this rank's losses and the final full weights."""
     engine, losses = engine_of(kind), []
     for step in range(STEPS):
         loss = engine(rows_of(dist.get_rank(), step)).square().mean()

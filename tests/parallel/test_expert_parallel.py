@@ -1,26 +1,25 @@
-"""Expert parallelism: a model whose experts lie on several ranks trains, is saved and exported like
-the whole one.
-"""
+"""A model with sharded experts is trained, saved and exported like the full model."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from built_models import build_model
+from parity import accumulating, compare, recipe_for, reference, train_in_layout
 from recipekit.architectures import families
 from recipekit.dslint import check as ds_config
 from recipekit.dslint import resolve
-from recipekit.engine.used import compared
-from recipekit.model.build import build_model
+from recipekit.engine.unused_parameters import compare_parameters
 from recipekit.model.empty import empty_model
 from recipekit.optim.groups import parameter_groups
-from recipekit.parallel.expert import check
+from recipekit.parallel.expert import check_expert_parallel
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import make_mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from test_model import ds_config as ds
-from test_model import tiny_config
-from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout
+from shipped_jsons import strategy
+from tiny_models import ds_config as ds
+from tiny_models import tiny_config
 
 CASES = [
     ("ep2 zero0", 2, "zero0"),
@@ -39,7 +38,7 @@ SLOW = ("ep2 zero0", "ep2 zero3", "ep2 in dp4 zero2")
     ],
 )
 def test_divided_experts_train_like_plain_pytorch(pools, tmp_path, world, file):
-    """Stopped after step 5 and resumed, so that the saved experts are those that trained."""
+    """The run stops after step 5 and resumes, so the saved experts must be the trained experts."""
     for stop_at in (5, 0):
         recipe = recipe_for("moe", **accumulating(world, ep=2), stop_at=stop_at)
         assert (
@@ -76,16 +75,18 @@ def config_of(family: str) -> dict[str, Any]:
 
 
 def train_starved(family: str, stage: int, ep: int) -> list[float]:
-    """The losses of two steps in which every token of a rank goes to the same two experts: rank 0's
-    to the first two, rank 1's to the last (with ep to the first).
+    """Return the losses of two steps in which all of a rank's tokens use the same two experts.
+
+    Rank 0's tokens use the first two experts. Rank 1's tokens use the last two (with ep the first
+    two).
     """
     import deepspeed
     import torch.distributed as dist
     from deepspeed.moe.ep_router import TokenChoiceTopKRouter
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
 
     world, rank = dist.get_world_size(), dist.get_rank()
-    groups = Groups(make_mesh(world, ep=ep), "cpu")
+    groups = ProcessGroups(make_mesh(world, ep=ep), "cpu")
     config = ds(stage, world) | (
         {"expert_parallel": {"enabled": True, "autoep_size": ep}} if ep > 1 else {}
     )
@@ -111,7 +112,7 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
             scores, chosen, _ = output
             chosen = favourites.repeat(len(chosen), 1)
             return scores, chosen, torch.bincount(chosen.flatten(), minlength=4).to(output[2].dtype)
-        if isinstance(output, torch.Tensor):  # DBRX gives logits
+        if isinstance(output, torch.Tensor):  # DBRX returns logits
             return output + 100.0 * torch.zeros(4).index_fill(0, favourites, 1.0)
         *before, chosen = output
         return *before, favourites.repeat(len(chosen), 1)
@@ -121,7 +122,7 @@ def train_starved(family: str, stage: int, ep: int) -> list[float]:
     ids = torch.randint(0, 256, (1, 16), generator=torch.Generator().manual_seed(rank))
     losses = []
     for step in (1, 2):
-        with compared(engine, groups.mesh, step, on=step == 1):
+        with compare_parameters(engine, groups.mesh, step, on=step == 1):
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             engine.backward(loss)
         engine.step()
@@ -142,27 +143,27 @@ STARVED = [
 
 @pytest.mark.parametrize(("family", "stage", "ep"), STARVED)
 def test_an_expert_without_tokens_on_a_rank_does_not_hang_the_others(pools, family, stage, ep):
-    """OLMoE's block is none of DeepSpeed's default ZeRO-3 leaf modules: one fused tensor of all
-    experts needs no leaf.
+    """OLMoE's block is not among DeepSpeed's default ZeRO-3 leaf modules.
 
-    DBRX's experts do.
+    Its experts are one fused tensor, which needs no leaf module. DBRX's experts need a leaf module.
     """
     for losses in pools.run(2, train_starved, timeout=60, family=family, stage=stage, ep=ep):
         assert losses[1] < losses[0]
 
 
 def export_untrained(family: str, out: str) -> list[str]:
-    """Exports a model with divided experts and drawn weights and buffers; returns the names of what
-    is not what it was before.
+    """Export a model with sharded experts and random weights and buffers.
+
+    Return the names of the tensors that changed.
     """
     import deepspeed
     from recipekit.data.processors import byte_tokenizer
-    from recipekit.model.export import Format, export
-    from recipekit.model.small_files import Origin, gather
-    from recipekit.parallel.groups import Groups
+    from recipekit.model.export import WeightFormat, export
+    from recipekit.model.small_files import Origin, collect_small_files
+    from recipekit.parallel.groups import ProcessGroups
     from safetensors.torch import load_file
 
-    groups = Groups(make_mesh(2, ep=2), "cpu")
+    groups = ProcessGroups(make_mesh(2, ep=2), "cpu")
     config = ds(1, 2) | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     built = build_model(
         Recipe(model="none", init="random", ep=2),
@@ -181,8 +182,10 @@ def export_untrained(family: str, out: str) -> list[str]:
     engine: Any = deepspeed.initialize(
         model=built.model, model_parameters=trained, config=config, dist_init_required=False
     )[0]
-    small = gather(built, config_of(family), byte_tokenizer(), torch.float32, Origin(), ())
-    export(engine, built, groups, small, Path(out), Format(torch.float32))
+    small = collect_small_files(
+        built, config_of(family), byte_tokenizer(), torch.float32, Origin(), ()
+    )
+    export(engine, built, groups, small, Path(out), WeightFormat(torch.float32))
     engine.destroy()
     found = load_file(Path(out) / "model.safetensors")
     return sorted(
@@ -197,8 +200,9 @@ def export_untrained(family: str, out: str) -> list[str]:
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_what_autoep_renames_is_exported_under_its_own_name(pools, tmp_path, family):
-    """AutoEP (0.19.8) calls Qwen2-MoE's shared_expert shared_experts, and moves DeepSeek-V3's
-    e_score_correction_bias.
+    """AutoEP (0.19.8) renames Qwen2-MoE's shared_expert to shared_experts.
+
+    AutoEP also moves DeepSeek-V3's e_score_correction_bias.
     """
     assert pools.run(2, export_untrained, family=family, out=str(tmp_path / "hf")) == [[], []]
 
@@ -243,7 +247,7 @@ def test_degrees_that_do_not_fit_are_refused_with_the_nearest(world, changes, sh
     recipe = Recipe(model="org/model", seq_len=64, global_batch=world, **changes)
     problems = [
         str(problem)
-        for problem in ds_config.check(
+        for problem in ds_config.lint_config(
             ds_config.LintInput(strategy("zero1"), world=world, recipe=recipe, model_config=shape)
         )
     ]
@@ -254,19 +258,25 @@ def test_the_resolved_json_carries_the_block():
     recipe, mesh = Recipe(model="org/model", global_batch=4, ep=2), make_mesh(4, ep=2)
     config = strategy("zero2") | {"expert_parallel": {"enabled": True, "autoep_size": 2}}
     assert (
-        ds_config.check(ds_config.LintInput(config, mesh=mesh, recipe=recipe, model_config=MOE))
+        ds_config.lint_config(
+            ds_config.LintInput(config, mesh=mesh, recipe=recipe, model_config=MOE)
+        )
         == []
     )
-    assert resolve.resolve(config, recipe, mesh, MOE)[0]["expert_parallel"] == {
+    assert resolve.resolve_ds_config(config, recipe, mesh, MOE)[0]["expert_parallel"] == {
         "enabled": True,
         "autoep_size": 2,
     }
-    assert "expert_parallel" not in resolve.resolve(strategy("zero2"), recipe, make_mesh(4), MOE)[0]
+    assert (
+        "expert_parallel"
+        not in resolve.resolve_ds_config(strategy("zero2"), recipe, make_mesh(4), MOE)[0]
+    )
 
 
 def test_experts_that_autoep_cannot_take_apart_are_refused():
-    """It would stop with a traceback (OLMoE fits several of its presets), or warn and leave the
-    experts whole (LFM2-MoE).
+    """AutoEP would fail with a traceback, because OLMoE matches several of its presets.
+
+    For LFM2-MoE AutoEP would warn and leave the experts unsharded.
     """
     refused = {
         "gpt_oss": "not laid out",
@@ -277,5 +287,5 @@ def test_experts_that_autoep_cannot_take_apart_are_refused():
         (tiny_config("llama"), "no experts"),
         *((config_of(family), says) for family, says in refused.items()),
     ):
-        with pytest.raises(Refusal, match=says):
-            check(empty_model(config, "eager"), 2)
+        with pytest.raises(ConfigError, match=says):
+            check_expert_parallel(empty_model(config, "eager"), 2)

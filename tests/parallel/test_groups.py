@@ -1,5 +1,6 @@
-"""Time limits: every group of the world has the recipe's, and long work of a few ranks is waited
-for without one.
+"""Timeouts of process groups: every group has the recipe's timeout.
+
+Ranks wait without a timeout for long work that only a few ranks do.
 """
 
 import socket
@@ -14,16 +15,16 @@ import psutil
 import pytest
 from recipekit.parallel.blueprint import Layout
 from recipekit.parallel.groups import (
-    LONGEST_WAIT,
-    WAITING,
+    GLOO_TIMEOUT,
+    LONG_WAIT_DESC,
+    collective_timeout,
     interface_to,
-    set_time_limit,
-    time_limit,
+    set_collective_timeout,
 )
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from test_resume import BASE, train
+from short_runs import BASE, train
 
 slow = pytest.mark.slow
 
@@ -31,7 +32,7 @@ slow = pytest.mark.slow
 def limits_after_training(
     recipe: Recipe, argv: list[str]
 ) -> tuple[Any, list[tuple[str, str, float]]]:
-    """(how it ended, (description, backend, seconds) of each group that this rank is in)."""
+    """Return (result, (description, backend, seconds) of each group that contains this rank)."""
     import torch
     from torch.distributed import distributed_c10d as c10d
 
@@ -62,22 +63,20 @@ def test_every_group_has_the_limit_of_the_recipe(
     argv = ["--out", str(tmp_path / "run"), "--steps", "1", "--retry_s", "1200"]
     for ended, groups in pools.run(world, limits_after_training, recipe=recipe, argv=argv):
         assert ended[0] == 0, ended
-        waiting = [group for group in groups if group[0] == WAITING]
-        assert waiting == [(WAITING, "gloo", LONGEST_WAIT.total_seconds())]
+        waiting = [group for group in groups if group[0] == LONG_WAIT_DESC]
+        assert waiting == [(LONG_WAIT_DESC, "gloo", GLOO_TIMEOUT.total_seconds())]
         others = [group for group in groups if group not in waiting]
         assert len(others) > 1 and {seconds for *_, seconds in others} == {
-            time_limit(1200).total_seconds()
+            collective_timeout(1200).total_seconds()
         } == {3000.0}
 
 
 def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
-    """What the ranks are given after work of rank 0 that outlasts the limit of every other
-    group.
-    """
+    """Return the ranks' results after rank 0 has worked longer than every other group's timeout."""
     import torch.distributed as dist
     from recipekit.checkpoints import load, save
     from recipekit.data.remote import from_rank_0
-    from recipekit.runtime import agree
+    from recipekit.runtime import rank_consistency
 
     def work() -> str:
         time.sleep(2.5 * seconds)
@@ -92,31 +91,45 @@ def wait_longer_than_the_limit(folder: str, seconds: float) -> list[Any]:
         mesh=Mesh(dp=dist.get_world_size()), zero_stage=1, optimizer="Adam", dtype="float32"
     )
     dist.barrier()
-    set_time_limit(timedelta(seconds=seconds))
-    before = load.check, load.convert.reshape, save.manifest.faults, save.manifest.read
-    load.check = lambda *_: ({"layout": layout.to_json()}, False)
-    load.convert.reshape = reshape
-    save.manifest.read = lambda _: {"files": {}}
-    save.manifest.faults = lambda *_: [work()] if rank == 0 else []
+    set_collective_timeout(timedelta(seconds=seconds))
+    before = (
+        load.check_resumable,
+        load.reshape,
+        save.manifest.find_faults,
+        save.manifest.read_manifest,
+    )
+    load.check_resumable = lambda *_: ({"layout": layout.to_json()}, False)
+    load.reshape = reshape
+    save.manifest.read_manifest = lambda _: {"files": {}}
+    save.manifest.find_faults = lambda *_: [work()] if rank == 0 else []
     try:
         found.append(from_rank_0(work))
-        load.newest(Path(folder) / "step_00000001", found.append)
+        load.newest_verified(Path(folder) / "step_00000001", found.append)
         try:
-            load.load(None, Path(folder), layout, layout, Path(folder) / "scratch", lambda _: None)  # type: ignore[arg-type]
-        except Refusal as refusal:
-            found.append(str(refusal))
+            load.load_checkpoint(
+                None, Path(folder), layout, layout, Path(folder) / "scratch", lambda _: None
+            )  # type: ignore[arg-type]
+        except ConfigError as error:
+            found.append(str(error))
         if rank == 0:
             work()
-        found.append(agree.shared_problems(None))
+        found.append(rank_consistency.shared_problems(None))
     finally:
-        load.check, load.convert.reshape, save.manifest.faults, save.manifest.read = before
-        set_time_limit(timedelta(minutes=30))
+        (
+            load.check_resumable,
+            load.reshape,
+            save.manifest.find_faults,
+            save.manifest.read_manifest,
+        ) = before
+        set_collective_timeout(timedelta(minutes=30))
     return found
 
 
 @pytest.mark.slow
 def test_long_work_of_rank_0_outlasts_the_limit(pools: Any, tmp_path: Path) -> None:
-    """Asking a server, checking a checkpoint, converting one, opening data."""
+    """The work is a query to a server, a check or a conversion of a checkpoint, or the opening of
+    data.
+    """
     for made, damaged, refused, problems in pools.run(
         2, wait_longer_than_the_limit, folder=str(tmp_path), seconds=0.3
     ):
@@ -144,12 +157,13 @@ def test_the_interface_to_another_host_is_named_and_loopback_is_not() -> None:
 
 
 def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
-    """(calls of new_group, the sum of ones over the data, sequence, tensor and pipeline group, 0
-    where there is none) of each mesh.
+    """Return, for each mesh, (calls of new_group, sums of ones over its groups).
+
+    The groups are the data, sequence, tensor and pipeline groups; 0 means no group.
     """
     import torch
     import torch.distributed as dist
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
 
     found, new_group = [], dist.new_group
     for mesh in meshes:
@@ -159,7 +173,7 @@ def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
             "new_group",
             lambda *args, made=made, **more: made.append(new_group(*args, **more)) or made[-1],
         ):
-            groups = Groups(mesh, "cpu")
+            groups = ProcessGroups(mesh, "cpu")
         sums = []
         for group in (groups.dp_group, groups.sp_group, groups.tp_group, groups.pp_group):
             ones = torch.ones(())
@@ -171,8 +185,9 @@ def groups_made(meshes: list[Mesh]) -> list[tuple[int, list[int]]]:
 
 
 def test_an_axis_of_degree_1_has_no_group(pools: Any) -> None:
-    """But for the data-parallel group of one rank that an mpu must have, which each rank makes by
-    itself, not for all.
+    """An mpu requires a data-parallel group, even for one rank.
+
+    Each rank creates that group for itself, not for all ranks.
     """
     meshes = {
         Mesh(dp=4): (1, [4, 0, 0, 0]),

@@ -1,5 +1,6 @@
-"""Pipeline parallelism: any split into stages trains like plain PyTorch, and a split is balanced,
-refused or described as it should be.
+"""Pipeline parallelism: any split into stages trains like plain PyTorch.
+
+A split must be balanced, rejected or described correctly.
 """
 
 import json
@@ -8,22 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.data.held_out import eval_rows
-from recipekit.data.lanes import DataRank
-from recipekit.data.processors import byte_tokenizer
-from recipekit.data.request import request_of
-from recipekit.model.describe import draft
-from recipekit.model.empty import empty_model
-from recipekit.parallel import blueprint, pipeline
-from recipekit.parallel.plans import plans_of, published_plans
-from recipekit.plan import make_plan
-from recipekit.spec.command import parse
-from recipekit.spec.mesh import Mesh
-from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.task_specs import TASKS, Plans
-from test_model import tiny_config
-from test_parity import (
+from parity import (
     Case,
     accumulating,
     compare,
@@ -31,12 +17,27 @@ from test_parity import (
     each,
     recipe_for,
     reference,
-    strategy,
     train_and_compare,
     train_in_layout,
 )
+from recipekit.data.batching import DataRank
+from recipekit.data.held_out import eval_rows
+from recipekit.data.processors import byte_tokenizer
+from recipekit.data.request import request_from_recipe
+from recipekit.model.describe import draft_blueprint
+from recipekit.model.empty import empty_model
+from recipekit.parallel import blueprint, pipeline
+from recipekit.parallel.plans import published_plans, resolve_plans
+from recipekit.plan import resolve_run
+from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
+from recipekit.spec.mesh import Mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.task_specs import TASKS, Plans
+from shipped_jsons import strategy
+from tiny_models import tiny_config
 
-# stages 0 and 3 on rank 0, so a tied embedding and its head lie together
+# Stages 0 and 3 are on rank 0, so a tied embedding and its head are on the same rank.
 DUALPIPEV = {"pp": 2, "pipeline_schedule": "dualpipev"}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pp": 2}),
@@ -61,7 +62,7 @@ def stages(family: str, layout: str, zero: str, slow: bool = False) -> Case:
 
 
 QUICK = [
-    # where the norm is recipekit's own: the tied weight counts once in it
+    # recipekit computes this norm itself, because the tied weight must count once.
     stages("tied", "pp2", "zero0"),
     *(stages("tied", layout, "zero1") for layout in ("pp2", "pp2 dualpipev")),
 ]
@@ -72,7 +73,7 @@ ALL = [
     for layout in LAYOUTS
     for zero in ("zero0", "zero1")
 ]
-# its layers make streams of each token
+# Its layers create several streams for each token.
 ALL += [stages("hy_v4", "pp2", zero, slow=True) for zero in ("zero0", "zero1")]
 CASES = QUICK + [case for case in ALL if case.name not in NAMES]
 
@@ -84,7 +85,7 @@ def test_stages_train_like_plain_pytorch(pools, tmp_path, case):
 
 @pytest.fixture(scope="module")
 def short_documents(tmp_path_factory) -> str:
-    """Documents of 10 to 50 characters, so that every row packs several."""
+    """Write documents of 10 to 50 characters, so that every row packs several."""
     words = [word for word in Path(__file__).read_text().split() if word.isalpha()]
     file = tmp_path_factory.mktemp("packed") / "short.jsonl"
     file.write_text(
@@ -106,14 +107,15 @@ def short_documents(tmp_path_factory) -> str:
     ],
 )
 def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_documents):
-    """Later stages need the positions and the documents of their own micro-batch, in training, what
-    is recomputed, and evaluation: with others the losses are others.
+    """Later stages need the positions and documents of their micro-batch.
+
+    This applies to training, recomputation and evaluation. Wrong positions would change the losses.
     """
     expected = reference("tied", dataset=short_documents)
     batch = next(
         iter(
             eval_rows(
-                request_of(recipe_for("tied", dataset=short_documents)),
+                request_from_recipe(recipe_for("tied", dataset=short_documents)),
                 byte_tokenizer(),
                 rank=DataRank(1, 0),
             )
@@ -133,8 +135,9 @@ def test_stages_keep_packed_documents_apart(pools, tmp_path, layout, short_docum
 
 @pytest.mark.slow
 def test_the_norm_that_clips_counts_every_parameter_once(pools, tmp_path):
-    """Clipping far below the norm changes every step, so a norm that left out a stage would change
-    the weights.
+    """Clipping far below the norm changes every step.
+
+    If the norm lacked one stage's gradients, the weights would differ.
     """
     expected = reference("tied", gradient_clipping=0.1)
     assert min(expected.grad_norms) > 0.2
@@ -150,7 +153,7 @@ def test_the_norm_that_clips_counts_every_parameter_once(pools, tmp_path):
     ("costs", "before", "after", "stages", "bounds"),
     [
         ([1, 1, 1, 1], 0, 0, 2, (0, 2, 4)),
-        ([1, 1, 1, 1], 2, 0, 2, (0, 1, 4)),  # an embedding as heavy as two layers
+        ([1, 1, 1, 1], 2, 0, 2, (0, 1, 4)),  # an embedding as large as two layers
         ([1, 1, 1, 1], 0, 9, 2, (0, 3, 4)),  # every stage has a layer
         ([3, 1, 1, 1], 0, 0, 2, (0, 1, 4)),
         ([1] * 5, 0, 0, 5, (0, 1, 2, 3, 4, 5)),
@@ -158,15 +161,18 @@ def test_the_norm_that_clips_counts_every_parameter_once(pools, tmp_path):
     ],
 )
 def test_the_largest_stage_is_as_small_as_it_can_be(costs, before, after, stages, bounds):
-    assert blueprint.balance(costs, before, after, stages) == bounds
+    assert blueprint.balance_stages(costs, before, after, stages) == bounds
 
 
 def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
     whole = empty_model(tiny_config("llama_tied"))
-    plan = draft(whole)
-    split = pipeline.split(whole, plan, 3, published_plans(whole).pp)
+    plan = draft_blueprint(whole)
+    split = pipeline.split_stages(whole, plan, 3, published_plans(whole).pp)
     layout = blueprint.Layout(Mesh(pp=3), 1, "BF16_Optimizer", "bfloat16", split.bounds)
-    held = [[tensor.name for tensor in blueprint.held(plan, layout, stage)] for stage in range(3)]
+    held = [
+        [tensor.name for tensor in blueprint.tensors_on_rank(plan, layout, stage)]
+        for stage in range(3)
+    ]
     assert sorted({name for names in held for name in names}) == sorted(
         name for name, _ in whole.named_parameters()
     )
@@ -175,22 +181,22 @@ def test_the_blueprint_says_what_the_stages_of_the_pipeline_are():
     ] and not set(held[0]) & set(held[1])
     for stage in range(3):
         part = empty_model(tiny_config("llama_tied"))
-        pipeline.cut(part, split, stage, torch.float32, TASKS["pretrain"])
+        pipeline.make_stage(part, split, stage, torch.float32, TASKS["pretrain"])
         assert [name for name, _ in part.named_parameters()] == held[stage], (
             "the names are those of Hugging Face"
         )
         assert set(part.state_dict()) == set(blueprint.state_keys(plan, layout, stage))
-    assert "stage 2 layers 3 (" in blueprint.describe(plan, split.bounds)
+    assert "stage 2 layers 3 (" in blueprint.describe_stages(plan, split.bounds)
 
 
 def test_a_model_without_a_plan_is_refused_with_the_lines_that_help():
     model = empty_model(tiny_config("gpt2"))
-    with pytest.raises(Refusal) as refusal:
-        pipeline.split(model, draft(model), 2, published_plans(model).pp)
+    with pytest.raises(ConfigError) as refusal:
+        pipeline.split_stages(model, draft_blueprint(model), 2, published_plans(model).pp)
     text = str(refusal.value)
     assert "publishes no pipeline plan" in text
     lines = text[text.index("pp_plan={") + len("pp_plan=") : text.rindex("}") + 1]
-    plan = eval(lines)  # what the user is told to write
+    plan = eval(lines)  # the plan that the user should write
     assert plan == {
         "transformer.wte": "first",
         "transformer.wpe": "first",
@@ -198,32 +204,40 @@ def test_a_model_without_a_plan_is_refused_with_the_lines_that_help():
         "transformer.ln_f": "last",
         "lm_head": "last",
     }
-    plans = plans_of(model, Plans(pp=plan), Plans())
-    # the tiny model has more positions than a layer has weights
-    assert pipeline.split(model, draft(model, plans), 2, plans.pp).bounds == (0, 1, 4)
+    plans = resolve_plans(model, Plans(pp=plan), Plans())
+    # The tiny model has more position embeddings than a layer has weights.
+    assert pipeline.split_stages(model, draft_blueprint(model, plans), 2, plans.pp).bounds == (
+        0,
+        1,
+        4,
+    )
 
 
 def test_more_stages_than_layers_are_refused():
     model = empty_model(tiny_config("llama"))
-    with pytest.raises(Refusal, match="only 4 layers"):
-        pipeline.split(model, draft(model), 5, published_plans(model).pp)
+    with pytest.raises(ConfigError, match="only 4 layers"):
+        pipeline.split_stages(model, draft_blueprint(model), 5, published_plans(model).pp)
 
 
 def test_a_plan_that_does_not_fit_is_refused():
     model = empty_model(tiny_config("llama"))
-    with pytest.raises(Refusal, match="must name modules of the model"):
-        pipeline.split(
-            model, draft(model), 2, plans_of(model, Plans(pp={"model.layer": "split"}), Plans()).pp
+    with pytest.raises(ConfigError, match="must name modules of the model"):
+        pipeline.split_stages(
+            model,
+            draft_blueprint(model),
+            2,
+            resolve_plans(model, Plans(pp={"model.layer": "split"}), Plans()).pp,
         )
 
 
 @pytest.mark.slow
-# of micro-batches: fewer than DualPipeV takes, fewer than a step has, and more
+# Micro-batches: fewer than DualPipeV requires, fewer than in a step, and more than in a step.
 @pytest.mark.parametrize("rows", [1, 3, 16])
 @pytest.mark.parametrize("layout", [{"pp": 2}, DUALPIPEV], ids=["1f1b", "dualpipev"])
 def test_any_number_of_held_out_rows_is_evaluated(pools, tmp_path, layout, rows):
-    """Evaluated in the middle too, so that the steps after it show that it leaves nothing
-    behind.
+    """The run also evaluates in the middle of training.
+
+    The later steps show that an evaluation has no side effects.
     """
     pools.run(
         2,
@@ -274,7 +288,7 @@ def planned(monkeypatch, world: int, *flags: str, **fields) -> Recipe:
         out="/nonexistent",
         **fields,
     )
-    return make_plan(parse(recipe, Path("pipeline.py"), list(flags))).recipe
+    return resolve_run(parse(recipe, Path("pipeline.py"), list(flags))).recipe
 
 
 @pytest.mark.parametrize(
@@ -302,7 +316,7 @@ def test_typing_pp_1_leaves_the_schedule_of_the_recipe_unused(monkeypatch):
 
 
 def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         planned(
             monkeypatch,
             24,
@@ -362,13 +376,11 @@ def test_everything_wrong_with_a_pipeline_is_told_at_once(monkeypatch):
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(monkeypatch, world, flags, text):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         planned(monkeypatch, world, *flags.split())
     assert text in str(refused.value)
 
 
 def test_a_plan_of_its_own_may_divide_another_list(monkeypatch):
-    """Then config.json does not tell the number of layers, and the model itself does when it is
-    built.
-    """
+    """config.json then lacks the number of layers, which is known once the model is built."""
     assert planned(monkeypatch, 64, "--pp", "64", pp_plan={"model.layers": "split"}).pp == 64

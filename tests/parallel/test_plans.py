@@ -1,24 +1,24 @@
-"""Which plan cuts a model, which parameters decay, and which gradients have to be summed though no
-plan names them.
+"""Model plans: sharding, weight decay, and gradients that must be summed although no plan names
+them.
 """
 
 import copy
 
 import pytest
 import torch
+from built_models import build_model
 from recipekit.architectures.families import tiny_config
-from recipekit.architectures.lookup import types_of
-from recipekit.model.build import build_model
-from recipekit.model.describe import draft
-from recipekit.model.empty import empty_model, recompute
-from recipekit.model.small import summed_gradients
+from recipekit.architectures.lookup import model_types_of
+from recipekit.model.describe import draft_blueprint
+from recipekit.model.empty import empty_model, enable_recompute
+from recipekit.model.probes import partial_gradient_names
 from recipekit.optim.groups import parameter_groups
 from recipekit.parallel import pipeline
 from recipekit.parallel import tensor as tensor_parallel
 from recipekit.parallel.partial import partial_gradients
-from recipekit.parallel.plans import plans_of, published_plans
+from recipekit.parallel.plans import published_plans, resolve_plans
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS, Plans
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -43,24 +43,27 @@ def test_the_recipes_plan_beats_the_published_one_which_beats_the_tasks():
     task = Plans(pp={"*.layers": "split"}, tp={"*.o_proj": "rowwise"})
     own = Plans(pp={"model.norm": "split"}, tp={"model.layers.*.mlp.up_proj": "colwise"})
     assert (
-        plans_of(llama, own, task).pp == {"model.norm": "split"}
-        and plans_of(llama, own, task).tp == own.tp
+        resolve_plans(llama, own, task).pp == {"model.norm": "split"}
+        and resolve_plans(llama, own, task).tp == own.tp
     )
-    published = plans_of(llama, Plans(), task)
+    published = resolve_plans(llama, Plans(), task)
     assert (
         published == published_plans(llama)
         and published.pp["model.layers"] == "split"
         and len(published.tp) > 5
     )
-    assert plans_of(gpt2, Plans(), Plans()).pp == {} == plans_of(gpt2, Plans(), Plans()).tp
+    assert (
+        resolve_plans(gpt2, Plans(), Plans()).pp == {} == resolve_plans(gpt2, Plans(), Plans()).tp
+    )
 
 
 def test_a_tasks_patterns_name_what_the_model_has():
-    """What lies inside a module that is named already is left out, and so is what the model does
-    not have; layer numbers become `*`.
+    """Modules inside a named module are omitted, and so are names that the model lacks.
+
+    Layer numbers are replaced by `*`.
     """
     model = empty_model(tiny_config("gpt2", 264))
-    plans = plans_of(model, Plans(), GPT2)
+    plans = resolve_plans(model, Plans(), GPT2)
     assert plans.pp == {
         "transformer.wte": "first",
         "transformer.wpe": "first",
@@ -68,33 +71,34 @@ def test_a_tasks_patterns_name_what_the_model_has():
         "transformer.ln_f": "last",
     }
     assert plans.tp == {"transformer.h.*.attn.c_attn": "colwise"}
-    assert pipeline.chain(model, plans.pp) == tuple(
+    assert pipeline.pipeline_blocks(model, plans.pp) == tuple(
         f"transformer.h.{number}" for number in range(4)
     )
 
 
 def test_the_head_of_a_task_that_a_published_plan_does_not_name_is_on_the_last_stage():
-    """A decoder with another head publishes the plan of its base; other tasks change nothing of
-    it.
+    """A decoder with a different head publishes its base model's plan.
+
+    Other tasks must not change the plan.
     """
     facts = TASKS["reward"]
     model = empty_model(
         tiny_config("llama", 264, "reward") | {"num_labels": 1}, auto_class=facts.auto_class
     )
-    plans = plans_of(model, Plans(), facts.plans)
+    plans = resolve_plans(model, Plans(), facts.plans)
     assert (
         plans.pp == published_plans(model).pp | {"score": "last"}
         and plans.pp["model.layers"] == "split"
     )
-    assert {tensor.name: tensor.place for tensor in draft(model, plans).tensors}[
+    assert {tensor.name: tensor.place for tensor in draft_blueprint(model, plans).tensors}[
         "score.weight"
     ] == "last"
-    assert plans_of(model, Plans(pp={"model.layers": "split"}), facts.plans).pp == {
+    assert resolve_plans(model, Plans(pp={"model.layers": "split"}), facts.plans).pp == {
         "model.layers": "split"
     }, "a recipe's own plan stays"
     llama = empty_model(tiny_config("llama", 264))
     assert all(
-        plans_of(llama, Plans(), each.plans) == published_plans(llama)
+        resolve_plans(llama, Plans(), each.plans) == published_plans(llama)
         for task, each in TASKS.items()
         if task in ("pretrain", "sft", "preference")
     )
@@ -102,16 +106,18 @@ def test_the_head_of_a_task_that_a_published_plan_does_not_name_is_on_the_last_s
 
 def test_a_name_of_the_recipe_that_the_model_does_not_have_is_refused():
     model = empty_model(tiny_config("llama", 264))
-    with pytest.raises(Refusal, match="must name modules of the model"):
-        pipeline.chain(model, plans_of(model, Plans(pp={"*.layer": "split"}), Plans()).pp)
-    with pytest.raises(Refusal, match="is a Embedding, which has no blocks to split"):
-        pipeline.chain(
-            model, plans_of(model, Plans(pp={"model.embed_tokens": "split"}), Plans()).pp
+    with pytest.raises(ConfigError, match="must name modules of the model"):
+        pipeline.pipeline_blocks(
+            model, resolve_plans(model, Plans(pp={"*.layer": "split"}), Plans()).pp
         )
-    with pytest.raises(Refusal, match=r"no tensor-parallel style columns\. Use .*colwise"):
-        tensor_parallel.check_plan(model, {"model.layers.*.mlp.up_proj": "columns"})
-    with pytest.raises(Refusal, match="publishes no base_model_tp_plan"):
-        tensor_parallel.check_plan(empty_model(tiny_config("gpt2", 264)), {})
+    with pytest.raises(ConfigError, match="is a Embedding, which has no blocks to split"):
+        pipeline.pipeline_blocks(
+            model, resolve_plans(model, Plans(pp={"model.embed_tokens": "split"}), Plans()).pp
+        )
+    with pytest.raises(ConfigError, match=r"no tensor-parallel style columns\. Use .*colwise"):
+        tensor_parallel.check_tp_plan(model, {"model.layers.*.mlp.up_proj": "columns"})
+    with pytest.raises(ConfigError, match="publishes no base_model_tp_plan"):
+        tensor_parallel.check_tp_plan(empty_model(tiny_config("gpt2", 264)), {})
 
 
 def test_counts_that_tp_does_not_divide_are_refused():
@@ -119,22 +125,24 @@ def test_counts_that_tp_does_not_divide_are_refused():
     tensor_parallel._divide_counts(model, {"Linear": ("in_features",)}, 3)
     assert model[0].in_features == 2
     with pytest.raises(
-        Refusal, match=r"Linear.out_features: is 4 in 0, which is not divisible by tp = 3"
+        ConfigError, match=r"Linear.out_features: is 4 in 0, which is not divisible by tp = 3"
     ):
         tensor_parallel._divide_counts(model, {"Linear": ("out_features",)}, 3)
 
 
 def test_what_does_not_decay_is_the_same_to_the_optimizer_and_the_blueprint():
     model = empty_model(tiny_config("gpt2", 264))
-    plans = plans_of(model, Plans(no_decay=("transformer.wte.weight",)), GPT2)
-    decayed, others = parameter_groups(model, draft(model, plans).trained)
+    plans = resolve_plans(model, Plans(no_decay=("transformer.wte.weight",)), GPT2)
+    decayed, others = parameter_groups(model, draft_blueprint(model, plans).trained)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert {"transformer.wpe.weight", "transformer.wte.weight"} <= {
         names[id(parameter)] for parameter in others["params"]
     } and others["weight_decay"] == 0
     assert all(parameter.ndim >= 2 for parameter in decayed["params"])
     groups = {
-        tensor.name: tensor.group for tensor in draft(model, plans).tensors if not tensor.buffer
+        tensor.name: tensor.group
+        for tensor in draft_blueprint(model, plans).tensors
+        if not tensor.buffer
     }
     assert groups == {
         names[id(parameter)]: number
@@ -144,7 +152,7 @@ def test_what_does_not_decay_is_the_same_to_the_optimizer_and_the_blueprint():
 
 
 class Nested(nn.Module):
-    """Blocks in stages, as ResNet has them, and a second stack, as T5 has it."""
+    """A model with blocks in stages, as in ResNet, and with a second stack, as in T5."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +171,7 @@ class Nested(nn.Module):
 def test_the_blocks_of_several_lists_make_one_chain():
     model = Nested()
     plan = {"stages.0.layers": "split", "stages.1.layers": "split", "decoder": "split"}
-    assert pipeline.chain(model, plan) == (
+    assert pipeline.pipeline_blocks(model, plan) == (
         "stages.0.layers.0",
         "stages.1.layers.0",
         "stages.1.layers.1",
@@ -178,9 +186,10 @@ def of_pictures(kind: str) -> PreTrainedModel:
 
 
 def test_a_type_that_the_plan_of_a_task_does_not_fit_has_none():
-    """The names of BERT's layers are RoFormer's, too, but it counts its heads in the forward pass.
+    """RoFormer's layers have the same names as BERT's, but it computes its heads in the forward
+    pass.
 
-    A recipe's plan is taken; BERT has both.
+    A plan in the recipe is used. BERT has both plans.
     """
     masked = TASKS["masked_lm"]
     roformer, bert = (
@@ -189,45 +198,45 @@ def test_a_type_that_the_plan_of_a_task_does_not_fit_has_none():
     )
     own = Plans(pp={"roformer.encoder.layer": "split"}, tp={"*.intermediate.dense": "colwise"})
     assert (
-        plans_of(roformer, Plans(), masked.plans).pp
+        resolve_plans(roformer, Plans(), masked.plans).pp
         == {}
-        == plans_of(roformer, Plans(), masked.plans).tp
+        == resolve_plans(roformer, Plans(), masked.plans).tp
     )
     assert (
-        plans_of(roformer, own, masked.plans).pp == own.pp
-        and plans_of(roformer, own, masked.plans).tp == own.tp
+        resolve_plans(roformer, own, masked.plans).pp == own.pp
+        and resolve_plans(roformer, own, masked.plans).tp == own.tp
     )
     assert (
-        plans_of(bert, Plans(), masked.plans).pp["bert.encoder.layer"] == "split"
-        and len(plans_of(bert, Plans(), masked.plans).tp) == 6
+        resolve_plans(bert, Plans(), masked.plans).pp["bert.encoder.layer"] == "split"
+        and len(resolve_plans(bert, Plans(), masked.plans).tp) == 6
     )
-    assert set(masked.plans.unfit) <= set(types_of(masked.auto_class))
+    assert set(masked.plans.unfit) <= set(model_types_of(masked.auto_class))
 
 
 @pytest.mark.parametrize("kind", ["resnet", "regnet"])
 def test_stages_that_are_nothing_but_lists_make_one_chain(kind):
-    """By the plan of the task, or when a recipe names each list.
+    """The plan comes from the task, or a recipe names each list.
 
-    One that names the list of stages splits that: it is not looked into.
+    If a recipe names the list of stages, only that list is split, and the stages stay whole.
     """
     model = of_pictures(kind)
     inside = [f"{kind}.encoder.stages.{stage}.layers" for stage in range(4)]
     expected = tuple(f"{name}.{block}" for name in inside for block in range(2))
-    plan = plans_of(model, Plans(), PICTURES.plans).pp
+    plan = resolve_plans(model, Plans(), PICTURES.plans).pp
     assert plan == {f"{kind}.embedder": "first", "classifier": "last"} | dict.fromkeys(
         inside, "split"
     )
     assert (
-        pipeline.chain(model, plan)
+        pipeline.pipeline_blocks(model, plan)
         == expected
-        == pipeline.chain(model, dict.fromkeys(inside, "split"))
+        == pipeline.pipeline_blocks(model, dict.fromkeys(inside, "split"))
     )
-    assert pipeline.chain(model, {f"{kind}.encoder.stages": "split"}) == tuple(
+    assert pipeline.pipeline_blocks(model, {f"{kind}.encoder.stages": "split"}) == tuple(
         f"{kind}.encoder.stages.{stage}" for stage in range(4)
     )
     places = {
         tensor.name: tensor.place
-        for tensor in draft(model, plans_of(model, Plans(), PICTURES.plans)).tensors
+        for tensor in draft_blueprint(model, resolve_plans(model, Plans(), PICTURES.plans)).tensors
     }
     assert {
         places[f"{kind}.encoder.stages.2.layers.1.layer.0.normalization.{name}"]
@@ -240,14 +249,15 @@ def test_stages_that_are_nothing_but_lists_make_one_chain(kind):
 
 @pytest.mark.parametrize("kind", ["resnet", "regnet"])
 def test_the_stages_of_a_chain_compute_what_the_whole_model_does(kind):
-    """Logits and the gradient of every parameter, cut before each block, in fp64: in fp32 a ReLU
-    whose input is near zero rounds to either side.
+    """For a split before each block, logits and all gradients agree in fp64.
+
+    In fp32 a ReLU with an input near zero could be rounded to either side.
     """
     config, facts = tiny_config(kind, 0, "image_classification"), PICTURES
     recipe = Recipe(model="none", init="random", task="image_classification")
     made = [build_model(recipe, config, None, {}, torch.device("cpu")) for _ in range(3)]
     plan, pictures = (
-        plans_of(made[0].model, Plans(), facts.plans).pp,
+        resolve_plans(made[0].model, Plans(), facts.plans).pp,
         torch.randn(4, 3, 32, 32, dtype=torch.float64),
     )
     whole = made[0].model.double()
@@ -255,15 +265,15 @@ def test_the_stages_of_a_chain_compute_what_the_whole_model_does(kind):
     expected.square().sum().backward()
     for border in range(1, 8):
         stages = [copy.deepcopy(one.model).double() for one in made[1:]]
-        split = pipeline.Split(
-            pipeline.chain(whole, plan),
+        split = pipeline.StageSplit(
+            pipeline.pipeline_blocks(whole, plan),
             tuple(name for name in plan if plan[name] == "first"),
             ("classifier",),
             (0, border, 8),
             False,
         )
         for stage, model in enumerate(stages):
-            pipeline.cut(model, split, stage, torch.float64, facts)
+            pipeline.make_stage(model, split, stage, torch.float64, facts)
         sent = stages[0]((pictures,))
         received = tuple(value.detach().requires_grad_() for value in sent)
         logits = stages[1](received)
@@ -285,12 +295,13 @@ def test_the_stages_of_a_chain_compute_what_the_whole_model_does(kind):
 
 @pytest.mark.parametrize("kind", ["convnext", "swin", "hgnet_v2", "segformer", "hiera"])
 def test_stages_with_modules_between_their_blocks_make_no_chain(kind):
-    assert plans_of(of_pictures(kind), Plans(), PICTURES.plans).pp == {}
+    assert resolve_plans(of_pictures(kind), Plans(), PICTURES.plans).pp == {}
 
 
 def test_what_transformers_does_not_draw_is_drawn_as_torch_does_it():
-    """The biases of RegNet's convolutions have no initialiser in transformers 5.22; left as they
-    are made they would be whatever the memory held.
+    """In transformers 5.22, the biases of RegNet's convolutions have no initialiser.
+
+    Without an initialiser the biases would contain uninitialised memory.
     """
     recipe = Recipe(model="none", init="random", task="image_classification")
     config = tiny_config("regnet", 0, "image_classification")
@@ -307,7 +318,10 @@ def test_what_transformers_does_not_draw_is_drawn_as_torch_does_it():
 
 
 def kept_by(**how: int) -> tuple[int, list[torch.Tensor | None]]:
-    """(bytes that a forward pass of ResNet keeps for its backward, gradients), in plain PyTorch."""
+    """Return (bytes that ResNet's forward pass keeps for its backward pass, gradients).
+
+    Both values come from plain PyTorch.
+    """
     config = tiny_config("resnet", 0, "image_classification")
     recipe = Recipe(model="none", init="random", task="image_classification", **how)
     model = build_model(recipe, config, None, {}, torch.device("cpu")).model
@@ -323,7 +337,10 @@ def kept_by(**how: int) -> tuple[int, list[torch.Tensor | None]]:
 
 
 def test_layers_are_recomputed_where_transformers_has_no_such_layers():
-    """Every third block keeps its input only; a model whose layers are in no list is refused."""
+    """If every third block is recomputed, only the input of that block is kept.
+
+    A model without a list of layers must be rejected.
+    """
     (whole, expected), (less, gradients), (least, others) = (
         kept_by(),
         kept_by(recompute_every=3),
@@ -335,21 +352,21 @@ def test_layers_are_recomputed_where_transformers_has_no_such_layers():
         and all(map(torch.equal, others, expected))
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"recompute_every = 1: transformers recomputes no layers of a .*, and it has no list of"
             r" layers"
         ),
     ):
-        recompute(Small(twice=False), 1)
+        enable_recompute(Small(twice=False), 1)
 
 
 def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
     module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    pipeline.hollow(module, torch.bfloat16, lambda x: x)
+    pipeline.remove_parameters(module, torch.bfloat16, lambda x: x)
     assert not list(module.parameters()) and not module.state_dict() and module("in") == "in"
     assert module[0].weight.dtype == torch.bfloat16 and module[1].running_mean.shape == (3,)
-    module.load_state_dict({})  # to which torch's BatchNorm adds what a hollow one does not have
+    module.load_state_dict({})  # torch's BatchNorm adds a missing value
 
 
 @pytest.mark.parametrize(
@@ -357,21 +374,22 @@ def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
     [
         ("llama", []),
         ("apertus", ["model.layers.*.mlp.act_fn.alpha_n", "model.layers.*.mlp.act_fn.alpha_p"]),
-        ("qwen3", []),  # its plan names the norms of its heads
-        ("qwen2_moe", []),  # a shared expert behind a gate that every rank has whole
-        ("deepseek_v3", []),  # a projection part of which goes round the column-wise layer after it
+        ("qwen3", []),  # its plan names the norms inside its heads
+        ("qwen2_moe", []),  # a shared expert behind a gate that is unsharded on every rank
+        ("deepseek_v3", []),  # part of a projection bypasses the column-wise layer that follows
         ("gpt_oss", []),
-        ("llama4_text", []),  # writes into what its router has read
+        ("llama4_text", []),  # writes into the input of its router
     ],
 )
 def test_gradients_that_have_to_be_summed(family, expected):
-    """By the graph of a small copy; tests/loop/test_parity.py has Apertus on two ranks,
-    recipes/SUPPORT.md every family.
+    """The test analyses the graph of a small copy.
+
+    tests/loop/test_parity.py runs Apertus on two ranks. recipes/SUPPORT.md lists every family.
     """
     model_config = tiny_config(family, 264)
     assert (
         sorted(
-            summed_gradients(
+            partial_gradient_names(
                 model_config, FACTS, published_plans(empty_model(model_config, "eager"))
             )
         )
@@ -380,8 +398,9 @@ def test_gradients_that_have_to_be_summed(family, expected):
 
 
 class Small(PreTrainedModel):
-    """up (column-wise), then `own`, which no plan names, then down (row-wise); `twice` uses it
-    behind the sum, too.
+    """Modules up (column-wise), `own` without a plan, and down (row-wise).
+
+    With `twice` the model also uses `own` after the sum.
     """
 
     def __init__(self, twice: bool):
@@ -416,15 +435,16 @@ def test_a_parameter_between_two_cut_layers_gets_a_part():
 
 
 def test_a_parameter_on_both_sides_of_a_sum_is_refused():
-    with pytest.raises(Refusal, match="uses own both before and behind a sum over the ranks"):
+    with pytest.raises(ConfigError, match="uses own both before and behind a sum over the ranks"):
         partial_gradients(Small(twice=True), PLAN, lambda model: model(torch.ones(2, 4)))
 
 
 def test_a_model_of_which_no_small_copy_runs_is_refused_under_tp():
     model_config = tiny_config("gemma4_unified_assistant", 264)
     with pytest.raises(
-        Refusal, match=r"no small copy of a .* runs, which shows what tensor parallelism has to sum"
+        ConfigError,
+        match=r"no small copy of a .* runs, which shows what tensor parallelism has to sum",
     ):
-        summed_gradients(
+        partial_gradient_names(
             model_config, FACTS, published_plans(empty_model(model_config)), "some/model"
         )

@@ -1,6 +1,4 @@
-"""Sequence parallelism: cut rows train like whole ones, and a document of a packed row never sees
-another.
-"""
+"""Sequence parallelism: split rows train like full rows, and packed documents stay separate."""
 
 import dataclasses
 import json
@@ -9,22 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from built_models import build_model
+from parity import accumulating, compare, recipe_for, reference, train_in_layout
 from recipekit.dslint import check as ds_config
 from recipekit.dslint import resolve
-from recipekit.model.build import build_model
 from recipekit.model.empty import empty_model
-from recipekit.parallel.sequence import check, own_part
+from recipekit.parallel.sequence import check_sequence_parallel, local_sequence_chunk
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import make_mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from test_model import ds_config as ds
-from test_model import tiny_config
-from test_parity import accumulating, compare, recipe_for, reference, strategy, train_in_layout
+from shipped_jsons import strategy
+from tiny_models import ds_config as ds
+from tiny_models import tiny_config
 
 
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory) -> dict[str, str]:
-    """Documents of which four lie in a row of 64 tokens, and documents that no row ends."""
+    """Write short documents, four in a row of 64 tokens, and documents longer than a row."""
     folder = tmp_path_factory.mktemp("corpora")
     words = random.Random(1)
     for name, count, length in (("packed", 4000, 15), ("long", 400, 2000)):
@@ -81,13 +80,15 @@ def test_parts_of_rows_train_like_plain_pytorch(
     assert "sequence_parallel" not in (tmp_path / "run" / "hf" / "config.json").read_text()
 
 
-# of the documents of the first row; the cut between two ranks goes through the second
+# Lengths of the first row's documents. The boundary between two ranks is within the second
+# document.
 LENGTHS = (5, 9, 10)
 
 
 def rows(change: bool = False) -> dict[str, torch.Tensor]:
-    """A packed row and a row of one document; with `change` the second document of the first is
-    another.
+    """Return a packed row and a row of one document.
+
+    With `change`, the first row's second document has different tokens.
     """
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 256, (2, sum(LENGTHS)), generator=generator)
@@ -147,7 +148,7 @@ def flash_by_definition(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[Any, None]:
-    """What FlashAttention computes of one row of documents, which it knows by their positions."""
+    """Compute FlashAttention for one row of documents that are separated by their positions."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     assert query.shape[0] == 1 and attention_mask is None
@@ -163,14 +164,14 @@ def flash_by_definition(
 
 
 def part_of(kind: str, attention: str) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """This rank's logits and gradients of the rows, and of the changed rows."""
+    """Return this rank's logits and gradients for the rows, and for the changed rows."""
     import torch.distributed as dist
     from recipekit.parallel import sequence
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     sp, rank = dist.get_world_size(), dist.get_rank()
-    groups = Groups(make_mesh(sp, sp=sp), "cpu")
+    groups = ProcessGroups(make_mesh(sp, sp=sp), "cpu")
     flash = attention == "flash_attention_2"
     model = build_model(
         recipe_of("sdpa" if flash else attention, sp),
@@ -179,25 +180,26 @@ def part_of(kind: str, attention: str) -> list[tuple[torch.Tensor, dict[str, tor
         ds(0, sp),
         torch.device("cpu"),
     ).model.eval()
-    if flash:  # not installed here, so its definition takes its place
-        sequence.apply(model, attention, recipe_of(attention, sp).seq_len, groups)
+    if flash:  # not installed here, so its mathematical definition replaces it
+        sequence.apply_sequence_parallel(model, attention, recipe_of(attention, sp).seq_len, groups)
     theirs = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
     type(ALL_ATTENTION_FUNCTIONS).register("flash_attention_2", flash_by_definition)
     try:
         return [
-            forward_and_backward(model, own_part(rows(change), sp, rank))
+            forward_and_backward(model, local_sequence_chunk(rows(change), sp, rank))
             for change in (False, True)
         ]
     finally:
         type(ALL_ATTENTION_FUNCTIONS).register("flash_attention_2", theirs)
 
 
-# auto: varlen, of gpt2 sdpa
+# auto: varlen, or sdpa for gpt2.
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize("kind", ["llama", "one key-value head", "windows", "gpt2"])
 def test_documents_of_a_packed_row_do_not_see_each_other(pools, kind, attention):
-    """Logits and gradients of two ranks are those of the whole rows, and a document's logits do not
-    change with another document.
+    """The logits and gradients on two ranks equal the results for full rows.
+
+    A document's logits do not change if a different document changes.
     """
     parts = pools.run(2, part_of, kind=kind, attention=attention)
     whole = build_model(
@@ -228,13 +230,13 @@ def test_documents_of_a_packed_row_do_not_see_each_other(pools, kind, attention)
 
 def test_a_part_knows_where_documents_start_in_the_whole_row():
     batch = rows()
-    parts = [own_part(batch, 3, rank) for rank in range(3)]
+    parts = [local_sequence_chunk(batch, 3, rank) for rank in range(3)]
     for name in batch:
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), batch[name])
     for part in parts:
         assert part["input_ids"].shape == (2, 8)
         assert part["document_starts"].nonzero().tolist() == [[0, 0], [0, 5], [0, 14], [1, 0]]
-    assert own_part(batch, 1, 0) is batch
+    assert local_sequence_chunk(batch, 1, 0) is batch
 
 
 @pytest.mark.parametrize(
@@ -275,8 +277,8 @@ def test_a_part_knows_where_documents_start_in_the_whole_row():
 def test_models_that_cut_rows_would_change_are_refused(config, says):
     config = {"num_hidden_layers": 2, "vocab_size": 64} | config
     recipe = dataclasses.replace(recipe_of("sdpa", 2), attention="eager")
-    with pytest.raises(Refusal, match=says):
-        check(empty_model(config, "eager"), recipe.seq_len)
+    with pytest.raises(ConfigError, match=says):
+        check_sequence_parallel(empty_model(config, "eager"), recipe.seq_len)
 
 
 SHAPE = {
@@ -321,7 +323,7 @@ def test_degrees_that_do_not_fit_are_refused_with_the_nearest(world, changes, te
     recipe = Recipe(model="org/model", seq_len=64, global_batch=world, **changes)
     problems = [
         str(problem)
-        for problem in ds_config.check(
+        for problem in ds_config.lint_config(
             ds_config.LintInput(strategy("zero1"), world=world, recipe=recipe, model_config=SHAPE)
         )
     ]
@@ -333,10 +335,12 @@ def test_the_json_s_degree_is_honoured_and_its_batch_counts_rows_once():
     mesh = make_mesh(4, sp=2)
     config = strategy("zero3") | {"sequence_parallel_size": 2}
     assert (
-        ds_config.check(ds_config.LintInput(config, mesh=mesh, recipe=recipe, model_config=SHAPE))
+        ds_config.lint_config(
+            ds_config.LintInput(config, mesh=mesh, recipe=recipe, model_config=SHAPE)
+        )
         == []
     )
-    resolved, _ = resolve.resolve(config, recipe, mesh, SHAPE)
+    resolved, _ = resolve.resolve_ds_config(config, recipe, mesh, SHAPE)
     numbers = [
         resolved[key]
         for key in (

@@ -1,5 +1,6 @@
-"""Every stage of a pipeline is asked, one after the other in one process: what it computes, holds,
-is handed and counts.
+"""Stages of a pipeline, tested one after the other in one process.
+
+The tests cover a stage's results, contents, inputs and counts.
 """
 
 import copy
@@ -10,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 from recipekit.architectures.families import tiny_config
-from recipekit.model.describe import draft
+from recipekit.model.describe import draft_blueprint
 from recipekit.model.empty import class_of, config_of
 from recipekit.parallel import blueprint as blueprints
 from recipekit.parallel import pipeline
-from recipekit.parallel.plans import plans_of
+from recipekit.parallel.plans import resolve_plans
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task_specs import TASKS, Plans
 
-# five layers over three stages: 2, 2 and 1, or what their sizes make of them
+# Five layers over three stages: 2, 2 and 1, or as their sizes require.
 LAYERS, ROWS, LENGTH = 5, 2, 11
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("pretrain", "llama", {"tie_word_embeddings": False}),
@@ -44,7 +45,7 @@ def model_of(task: str, kind: str, changes: dict[str, Any]) -> Any:
         ._from_config(config, attn_implementation="eager")
         .eval()
     )
-    for parameter in model.parameters():  # every weight counts
+    for parameter in model.parameters():  # make every weight matter
         parameter.data = parameter.data + 0.05 * torch.randn(parameter.shape)
     return model
 
@@ -63,9 +64,9 @@ def test_stages_one_after_the_other_are_the_model(
     task: str, kind: str, changes: dict[str, Any], num_stages: int
 ) -> None:
     facts, model = TASKS[task], model_of(task, kind, changes)
-    plans = plans_of(model, Plans(), facts.plans)
-    made = draft(model, plans)
-    split = pipeline.split(model, made, num_stages, plans.pp)
+    plans = resolve_plans(model, Plans(), facts.plans)
+    made = draft_blueprint(model, plans)
+    split = pipeline.split_stages(model, made, num_stages, plans.pp)
     layout = blueprints.Layout(Mesh(pp=num_stages), 0, "torch", "float32", split.bounds)
     given = inputs_of(task)
     with torch.no_grad():
@@ -73,11 +74,13 @@ def test_stages_one_after_the_other_are_the_model(
         passed: Any = tuple(given[name] for name in facts.inputs)
         for stage in range(num_stages):
             own = copy.deepcopy(model)
-            pipeline.cut(own, split, stage, torch.float32, facts)
+            pipeline.make_stage(own, split, stage, torch.float32, facts)
             assert own.last_stage == (stage == num_stages - 1)
             names = [name for name, _ in own.named_parameters()]
             assert names == [
-                tensor.name for tensor in blueprints.held(made, layout, stage) if not tensor.buffer
+                tensor.name
+                for tensor in blueprints.tensors_on_rank(made, layout, stage)
+                if not tensor.buffer
             ]
             layers = {int(word) for name in names for word in name.split(".") if word.isdecimal()}
             assert layers == set(range(split.bounds[stage], split.bounds[stage + 1]))
@@ -86,11 +89,12 @@ def test_stages_one_after_the_other_are_the_model(
 
 
 def test_each_stage_is_handed_what_it_needs_of_every_micro_batch() -> None:
-    """The last one more than the others, on every rank that has one; in the order of the
-    micro-batches.
+    """The last stage gets additional inputs, on every rank of that stage.
+
+    The inputs are in the order of the micro-batches.
     """
-    stages = [SimpleNamespace(last_stage=last, handed=None) for last in (False, True)]
-    net = SimpleNamespace(stages=stages, waiting=[deque(), deque()])
+    stages = [SimpleNamespace(last_stage=last, stage_kwargs=None) for last in (False, True)]
+    net = SimpleNamespace(stages=stages, pending_kwargs=[deque(), deque()])
     asked: list[bool] = []
 
     def handed(last: bool) -> list[dict[str, torch.Tensor]]:
@@ -101,24 +105,26 @@ def test_each_stage_is_handed_what_it_needs_of_every_micro_batch() -> None:
             for number in range(3)
         ]
 
-    pipeline.hand_over(net, handed, torch.device("cpu"))
-    assert asked == [False, True] and [stage.handed for stage in stages] == [
+    pipeline.set_stage_inputs(net, handed, torch.device("cpu"))
+    assert asked == [False, True] and [stage.stage_kwargs for stage in stages] == [
         ("attention_mask",),
         ("attention_mask", "losses_of"),
     ]
-    assert [[tuple(map(int, tensors)) for tensors in waiting] for waiting in net.waiting] == [
+    assert [
+        [tuple(map(int, tensors)) for tensors in waiting] for waiting in net.pending_kwargs
+    ] == [
         [(0,), (1,), (2,)],
         [(0, 10), (1, 11), (2, 12)],
     ]
     for phase, expected in ((1, (0, 10)), (0, (0,)), (1, (1, 11))):
         net.active_phase = phase
-        [given] = pipeline._with_handed(net, ((torch.tensor(7),),))
+        [given] = pipeline._append_stage_kwargs(net, ((torch.tensor(7),),))
         assert tuple(map(int, given)) == (7, *expected)
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
 def test_a_group_that_any_stage_lacks_is_refused(lacking: int) -> None:
-    from recipekit.parallel.param_groups import FIRST, Group
+    from recipekit.parallel.param_groups import DEFAULT_GROUPS, ParamGroup
 
     tensors = tuple(
         blueprints.Tensor(f"layers.{layer}.{name}", (4, 4), group, None, str(layer))
@@ -126,11 +132,16 @@ def test_a_group_that_any_stage_lacks_is_refused(lacking: int) -> None:
         for name, group in (("a", 0), ("b", 2))
         if group == 0 or layer != lacking
     )
-    made = blueprints.Blueprint(tensors, {}, 3, True, groups=(*FIRST, Group(lr_scale=0.5)))
-    with pytest.raises(Refusal, match=f"leaves stage {lacking} without the optimizer group"):
+    made = blueprints.Blueprint(
+        tensors, {}, 3, True, groups=(*DEFAULT_GROUPS, ParamGroup(lr_scale=0.5))
+    )
+    with pytest.raises(ConfigError, match=f"leaves stage {lacking} without the optimizer group"):
         pipeline.check_stages(made, (0, 1, 2, 3))
     pipeline.check_stages(
-        blueprints.Blueprint(tensors, {}, 3, True, groups=(*FIRST, Group(lr_scale=0.5))), (0, 3)
+        blueprints.Blueprint(
+            tensors, {}, 3, True, groups=(*DEFAULT_GROUPS, ParamGroup(lr_scale=0.5))
+        ),
+        (0, 3),
     )
 
 
@@ -152,10 +163,10 @@ def test_what_belongs_to_the_ends_is_on_them_alone() -> None:
         "3": [no, yes, no],
         "4": [no, no, yes],
     }
-    assert [blueprints.stages_of(rank, 3, "1f1b") for rank in range(3)] == [[0], [1], [2]]
-    assert [blueprints.stages_of(rank, 3, "dualpipev") for rank in range(3)] == [
+    assert [blueprints.stages_of_rank(rank, 3, "1f1b") for rank in range(3)] == [[0], [1], [2]]
+    assert [blueprints.stages_of_rank(rank, 3, "dualpipev") for rank in range(3)] == [
         [0, 5],
         [1, 4],
         [2, 3],
     ]
-    assert blueprints.stages_of(0, 1, "dualpipev") == [0]
+    assert blueprints.stages_of_rank(0, 1, "dualpipev") == [0]

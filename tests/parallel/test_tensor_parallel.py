@@ -1,6 +1,6 @@
-"""What a step under tensor parallelism asks of its group.
+"""A step's collectives under tensor parallelism.
 
-That it trains like plain PyTorch is in test_parity.py and test_pipeline.py.
+Comparisons with plain PyTorch are in test_parity.py and test_pipeline.py.
 """
 
 import json
@@ -17,12 +17,12 @@ LAYERS = 2
 
 
 def sums_of_a_pass(checkpointed: bool) -> tuple[list[int], list[int]]:
-    """The elements of each all-reduce in a forward and in a backward pass."""
+    """Return the number of elements in each all-reduce of a forward and a backward pass."""
     from unittest import mock
 
     import torch.distributed as dist
-    from recipekit.model.build import build_model
-    from recipekit.parallel.groups import Groups
+    from built_models import build_model
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import Mesh
     from recipekit.spec.recipe import Recipe
 
@@ -36,7 +36,7 @@ def sums_of_a_pass(checkpointed: bool) -> tuple[list[int], list[int]]:
         "head_dim": 8,
     }
     recipe = Recipe(init="random", tp=2, activation_checkpointing=checkpointed)
-    groups = Groups(Mesh(tp=2), "cpu")
+    groups = ProcessGroups(Mesh(tp=2), "cpu")
     model = build_model(
         recipe,
         config | {"vocab_size": 64},
@@ -53,7 +53,7 @@ def sums_of_a_pass(checkpointed: bool) -> tuple[list[int], list[int]]:
 
     ids = torch.arange(10).view(2, 5)
     with mock.patch.object(dist, "all_reduce", counting):
-        # the first also asks of each whole parameter whether its gradient is a part
+        # The first pass also checks, for each unsharded parameter, whether its gradient is partial.
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         sizes.clear()
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -67,23 +67,25 @@ def test_a_layer_sums_two_activations_and_two_gradients(pools: Any, checkpointed
     activation = 2 * 5 * 32
     for forward, backward in pools.run(2, sums_of_a_pass, checkpointed=checkpointed):
         assert forward == [activation] * 2 * LAYERS, "after attention and after the MLP"
-        # q, k and v read one activation, gate and up another: without sharing it would be five sums
-        # a layer the sum after attention; recomputing ends before the one after the MLP
+        # q, k and v share one input activation, and gate and up share a second one. Without sharing
+        # there would be five sums per layer. Recomputation repeats the sum after attention and ends
+        # before the sum after the MLP.
         again = LAYERS if checkpointed else 0
         assert backward == [activation] * (2 * LAYERS + again)
 
 
 def logits_of(family: str, tp: int) -> torch.Tensor:
-    """The logits of a model whose biases, all drawn as zeros, are 0.1: whole, or cut over the ranks
-    of a pool.
+    """Return the logits of a model whose biases, initially all zeros, are set to 0.1.
+
+    The model is unsharded, or sharded over a pool's ranks.
     """
+    from built_models import build_model
     from recipekit.architectures.families import tiny_config
-    from recipekit.model.build import build_model
-    from recipekit.parallel.groups import Groups
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import Mesh
     from recipekit.spec.recipe import Recipe
 
-    groups = Groups(Mesh(tp=tp), "cpu") if tp > 1 else None
+    groups = ProcessGroups(Mesh(tp=tp), "cpu") if tp > 1 else None
     recipe = Recipe(init="random", tp=tp, attention="eager")
     model = build_model(
         recipe,
@@ -106,7 +108,7 @@ def logits_of(family: str, tp: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ["starcoder2"])
 def test_cut_layers_compute_what_whole_ones_do(pools: Any, family: str) -> None:
-    """With biases: one behind a sum over ranks is added once."""
+    """If a bias follows a sum over ranks, the bias must be added only once."""
     whole = logits_of(family, 1)
     for logits in pools.run(2, logits_of, family=family, tp=2):
         torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)

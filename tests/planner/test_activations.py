@@ -1,4 +1,4 @@
-"""What a dry run predicts of activations is what autograd saves, term by term."""
+"""A dry run's prediction of activations equals the memory that autograd saves, term by term."""
 
 import json
 import random
@@ -16,12 +16,13 @@ from job import metrics
 from pool import ROOT, environment
 from recipekit.architectures.lookup import model_config
 from recipekit.kernels.compiled import compile_layers
-from recipekit.plan import make_plan
-from recipekit.planner.activations import Shape, activation_terms, layer_bytes, shape_of
-from recipekit.planner.terms import ACCELERATOR, BACKWARD, total
+from recipekit.model.empty import enable_recompute
+from recipekit.plan import resolve_run
+from recipekit.planner.activations import LayerShape, activation_terms, layer_bytes, layer_shape
 from recipekit.spec.command import parse
+from recipekit.spec.memory_terms import ACCELERATOR, BACKWARD, total_bytes
 from recipekit.spec.recipe import Recipe
-from test_resume import BASE
+from short_runs import BASE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOKENS, WITHIN = 192, 0.05
@@ -44,8 +45,9 @@ def saved(
     every: int = 1,
     compiled: str = "",
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Runs a real forward; (shape, bytes) of each storage that autograd keeps, but for weights,
-    tokens and rotary angles.
+    """Run a real forward pass; return (shape, bytes) of each storage that autograd keeps.
+
+    Weights, tokens and rotary angles are excluded.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type=kind, num_hidden_layers=layers, **SIZE)
@@ -53,9 +55,7 @@ def saved(
         config, attn_implementation="sdpa", dtype=dtype
     ).train()
     if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for number, layer in enumerate(model.model.layers):
-            layer.gradient_checkpointing = number % every == 0
+        enable_recompute(model, every)
     if compiled:
         compile_layers([model], compiled == "layers")
     known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -64,7 +64,7 @@ def saved(
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        # cos and sin, the same for all layers
+        # cos and sin are shared by all layers.
         turning = tensor.shape[-3:] == (1, TOKENS, SIZE["head_dim"])
         if storage._cdata not in known and tensor.is_floating_point() and not turning:
             kept[storage._cdata] = (tuple(tensor.shape), storage.nbytes())
@@ -94,7 +94,7 @@ def bytes_of(found: list[tuple[tuple[int, ...], int]], last: int | None = None) 
 )
 def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.dtype):
     one, three = (saved(kind, layers, dtype, compiled=compiled) for layers in (1, 3))
-    shape = shape_of(SIZE | {"model_type": kind}, compiled=compiled)
+    shape = layer_shape(SIZE | {"model_type": kind}, compiled=compiled)
     assert shape is not None
     terms = layer_bytes(shape, dtype.itemsize)
     a_layer = (bytes_of(three) - bytes_of(one)) / 2 / TOKENS
@@ -109,7 +109,7 @@ def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_a_recomputed_layer_keeps_its_input(every: int):
-    shape = shape_of(SIZE | {"model_type": "llama"})
+    shape = layer_shape(SIZE | {"model_type": "llama"})
     assert shape is not None
     kept = bytes_of(saved("llama", 4, torch.bfloat16, checkpointed=True, every=every))
     terms = activation_terms(shape, TOKENS, 2, 4, every)
@@ -124,8 +124,8 @@ def test_a_recomputed_layer_keeps_its_input(every: int):
     [(5, 2, 3), (5, 3, 2), (7, 4, 2), (6, 4, 2), (5, 1, 5), (5, 9, 1), (5, 0, 0)],
 )
 def test_layers_that_every_does_not_divide(layers: int, every: int, recomputed: int):
-    """The first one is recomputed, and every so manyth behind it; each of the others keeps all."""
-    shape = shape_of(SIZE | {"model_type": "qwen3"})
+    """The first layer and every `every`-th layer after it are recomputed; others keep all."""
+    shape = layer_shape(SIZE | {"model_type": "qwen3"})
     assert shape is not None
     terms = {term.what: term.size for term in activation_terms(shape, 7, 2, layers, every)}
     one = sum(layer_bytes(shape, 2).values())
@@ -147,8 +147,8 @@ def test_layers_that_every_does_not_divide(layers: int, every: int, recomputed: 
 )
 @pytest.mark.parametrize("divided", [False, True])
 def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divided: bool):
-    """bf16, where queries, keys, the residual stream and the MLP have sizes of their own."""
-    shape = Shape(
+    """The case is in bf16. Queries, keys, the residual stream and the MLP have different sizes."""
+    shape = LayerShape(
         hidden=30,
         queries=24,
         keys=6,
@@ -156,7 +156,7 @@ def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divid
         inner=77,
         normed=True,
         compiled=compiled,
-        divided=divided,
+        sequence_sharded=divided,
     )
     assert layer_bytes(shape, 2) == {
         "norms": 2 * (norms * 30 + 2 * 30) + norms * (24 + 6),
@@ -177,17 +177,17 @@ def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divid
         "head_dim": 10,
         "intermediate_size": 88,
     }
-    assert shape_of(config, tp=2, sp=1) == Shape(96, 60, 20, 6, 44, True, "", False)
-    assert shape_of(
+    assert layer_shape(config, tp=2, sp=1) == LayerShape(96, 60, 20, 6, 44, True, "", False)
+    assert layer_shape(
         config | {"head_dim": None, "model_type": "llama"}, tp=4, compiled="parts"
-    ) == Shape(96, 24, 8, 3, 22, False, "parts", False)
+    ) == LayerShape(96, 24, 8, 3, 22, False, "parts", False)
 
 
 def test_long_rows_of_the_recipe_by_hand():
-    """Llama 3.1 8B, 131,072 tokens on 8 ranks: each number as its docstring has it."""
+    """Llama 3.1 8B with 131,072 tokens on 8 ranks has the numbers in the recipe's docstring."""
     config = model_config("meta-llama/Llama-3.1-8B")
     assert config is not None
-    shape = shape_of(config, sp=8)
+    shape = layer_shape(config, sp=8)
     assert shape is not None
     terms = {term.what: term.size for term in activation_terms(shape, 16384, 2, 32, 1)}
     assert (
@@ -197,14 +197,14 @@ def test_long_rows_of_the_recipe_by_hand():
     assert terms["a recomputed layer's norms"] == 16384 * 2 * (4 + 2 + 2) * 4096
     assert terms["a recomputed layer's attention"] == 16384 * (3 * 2 * 4096 + 2 * 2 * 1024 + 4 * 32)
     assert terms["a recomputed layer's MLP"] == 16384 * 4 * 2 * 14336
-    assert total(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR) == total(
+    assert total_bytes(activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR) == total_bytes(
         activation_terms(shape, 16384, 2, 32, 1), ACCELERATOR, BACKWARD
     )
 
 
 @pytest.mark.parametrize(("heads", "sp", "held"), [(8, 8, 1), (8, 2, 4), (2, 4, 1), (6, 4, 3)])
 def test_key_value_heads_of_a_rank(heads: int, sp: int, held: int):
-    """parallel/sequence.py repeats heads until each rank has as many."""
+    """parallel/sequence.py repeats heads until each rank has at least one head."""
     config = {
         "model_type": "llama",
         "hidden_size": 96,
@@ -213,7 +213,7 @@ def test_key_value_heads_of_a_rank(heads: int, sp: int, held: int):
         "head_dim": 4,
         "intermediate_size": 8,
     }
-    shape = shape_of(config, sp=sp)
+    shape = layer_shape(config, sp=sp)
     assert shape is not None and shape.keys / sp == held * 4
 
 
@@ -229,7 +229,7 @@ def dry_run(recipe: str, *flags: str) -> str:
 
 
 def test_a_dry_run_tells_the_terms():
-    """2 + 0.25 + 0.5 + 0.157 + 0.875 GiB."""
+    """The terms are 2 + 0.25 + 0.5 + 0.157 + 0.875 GiB."""
     told = dry_run(
         "llama3_1_8b_zero3",
         "--world",
@@ -257,19 +257,22 @@ def test_a_dry_run_tells_the_terms():
 
 
 def test_other_layers_are_not_predicted():
-    assert shape_of({"model_type": "gpt2"}) is None and shape_of({"model_type": "mixtral"}) is None
+    assert (
+        layer_shape({"model_type": "gpt2"}) is None
+        and layer_shape({"model_type": "mixtral"}) is None
+    )
 
 
-# A run of long rows
+# A run with long rows
 # -------------------------------------------------------------------------------------------------
 
 
 def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[int, list[int], list[dict[str, Any]]]:
-    """Runs on every rank of a pool, the real loop: (exit code, bytes that autograd saved in each
-    step, the planner's terms).
+    """Run the real loop on a rank of a pool.
+
+    Return (exit code, bytes that autograd saved in each step, the planner's terms).
     """
     from recipekit import train as loop
-    from recipekit.planner.show import activations_of
 
     step, counts, predicted = loop.train_step, [], []
 
@@ -278,12 +281,12 @@ def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[int, list[int], li
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            # ZeRO-3 gathers them into others each time
+            # ZeRO-3 gathers weights into new storages each time.
             known = {parameter.untyped_storage()._cdata for parameter in engine.module.parameters()}
             angles = tensor.dim() >= 3 and not tensor.requires_grad and tensor.shape[-1] == turning
             if storage._cdata not in known and tensor.is_floating_point() and not angles:
                 sizes[storage._cdata] = storage.nbytes()
-                kept.append(tensor)  # else its address may come again
+                kept.append(tensor)  # otherwise its address may be reused
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -291,28 +294,31 @@ def train_and_count(recipe: Recipe, argv: list[str]) -> tuple[int, list[int], li
         counts.append(sum(sizes.values()))
         return result
 
-    made = loop.prepare
+    made = loop.prepare_training
 
     def preparing(loaded: Any, *arguments: Any) -> Any:
         predicted.extend(
             {"what": term.what, "size": term.size, "bound": term.bound}
-            for term in activations_of(loaded.plan)
+            for term in loaded.model_plan.activations
         )
         return made(loaded, *arguments)
 
     with (
         mock.patch.object(loop, "train_step", counting),
-        mock.patch.object(loop, "prepare", preparing),
+        mock.patch.object(loop, "prepare_training", preparing),
     ):
         sys.argv = ["long_rows.py", *argv]
-        return loop.main(make_plan(parse(recipe, Path(sys.argv[0]), argv))), counts, predicted
+        return loop.main(resolve_run(parse(recipe, Path(sys.argv[0]), argv))), counts, predicted
 
 
 @pytest.mark.slow
 def test_rows_of_65536_tokens_on_two_ranks_train_with_the_bytes_of_the_sum(
     pools: Any, tmp_path: Path
 ):
-    """Two layers of width 64; a dense mask would take 4.3 GB and more, whole logits 69 MB each."""
+    """The model has two layers of width 64.
+
+    A dense mask would take more than 4.3 GB, and full logits 69 MB for each copy.
+    """
     config = SIZE | {
         "model_type": "llama",
         "num_hidden_layers": 2,

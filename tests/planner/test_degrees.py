@@ -1,22 +1,25 @@
-"""A dry run and a start refuse the same degrees, before a rank builds anything."""
+"""A dry run and a start must reject the same degrees, before a rank builds a model."""
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from recipekit.architectures.families import tiny_config
-from recipekit.model.describe import draft
+from recipekit.model.describe import draft_blueprint
 from recipekit.model.empty import empty_model
-from recipekit.plan import Plan, make_plan
-from recipekit.planner.show import layout_of, show, stages_in
-from recipekit.runtime.start import check_memory
+from recipekit.plan import RunPlan, resolve_run
+from recipekit.planner.dry_run import print_dry_run
+from recipekit.planner.resolve import num_stages, planned_layout, resolve_model
+from recipekit.runtime.resolution import check_memory, target_here
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 
 BASE = Recipe(
     init="random",
@@ -32,11 +35,11 @@ BASE = Recipe(
 
 @pytest.mark.parametrize("schedule, stages", [("1f1b", 2), ("dualpipev", 4)])
 def test_a_layout_has_the_stages_of_its_schedule(schedule, stages):
-    """A rank of DualPipeV has two: one on the way there, and one on the way back."""
-    mesh, blueprint = Mesh(pp=2), draft(empty_model(tiny_config("llama", 264), "eager"))
+    """A DualPipeV rank has two stages, one for each direction."""
+    mesh, blueprint = Mesh(pp=2), draft_blueprint(empty_model(tiny_config("llama", 264), "eager"))
     assert (
-        stages_in(mesh, schedule) == stages
-        and len(layout_of(mesh, blueprint, schedule).bounds) == stages + 1
+        num_stages(mesh, schedule) == stages
+        and len(planned_layout(mesh, blueprint, schedule).bounds) == stages + 1
     )
 
 
@@ -44,64 +47,73 @@ def with_lora(model):
     return get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-# case -> (model type, task, degree and ranks, what is refused)
+@dataclass(frozen=True)
+class RefusedDegree:
+    """A model type, the flags of its run, and the error message."""
+
+    kind: str
+    task: str
+    flags: str
+    says: str
+
+
 REFUSED = {
-    "pp without a plan": (
-        "gpt2",
-        "pretrain",
-        "--pp 2",
-        "pp > 1 with GPT2LMHeadModel: this model publishes no pipeline plan",
+    "pp without a plan": RefusedDegree(
+        kind="gpt2",
+        task="pretrain",
+        flags="--pp 2",
+        says="pp > 1 with GPT2LMHeadModel: this model publishes no pipeline plan",
     ),
-    "pp without a plan, gpt_neo": (
-        "gpt_neo",
-        "pretrain",
-        "--pp 2 --attention eager",
-        "pp > 1 with GPTNeoForCausalLM: this model publishes no pipeline plan",
+    "pp without a plan, gpt_neo": RefusedDegree(
+        kind="gpt_neo",
+        task="pretrain",
+        flags="--pp 2 --attention eager",
+        says="pp > 1 with GPTNeoForCausalLM: this model publishes no pipeline plan",
     ),
-    "pp without a plan, codegen": (
-        "codegen",
-        "pretrain",
-        "--pp 2 --attention eager",
-        "this model publishes no pipeline plan",
+    "pp without a plan, xglm": RefusedDegree(
+        kind="xglm",
+        task="pretrain",
+        flags="--pp 2 --attention eager",
+        says="this model publishes no pipeline plan",
     ),
-    "tp without a plan": (
-        "gpt2",
-        "pretrain",
-        "--tp 2",
-        "tp > 1 with GPT2LMHeadModel: this model publishes no base_model_tp_plan",
+    "tp without a plan": RefusedDegree(
+        kind="gpt2",
+        task="pretrain",
+        flags="--tp 2",
+        says="tp > 1 with GPT2LMHeadModel: this model publishes no base_model_tp_plan",
     ),
-    "experts without a preset": (
-        "dots1",
-        "pretrain",
-        "--ep 2",
-        "DeepSpeed's AutoEP does not take it apart",
+    "experts without a preset": RefusedDegree(
+        kind="dots1",
+        task="pretrain",
+        flags="--ep 2",
+        says="DeepSpeed's AutoEP does not take it apart",
     ),
-    "sinks under sp": (
-        "gpt_oss",
-        "pretrain",
-        "--sp 2 --attention eager",
-        "sp > 1 with GptOssForCausalLM: model.layers.0.self_attn.sinks",
+    "sinks under sp": RefusedDegree(
+        kind="gpt_oss",
+        task="pretrain",
+        flags="--sp 2 --attention eager",
+        says="sp > 1 with GptOssForCausalLM: model.layers.0.self_attn.sinks",
     ),
-    "state space under sp": (
-        "mamba2",
-        "pretrain",
-        "--sp 2 --attention eager",
-        "its layers carry information along the row",
+    "state space under sp": RefusedDegree(
+        kind="mamba2",
+        task="pretrain",
+        flags="--sp 2 --attention eager",
+        says="its layers carry information along the row",
     ),
-    "adapter under tp": (
-        "llama",
-        "pretrain",
-        "--tp 2",
-        "tp > 1: peft's adapters do not support tensor-parallel shards",
+    "adapter under tp": RefusedDegree(
+        kind="llama",
+        task="pretrain",
+        flags="--tp 2",
+        says="tp > 1: peft's adapters do not support tensor-parallel shards",
     ),
 }
 
 
-def plan_of(folder: Path, kind: str, task: str, words: str) -> Plan:
+def plan_of(folder: Path, kind: str, task: str, words: str) -> RunPlan:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_config(kind, 264, task)))
     recipe = dataclasses.replace(BASE, model=str(folder), task=task)
-    return make_plan(
+    return resolve_run(
         parse(
             recipe,
             Path("mine.py"),
@@ -110,17 +122,22 @@ def plan_of(folder: Path, kind: str, task: str, words: str) -> Plan:
     )
 
 
+def config_of(plan: RunPlan) -> dict[str, Any]:
+    assert plan.model_config is not None
+    return plan.model_config
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_start_refuses_a_degree_as_the_dry_run_does(tmp_path: Path, case: str) -> None:
-    kind, task, words, says = REFUSED[case]
-    plan = plan_of(tmp_path / "model", kind, task, words)
+    refused = REFUSED[case]
+    plan = plan_of(tmp_path / "model", refused.kind, refused.task, refused.flags)
     if case.startswith("adapter"):
         plan = dataclasses.replace(plan, recipe=dataclasses.replace(plan.recipe, adapt=with_lora))
-    with pytest.raises(Refusal) as shown:
-        show(plan)
-    with pytest.raises(Refusal) as started:
-        check_memory(plan, torch.device("cpu"))
-    assert says in str(shown.value) and str(started.value) == str(shown.value)
+    with pytest.raises(ConfigError) as shown:
+        print_dry_run(plan)
+    with pytest.raises(ConfigError) as started:
+        resolve_model(plan, config_of(plan), target_here(torch.device("cpu")))
+    assert refused.says in str(shown.value) and str(started.value) == str(shown.value)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +148,8 @@ def test_a_degree_that_fits_is_shown_and_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, words: str
 ) -> None:
     plan = plan_of(tmp_path / "model", kind, "pretrain", words)
-    show(plan)
-    check_memory(plan, torch.device("cpu"))
+    print_dry_run(plan)
+    device = torch.device("cpu")
+    model_plan, _ = resolve_model(plan, config_of(plan), target_here(device))
+    check_memory(plan, model_plan.terms, device)
     assert f"_{words[2:4]}2" in capsys.readouterr().out

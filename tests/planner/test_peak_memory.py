@@ -1,4 +1,4 @@
-"""`peak_mem_bytes` is the largest of all ranks, though only rank 0 writes it."""
+"""`peak_mem_bytes` is the maximum over all ranks, although only rank 0 writes it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,34 +8,36 @@ from unittest import mock
 import torch
 from job import metrics
 from recipekit.spec.recipe import Recipe
-from test_resume import BASE, train
+from short_runs import BASE, train
 
 MORE = 200 * 2**20
 
 
 def train_and_remember(recipe: Recipe, argv: list[str]) -> tuple[Any, list[int]]:
-    """Runs on every rank of a pool: in its second step rank 1 takes so much more that its peak
-    rises.
+    """Train on a rank of a pool; in the second step rank 1 allocates enough memory to raise its
+    peak.
 
-    What each asked of itself, in order.
+    Also return the peaks that each rank measured, in order.
     """
     from recipekit import train as loop
-    from recipekit.runtime import facts
     from recipekit.runtime import metrics as line
+    from recipekit.runtime import run_metadata
 
     told: list[int] = []
     kept: list[torch.Tensor] = []
     step = loop.train_step
 
     def remembered(device: torch.device) -> int:
-        told.append(facts.peak_memory(device))
+        told.append(run_metadata.peak_memory(device))
         return told[-1]
 
     def hoarding(engine: Any, *arguments: Any, **more: Any) -> Any:
         if torch.distributed.get_rank() == 1 and engine.global_steps == 1:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
             kept.append(
-                torch.ones(facts.peak_memory(engine.device) - resident + MORE, dtype=torch.uint8)
+                torch.ones(
+                    run_metadata.peak_memory(engine.device) - resident + MORE, dtype=torch.uint8
+                )
             )
         return step(engine, *arguments, **more)
 
@@ -53,12 +55,12 @@ def test_the_largest_rank_is_told(pools: Any, tmp_path: Path) -> None:
         2, train_and_remember, recipe=recipe, argv=["--out", str(tmp_path / "run"), "--steps", "3"]
     )
     assert first[0][0] == second[0][0] == 0, (first, second)
-    # asked before a step, whose sum takes it along, and after it
+    # It is measured before a step whose all-reduce includes the value, and after that step.
     own, other = (list(zip(told[1][::2], told[1][1::2], strict=True)) for told in (first, second))
     peaks = [line["peak_mem_bytes"] for line in metrics(tmp_path / "run")]
     assert other[1][1] > other[1][0] + MORE // 2
     assert peaks[:2] == [
         max(*mine, theirs[0]) for mine, theirs in zip(own[:2], other[:2], strict=True)
     ]
-    assert peaks[2] == max(own[2][1], other[2][1])  # the last line: of all ranks until now
+    assert peaks[2] == max(own[2][1], other[2][1])  # the last line covers all ranks up to now
     assert peaks == sorted(peaks)

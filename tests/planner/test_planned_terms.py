@@ -1,18 +1,16 @@
-"""Every term of a rank's memory, as it was recorded, in layouts with stages, tensor ranks and loads
-that no recipe has by default.
+"""A rank's memory terms compared with recorded values.
+
+The layouts have stages, tensor ranks and requests that no recipe has by default.
 """
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from planned_terms import LAYOUTS, LOAD, RECORDED, blueprint, cases, config_of, written
 from recipekit.parallel.blueprint import on_stage
 from recipekit.planner.memory import rank_terms
-from recipekit.planner.show import fullest
-from recipekit.planner.terms import ACCELERATOR, total
+from recipekit.spec.memory_terms import ACCELERATOR, fullest, total_bytes
 
 
 def test_every_term_is_the_recorded_one() -> None:
@@ -34,8 +32,9 @@ def test_every_term_is_the_recorded_one() -> None:
 
 @pytest.mark.parametrize("name", ["pp3", "pp2 dp2", "dualpipev"])
 def test_stages_hold_the_model_once(name: str) -> None:
-    """Their parameters add up to those of one rank, and each has the layers of its bounds; logits
-    are where the last layer's output is.
+    """The stages' parameters add up to the model's, and each stage has its own layers.
+
+    Logits are on the stage that computes the last layer's output.
     """
     layout, made, config = (
         LAYOUTS[name],
@@ -69,7 +68,7 @@ def test_stages_hold_the_model_once(name: str) -> None:
 
 
 def test_the_fullest_rank_may_be_on_any_stage() -> None:
-    """Each stage in turn has a layer that is much larger than all else."""
+    """Each stage in turn has a layer that is much larger than all other layers."""
     layout, config, base = LAYOUTS["pp3"], config_of("zero1.json"), blueprint()
     for stage, layer in enumerate((0, 3, 4)):
         large = [
@@ -79,12 +78,6 @@ def test_the_fullest_rank_may_be_on_any_stage() -> None:
             for tensor in base.tensors
         ]
         made = replace(base, tensors=tuple(large))
-        plan: Any = SimpleNamespace(ds_config=config, mesh=layout.mesh)
-        terms = fullest(plan, made, layout, LOAD)
-        totals = [
-            total(rank_terms(made, layout, config, LOAD, rank), ACCELERATOR) for rank in range(3)
-        ]
-        assert (
-            terms == rank_terms(made, layout, config, LOAD, stage)
-            and totals.index(max(totals)) == stage
-        )
+        stages = [rank_terms(made, layout, config, LOAD, rank) for rank in range(3)]
+        totals = [total_bytes(terms, ACCELERATOR) for terms in stages]
+        assert fullest(stages) is stages[stage] and totals.index(max(totals)) == stage

@@ -1,6 +1,4 @@
-"""What a dry run says of a task is what the task counts: tokens and a vocabulary, or samples and
-labels.
-"""
+"""A dry run reports a task in the task's units: tokens and a vocabulary, or samples and labels."""
 
 from pathlib import Path
 from typing import Any
@@ -8,11 +6,12 @@ from typing import Any
 import pytest
 from recipekit.model.empty import empty_model
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
-from recipekit.plan import make_plan
-from recipekit.planner.load import Load
+from recipekit.plan import resolve_run
+from recipekit.planner.dry_run import batch_arithmetic, schedule_lines
 from recipekit.planner.memory import LOGIT_BYTES, rank_terms
-from recipekit.planner.show import arithmetic, outputs, steps_of
+from recipekit.planner.resolve import count_logits
 from recipekit.spec.command import parse
+from recipekit.spec.memory_terms import MemoryRequest
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.task_specs import TASKS
@@ -27,12 +26,12 @@ PICTURES = TASKS["image_classification"]
 
 
 def test_the_arithmetic_of_a_step_and_of_the_schedule() -> None:
-    assert arithmetic(TASKS["sft"], 64, 256) == (
+    assert batch_arithmetic(TASKS["sft"], 64, 256) == (
         "64 rows x 256 tokens = 16,384 tokens",
         "0.000 billion tokens",
     )
-    assert arithmetic(TASKS["sft"], 64 * 2000, 256)[1] == "0.033 billion tokens"
-    assert arithmetic(PICTURES, 4096, 1024) == ("4,096 samples", "0.004 million samples")
+    assert batch_arithmetic(TASKS["sft"], 64 * 2000, 256)[1] == "0.033 billion tokens"
+    assert batch_arithmetic(PICTURES, 4096, 1024) == ("4,096 samples", "0.004 million samples")
 
 
 SCHEDULES: list[tuple[dict[str, Any], str]] = [
@@ -63,8 +62,8 @@ def test_a_dry_run_says_each_batch_and_what_the_learning_rate_does(
         lr=1e-3,
         **numbers,
     )
-    plan = make_plan(parse(recipe, Path("mine.py"), ["--dry_run", "--world", "2"]))
-    assert steps_of(plan) == [
+    plan = resolve_run(parse(recipe, Path("mine.py"), ["--dry_run", "--world", "2"]))
+    assert schedule_lines(plan) == [
         (
             "batch    8 rows x 128 tokens = 1,024 tokens a step = 2 data-parallel x 2 micro_batch x"
             " 2 accumulation"
@@ -85,18 +84,18 @@ def test_a_dry_run_says_each_batch_and_what_the_learning_rate_does(
 
 def test_the_logits_of_a_row() -> None:
     llama = empty_model({"model_type": "llama", "vocab_size": 500, **SMALL})
-    assert outputs(llama, TASKS["pretrain"], 128) == (128, 500)
+    assert count_logits(llama, TASKS["pretrain"], 128) == (128, 500)
     vit = empty_model(
         {"model_type": "vit", "image_size": 32, "patch_size": 8, "num_labels": 37, **SMALL},
         auto_class=PICTURES.auto_class,
     )
-    assert outputs(vit, PICTURES, 1024) == (1, 37)
+    assert count_logits(vit, PICTURES, 1024) == (1, 37)
 
 
 @pytest.mark.parametrize(("places", "classes"), [(128, 500), (1, 37)])
 def test_their_bytes_are_a_term_of_the_last_stage(places: int, classes: int) -> None:
     blueprint = Blueprint((Tensor("a.weight", (8, 8), 0, None, "every"),), {}, 0, True)
-    load = Load(micro_batch=4, seq_len=places, accumulation=2, vocabulary=classes)
+    load = MemoryRequest(micro_batch=4, seq_len=places, accumulation=2, vocabulary=classes)
     terms = rank_terms(
         blueprint, Layout(Mesh(), 0, "torch", "float32"), {"zero_optimization": {"stage": 0}}, load
     )
@@ -107,9 +106,11 @@ def test_their_bytes_are_a_term_of_the_last_stage(places: int, classes: int) -> 
 
 def test_a_loss_in_chunks_holds_a_block_of_logits() -> None:
     blueprint = Blueprint((Tensor("a.weight", (8, 8), 0, None, "every"),), {}, 0, True)
-    load = Load(micro_batch=4, seq_len=2048, accumulation=2, vocabulary=128_256, chunked=True)
+    load = MemoryRequest(
+        micro_batch=4, seq_len=2048, accumulation=2, vocabulary=128_256, chunked=True
+    )
     terms = rank_terms(
         blueprint, Layout(Mesh(), 0, "torch", "float32"), {"zero_optimization": {"stage": 0}}, load
     )
-    # 8192 x 2048 logits
-    assert [term.size for term in terms if term.when == ("loss",)] == [8 * 2**24]
+    # 8192 x 2048 logits.
+    assert [term.size for term in terms if term.moments == ("loss",)] == [8 * 2**24]

@@ -1,7 +1,7 @@
-"""Recipes on a machine like a container: no git, no entry in /etc/passwd, a HOME that cannot be
-written, no UTF-8 locale, 64 MB of /dev/shm.
+"""Recipes on a machine that resembles a container.
 
-Each condition is mounted: root, as which tests run, may write whatever the modes of files say.
+The machine has no git, no entry in /etc/passwd, a read-only HOME, no UTF-8 locale, and 64 MB of
+/dev/shm. Each condition is a mount, because the tests run as root, which ignores file modes.
 """
 
 import json
@@ -25,12 +25,12 @@ OF_TASKS = (
     "resnet50_imagenet_zero1",
 )
 CONDITIONS = {
-    # whatever hides /usr/bin/git for this command alone
+    # Hides /usr/bin/git for this command only.
     "no git": (
         "mkdir up work; mount -t overlay none -o"
         " lowerdir=/usr/bin,upperdir=$PWD/up,workdir=$PWD/work /usr/bin; rm /usr/bin/git"
     ),
-    # nsswitch.conf as well: systemd's module knows root without a file
+    # This also replaces nsswitch.conf, because systemd's module knows root without a file.
     "no passwd": (
         "touch passwd; mount --bind passwd /etc/passwd; echo passwd: files > nss; mount --bind nss"
         " /etc/nsswitch.conf; unset USER LOGNAME"
@@ -46,9 +46,7 @@ FLAGS = ("--tiny", "--steps", "1", "--warmup_steps", "0", "--eval_every", "0", "
 def inside(
     folder: Path, conditions: tuple[str, ...], *words: object, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program under some conditions, with the caches where they are if nobody says
-    otherwise.
-    """
+    """Run a program under the given conditions, with the caches in their default folders."""
     lines = [
         "cd /mnt; mount -t tmpfs none /mnt; cd /mnt",
         *(CONDITIONS[name] for name in conditions),
@@ -71,7 +69,7 @@ def inside(
 
 
 def train(recipe: str, folder: Path, *conditions: str) -> str:
-    """Trains one step; returns what was printed."""
+    """Train one step; return the output."""
     done = inside(folder, conditions, ROOT / "recipes" / f"{recipe}.py", *FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(metrics(folder / "run")) == 1 and list((folder / "run" / "hf").glob("*.safetensors"))
@@ -85,7 +83,7 @@ def train(recipe: str, folder: Path, *conditions: str) -> str:
 
 
 def test_a_recipe_trains_in_a_container(ops: Callable[[str], None], tmp_path: Path) -> None:
-    """With its checkpoint, its W&B files and its export."""
+    """The run must write its checkpoint, its W&B files and its export."""
     train("llama_nano_zero2", tmp_path, *ALL)
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))
 
@@ -100,7 +98,7 @@ def test_a_recipe_trains_in_a_container(ops: Callable[[str], None], tmp_path: Pa
 def test_a_recipe_of_each_task_trains_under_each_condition(
     ops: Callable[[str], None], tmp_path: Path, recipe: str, conditions: tuple[str, ...]
 ) -> None:
-    """The doctor finds nothing either, on the same machine."""
+    """The doctor must find no problem on the same machine."""
     train(recipe, tmp_path, *conditions)
     doctor = inside(
         tmp_path,

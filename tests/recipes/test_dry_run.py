@@ -1,4 +1,4 @@
-"""What a dry run refuses without torch, and what it prints."""
+"""Dry runs: config errors that need no torch, and the output."""
 
 import json
 import subprocess
@@ -7,24 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dry_runs import planned, refused
 from pool import ROOT, environment
-from recipekit.architectures.safetensors_files import create
-from recipekit.plan import Plan, make_plan
+from recipekit.architectures.safetensors_files import create_zero_file
 from recipekit.spec import hub
-from recipekit.spec.command import parse
-from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
 
-RECIPE = Recipe(
-    model="./base",
-    tokenizer="bytes",
-    dataset="docs.jsonl",
-    seq_len=64,
-    global_batch=4,
-    steps=2,
-    eval_every=0,
-    ds_config="zero2.json",
-)
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -70,18 +58,9 @@ def write_model(path: Path, **changes: Any) -> None:
         for name, shape in LAYER.items()
     }
     shapes = {"model.embed_tokens.weight": (264, 16), "model.norm.weight": (16,), **layers}
-    create(path, "model.safetensors", {name: ("F32", shape) for name, shape in shapes.items()})
-
-
-def planned(*words: str) -> Plan:
-    return make_plan(parse(RECIPE, Path("mine.py"), [*words]))
-
-
-def refused(*words: str) -> str:
-    with pytest.raises(Refusal) as refusal:
-        planned(*words)
-    (problem,) = refusal.value.problems
-    return str(problem)
+    create_zero_file(
+        path, "model.safetensors", {name: ("F32", shape) for name, shape in shapes.items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +81,7 @@ def refused(*words: str) -> str:
 def test_a_model_that_only_this_repository_has_is_refused_as_at_the_start(
     words: str, said: str
 ) -> None:
-    """Its name looks like a hub id, but there is nothing to download."""
+    """The model's name looks like a hub id, but there is nothing to download."""
     words, (where, _, rest) = (
         words.format("recipekit/llama-nano"),
         said.format("recipekit/llama-nano").partition(": "),
@@ -171,7 +150,7 @@ def test_files_of_another_shape_are_refused_by_plan_and_start(
 
 
 def test_a_refused_question_takes_no_torch(folder: Path) -> None:
-    """Models, tokenizers and data that are wrong, in one process."""
+    """Wrong models, tokenizers and data are rejected in one process."""
     for name, changes in {
         "m_shape": {"hidden_size": 32},
         "m_layers": {"num_hidden_layers": 4},
@@ -190,7 +169,7 @@ def test_a_refused_question_takes_no_torch(folder: Path) -> None:
         "--model ./gone",
     ]
     code = (
-        "import sys\nfrom test_dry_run import refused\nfor words in sys.argv[1:]:\n   "
+        "import sys\nfrom dry_runs import refused\nfor words in sys.argv[1:]:\n   "
         " print(refused('--dry_run', *words.split()))\n"
     )
     code += "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
@@ -217,9 +196,9 @@ def test_a_model_that_is_nowhere_is_refused(
 
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", bool(offline))
-    # the discard port: nobody listens
+    # The discard port, on which nothing listens.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    hub.hub_is_away.cache_clear()
+    hub.hub_is_unreachable.cache_clear()
     found = refused("--dry_run", "--model", name)
     why = "HF_HUB_OFFLINE prevents a download" if offline else "the hub cannot be reached"
     assert found.startswith(
@@ -248,7 +227,7 @@ def test_a_model_of_the_hub_is_planned_by_its_config_alone(
             "HUGGINGFACE_CO_URL_TEMPLATE",
             f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
         )
-        hub.hub_is_away.cache_clear()
+        hub.hub_is_unreachable.cache_clear()
         plan = planned("--dry_run", "--model", "org/tiny")
         assert plan.model_config == CONFIG
         rule = (
@@ -282,7 +261,7 @@ def test_a_dry_run_ignores_an_older_run(folder: Path, words: str) -> None:
         for note in plan.notes
         if note.startswith("a start will be refused while run holds this run: ")
     ]
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         planned("--out", "run", *words.split())
     assert plan.resume_from is None and start[0].endswith(str(refusal.value.problems[0]))
     assert not [
@@ -302,10 +281,10 @@ def test_a_dry_run_ignores_damaged_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize("out", ["/proc/x", "/proc/x/y", "/sys/x"])
 def test_a_run_folder_that_cannot_be_written_is_refused(folder: Path, out: str) -> None:
-    from recipekit.run import _lock
+    from recipekit.run import _lock_run_folder
 
-    with pytest.raises(Refusal) as start:
-        _lock(Path(out))
+    with pytest.raises(ConfigError) as start:
+        _lock_run_folder(Path(out))
     assert refused("--dry_run", "--out", out) == str(
         start.value
     ) and f"out = {out}: cannot be written: " in str(start.value)
@@ -315,20 +294,20 @@ def test_a_run_folder_that_cannot_be_written_is_refused(folder: Path, out: str) 
 
 
 def test_the_json_is_printed_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    from recipekit.planner.show import show
+    from recipekit.planner.dry_run import print_dry_run
 
-    show(planned("--dry_run"))
+    print_dry_run(planned("--dry_run"))
     plain = capsys.readouterr().out
     assert (
         "{" not in plain
         and "JSON     " in plain
         and "zero2.json; --show json prints it as resolved\n" in plain
     )
-    show(planned("--dry_run", "--show", "json"))
+    print_dry_run(planned("--dry_run", "--show", "json"))
     printed = capsys.readouterr().out
     text = printed[printed.index("{\n") : printed.rindex("\n}\n") + 2]
     assert json.loads(text)["train_batch_size"] == 4 and '"auto"' not in text
-    show(planned("--dry_run", "--engine", "ddp", "--show", "json"))
+    print_dry_run(planned("--dry_run", "--engine", "ddp", "--show", "json"))
     assert '"train_batch_size": 4' in capsys.readouterr().out
 
 
@@ -339,10 +318,10 @@ def test_the_json_is_printed_if_asked_for(capsys: pytest.CaptureFixture[str]) ->
 def test_a_dry_run_counts_local_data(
     folder: Path, capsys: pytest.CaptureFixture[str], words: str, epochs: str
 ) -> None:
-    """Five documents, each of two rows: one epoch is 2.5 steps of four rows."""
+    """Five documents have two rows each, so one epoch has 2.5 steps of four rows."""
     from recipekit.run import _dry_run
 
-    text = "a" * 127  # and the token that ends a document: two rows of 64
+    text = "a" * 127  # with the end token these are two rows of 64
     (folder / "docs.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for _ in range(5)))
     _dry_run(planned("--dry_run", *words.split()))
     printed = capsys.readouterr().out

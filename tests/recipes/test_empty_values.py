@@ -9,10 +9,10 @@ import pytest
 from pool import ROOT, environment
 from recipekit.data.files import local_files
 from recipekit.data.mixture import domains_of
-from recipekit.plan import Plan, make_plan
+from recipekit.plan import RunPlan, resolve_run
 from recipekit.spec.command import parse
-from recipekit.spec.recipe import AXES, EMPTY_HAS_A_MEANING, LARGEST, PATHS, Recipe
-from recipekit.spec.refusal import Refusal
+from recipekit.spec.errors import ConfigError
+from recipekit.spec.recipe import AXES, MAX_INT, MAY_BE_EMPTY, PATHS, Recipe
 
 RECIPE = Recipe(model="recipekit/llama-nano", tokenizer="bytes", init="random", steps=4, seq_len=64)
 TEXTS = [
@@ -30,12 +30,12 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def planned(*argv: str, recipe: Recipe = RECIPE) -> Plan:
-    return make_plan(parse(recipe, Path("mine.py"), list(argv)))
+def planned(*argv: str, recipe: Recipe = RECIPE) -> RunPlan:
+    return resolve_run(parse(recipe, Path("mine.py"), list(argv)))
 
 
 def problems(*argv: str, recipe: Recipe = RECIPE) -> list[str]:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         planned(*argv, recipe=recipe)
     return [str(problem) for problem in refused.value.problems]
 
@@ -44,13 +44,13 @@ def problems(*argv: str, recipe: Recipe = RECIPE) -> list[str]:
 @pytest.mark.parametrize("name", [*TEXTS, "deepspeed_config"])
 def test_an_empty_value_is_refused_or_documented(name: str, value: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a file in the current folder"}\n')
-    if not value and name in EMPTY_HAS_A_MEANING and name not in ("out", "prompt_field"):
-        # the model's own
+    if not value and name in MAY_BE_EMPTY and name not in ("out", "prompt_field"):
+        # The model's own tokenizer is used.
         planned(
             f"--{name}", value, *(("--model", "Qwen/Qwen3-0.6B") if name == "tokenizer" else ())
         )
         return
-    if not value and name == "prompt_field":  # read by other tasks
+    if not value and name == "prompt_field":  # only other tasks read it
         return
     (found,) = problems(f"--{name}", value)
     assert (
@@ -124,7 +124,7 @@ def test_a_value_that_does_not_print_is_quoted(flag: str, value: str) -> None:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_of_more_than_64_bits_is_refused(name: str) -> None:
-    for value in (LARGEST + 1, -(10**30)):
+    for value in (MAX_INT + 1, -(10**30)):
         (found,) = problems(f"--{name}", str(value))
         assert found.startswith(f"{name} = {value}: must be at most ")
 
@@ -142,9 +142,9 @@ def test_the_largest_seed_gives_weights_and_an_order() -> None:
     import torch
     from recipekit.data.packing import permutation
 
-    planned("--seed", str(LARGEST))
-    torch.manual_seed(LARGEST)
-    assert sorted(permutation(5, LARGEST, 0).tolist()) == [0, 1, 2, 3, 4]
+    planned("--seed", str(MAX_INT))
+    torch.manual_seed(MAX_INT)
+    assert sorted(permutation(5, MAX_INT, 0).tolist()) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft"])

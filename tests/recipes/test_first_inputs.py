@@ -1,4 +1,4 @@
-"""A dry run and a start agree on sixty inputs: the same verdict, and the same message."""
+"""A dry run and a start must agree on sixty inputs: the same result and the same message."""
 
 import contextlib
 import io
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from first_inputs import FOX, INPUTS, NUMBERS, TEXTS, lines
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 
 RECIPE = Recipe(model="./base", dataset="docs.jsonl", ds_config="zero1.json")
 CHAT_TEMPLATE = (
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small Llama with a tokenizer of its own."""
+    """Write a folder with a small Llama and its tokenizer; return the folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -54,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(
     base: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest
 ) -> list[str]:
-    """The words of an input, whose files are in the current folder."""
+    """Write an input's files to the current folder; return the words of its command line."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -67,34 +67,34 @@ def words(
 
 
 def asked(words: list[str]) -> str:
-    """Return the refusal of a dry run, or ""."""
-    from recipekit.planner.show import show
+    """Return a dry run's config error, or ""."""
+    from recipekit.planner.dry_run import print_dry_run
     from recipekit.runtime.inputs import check_inputs
 
     try:
-        plan = make_plan(parse(RECIPE, Path("mine.py"), ["--dry_run", *words]))
+        plan = resolve_run(parse(RECIPE, Path("mine.py"), ["--dry_run", *words]))
         with contextlib.redirect_stdout(io.StringIO()):
             check_inputs(plan, print)
-            show(plan)
-    except Refusal as refusal:
-        return str(refusal)
+            print_dry_run(plan)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
 def started(folder: str, words: list[str], cache: str) -> str:
-    """Return the refusal of a start in a process of a pool, or "" after its last step."""
-    from recipekit.run import _lock
+    """Return a start's config error in a pool's process, or "" after the last step."""
+    from recipekit.run import _lock_run_folder
     from recipekit.train import main
 
     os.environ["HF_HUB_CACHE"] = cache
     os.chdir(folder)
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            plan = make_plan(parse(RECIPE, Path("mine.py"), words))
-            with _lock(plan.out):
+            plan = resolve_run(parse(RECIPE, Path("mine.py"), words))
+            with _lock_run_folder(plan.out):
                 code = main(plan)
-        except Refusal as refusal:
-            return str(refusal)
+        except ConfigError as error:
+            return str(error)
     return "" if code == 0 else f"exit code {code}"
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in a recipe's file, and files beside it: one line each, exit code 1, no traceback."""
+"""Mistakes in a recipe's file and folder: a one-line error, exit code 1, and no traceback."""
 
 import copy
 import dataclasses
@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from pool import ROOT, environment, free_port
 from recipekit.commands.lint import lint
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import one_recipe, parse, recipe_of
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.shadows import HIDEABLE, LIBRARIES, UNUSED, shadows
 
 START = "from recipekit import Recipe, run\n"
 END = '\nif __name__ == "__main__":\n    run(RECIPE)\n'
-# What stands between the first and the last lines of a recipe's file -> what is refused
+# Lines between the start and the end of a recipe's file -> error message.
 WRONG = {
     "RECIPE = Recipe(learning_rate=1e-4)": (
         "mine.py, line 2: Recipe(learning_rate=0.0001): the field does not exist. Use lr"
@@ -83,7 +83,7 @@ def test_a_mistake_in_the_file_is_one_line_where_a_tool_reads_it(
 ) -> None:
     path = tmp_path / "mine.py"
     path.write_text(START + lines + END)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         recipe_of(path)
     assert refusal.value.exit_code == 1
     assert str(refusal.value.problems[0]).startswith(WRONG[lines])
@@ -133,15 +133,17 @@ def run_file(
 def test_a_value_of_a_wrong_type_is_one_line_in_a_plan_and_in_lint(
     field: str, rule: str, tmp_path: Path
 ) -> None:
-    """A text for `no_decay` was taken for its letters, and an adapter that is no function failed
-    after the model was loaded.
+    """Values of a wrong type used to be found late or never.
+
+    A string for `no_decay` was split into its letters. An adapter that is not a function failed
+    only after the model was loaded.
     """
     path = tmp_path / "mine.py"
     path.write_text(
         f"{START}RECIPE = Recipe(**{{'model': 'Qwen/Qwen3-0.6B'}} | dict({field})){END}"
     )
-    with pytest.raises(Refusal) as refusal:
-        make_plan(parse(recipe_of(path), path, ["--dry_run", "--tiny"]))
+    with pytest.raises(ConfigError) as refusal:
+        resolve_run(parse(recipe_of(path), path, ["--dry_run", "--tiny"]))
     planned, (linted, lines) = refusal.value.problems, lint(None, path)
     assert planned == linted and lines == []
     (problem,) = planned
@@ -152,7 +154,7 @@ def test_a_file_that_names_its_recipe_otherwise_is_refused_with_the_name(tmp_pat
     path = tmp_path / "mine.py"
     path.write_text(START + "CONFIG = Recipe(model='x')\n")
     with pytest.raises(
-        Refusal, match=r"sets no RECIPE = Recipe\(\.\.\.\)\. Rename CONFIG to RECIPE"
+        ConfigError, match=r"sets no RECIPE = Recipe\(\.\.\.\)\. Rename CONFIG to RECIPE"
     ):
         recipe_of(path)
 
@@ -170,7 +172,7 @@ def test_a_recipe_stays_a_plain_dataclass() -> None:
     ):
         assert other == recipe and type(other) is Recipe
     assert one_recipe(recipe, Path("mine.py")) is recipe
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigError):
         parse((recipe,), Path("mine.py"), [])  # type: ignore[arg-type]
 
 
@@ -200,7 +202,7 @@ def test_a_file_that_hides_a_library_is_named(
         "rename it",
     )
     (tmp_path / "mine.py").write_text(START + "RECIPE = Recipe(model='x')" + END)
-    with pytest.raises(Refusal, match=f"{top}: hides "):
+    with pytest.raises(ConfigError, match=f"{top}: hides "):
         recipe_of(tmp_path / "mine.py")
 
 
@@ -225,7 +227,7 @@ def test_files_with_names_of_their_own_hide_nothing(tmp_path: Path) -> None:
 
 
 def test_every_package_that_a_start_can_import_is_a_library() -> None:
-    """The import names of requirements.txt and of all that these packages require."""
+    """The names come from requirements.txt and from all packages that those packages require."""
     canonical = lambda name: re.sub(r"[-_.]+", "-", name).lower()  # noqa: E731
     left, needed = (
         re.findall(r"^([\w.-]+)==", (ROOT / "requirements.txt").read_text(), re.MULTILINE),
@@ -236,7 +238,7 @@ def test_every_package_that_a_start_can_import_is_a_library() -> None:
         try:
             requires = importlib.metadata.requires(name) if name not in needed else []
         except importlib.metadata.PackageNotFoundError:
-            continue  # of another platform
+            continue  # a package for another platform
         needed.add(name)
         left += [
             match[0]
@@ -250,7 +252,7 @@ def test_every_package_that_a_start_can_import_is_a_library() -> None:
         if {canonical(each) for each in distributions} & needed
         if name.isidentifier() and name[0] != "_"
     }
-    # which nobody imports
+    # Nobody imports these.
     assert len(names) > 60 and names - LIBRARIES <= {
         "coreweave_evaluations",
         "isympy",
@@ -266,7 +268,7 @@ def test_every_package_that_a_start_can_import_is_a_library() -> None:
 def test_a_library_that_is_hidden_from_a_start_is_one_line(
     hidden: str, program: str, tmp_path: Path
 ) -> None:
-    """Also one that recipekit needs for its own messages."""
+    """The error is one line, even if recipekit's own messages need the hidden library."""
     (tmp_path / hidden).write_text("raise RuntimeError('the wrong module')\n")
     done = run_file(
         tmp_path, START + "RECIPE = Recipe(model='x')" + END, "--tiny", "--dry_run", name=program
@@ -302,7 +304,7 @@ STARTERS = {
 def test_a_mistake_in_the_file_is_one_line_under_each_starter(
     starter: str, lines: str, tmp_path: Path
 ) -> None:
-    """Started from another folder: the program `deepspeed` itself imports from the current one."""
+    """The job starts in a different folder, because `deepspeed` imports from the current folder."""
     told = WRONG.get(
         lines, "mine/datasets.py: hides datasets: Python searches this folder first. Rename it"
     )
@@ -329,6 +331,6 @@ def test_a_mistake_in_the_file_is_one_line_under_each_starter(
         check=False,
     )
     assert done.returncode == 1 and f"  1. {told}\n" in done.stdout, done.stdout
-    # torchrun itself prints a traceback of its own
+    # torchrun prints its own traceback.
     assert 'mine.py", line' not in done.stdout and "recipekit/" not in done.stdout
     assert done.stdout.count("refused: 1 problem") == 1

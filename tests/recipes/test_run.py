@@ -1,5 +1,7 @@
-"""One run from its command line to its exit code: started plainly or by torchrun, its schedule, and
-what ends it early.
+"""One run from its command line to its exit code.
+
+The run is started with python or torchrun. The tests cover its schedule, and the events that end it
+early.
 """
 
 import json
@@ -15,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job import BIN, NANO, Job, checkpoints, deepspeed, metrics, numbers, steps_done
+from job import BIN, NANO, Job, checkpoints, deepspeed, metrics, reproducible_values, steps_done
 from pool import free_port
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.schedules import lr_at
-from recipekit.storage.manifest import faults
-from test_parity import strategy
-from test_resume import BASE, train
+from recipekit.storage.manifest import find_faults
+from shipped_jsons import strategy
+from short_runs import BASE, train
 from wandb_file import read_exit_codes
 
 slow = pytest.mark.slow
@@ -84,7 +86,7 @@ def test_wsd_stays_at_the_peak_and_falls_by_the_root_of_the_decay_that_is_done()
     rates = learning_rates(
         lr=8.0, min_lr=2.0, steps=10, warmup_steps=2, decay_steps=4, schedule="wsd"
     )
-    # 1 - sqrt of 1/4, 2/4, 3/4 and 4/4
+    # 1 - sqrt of 1/4, 2/4, 3/4 and 4/4.
     assert rates[:7] == [4.0, 8.0, 8.0, 8.0, 8.0, 8.0, 5.0] and rates[-1] == 2.0
     assert rates[7:9] == pytest.approx(
         [8.0 - 6.0 * math.sqrt(0.5), 8.0 - 6.0 * math.sqrt(0.75)], abs=1e-12
@@ -106,8 +108,9 @@ def test_wsd_stays_at_the_peak_and_falls_by_the_root_of_the_decay_that_is_done()
 
 
 def poison(model: Any) -> Any:
-    """On rank 1, in the third step (two micro-batches each), a gradient or what the head reads is
-    no number.
+    """Make a gradient or the head's input non-finite on rank 1 in the third step.
+
+    Each step has two micro-batches.
     """
     kind, seen = os.environ["POISON"], 0
 
@@ -168,8 +171,8 @@ def test_what_is_not_finite_on_one_rank_stops_all(
     )
     assert steps_done(tmp_path / "run") == 2
     assert checkpoints(tmp_path / "run") == [1, 2]
-    assert faults(tmp_path / "run" / "checkpoints" / "step_00000002") == []
-    if (kind, file) == ("gradient", "zero2"):  # and the run goes on where it was good
+    assert find_faults(tmp_path / "run" / "checkpoints" / "step_00000002") == []
+    if (kind, file) == ("gradient", "zero2"):  # the run resumes from the good step
         for out in ("run", "unbroken"):
             assert [
                 code
@@ -177,12 +180,15 @@ def test_what_is_not_finite_on_one_rank_stops_all(
                     2, train, recipe=recipe, argv=["--out", str(tmp_path / out)]
                 )
             ] == [0, 0]
-        assert numbers(metrics(tmp_path / "run")) == numbers(metrics(tmp_path / "unbroken"))
+        assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
+            metrics(tmp_path / "unbroken")
+        )
 
 
 def stop_after_two_steps(model: Any) -> Any:
-    """Rank 1 is told to stop during the second step (two micro-batches each), so the third one is
-    the last.
+    """Send SIGTERM to rank 1 during the second step, so that the third step is the last.
+
+    Each step has two micro-batches.
     """
     seen = 0
 
@@ -191,7 +197,7 @@ def stop_after_two_steps(model: Any) -> Any:
         seen += 1
         if seen == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)  # the thread that listens has heard it
+            time.sleep(0.2)  # gives the listening thread time to receive it
 
     if os.environ["RANK"] == "1":
         model.get_output_embeddings().register_forward_hook(hook)
@@ -327,8 +333,9 @@ def test_what_needs_no_torch_takes_a_second_and_imports_none(
 def test_ctrl_c_under_deepspeed_ends_with_the_way_on(
     tmp_path: Path, ops: Callable[[str], None]
 ) -> None:
-    """Its launcher ends every process below it, W&B's, too, and the prompt comes back before the
-    ranks have saved.
+    """DeepSpeed's launcher ends every process below it, including W&B's processes.
+
+    The prompt returns before the ranks have saved.
     """
     run = tmp_path / "run"
     job = Job(
@@ -351,7 +358,7 @@ def test_ctrl_c_under_deepspeed_ends_with_the_way_on(
         job.close()
     [step] = checkpoints(run)
     assert step == steps_done(run)
-    # not DeepSpeed's, not the step's
+    # Skip the lines that DeepSpeed and the step print.
     *_, last = [
         line.strip()
         for line in job.output.splitlines()

@@ -1,20 +1,25 @@
-"""What a recipe's task changes before anything runs: flags, degrees, what --tiny sets, the model's
-config.json, and what a run is made of.
+"""Effects of a recipe's task before a run starts.
+
+The task decides the flags, the degrees, the values of --tiny, the model's config.json, and a run's
+identity.
 """
 
 import dataclasses
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recipekit.architectures.shrink import BYTE_VOCAB
-from recipekit.plan import Plan, make_plan
+from recipekit.plan import RunPlan, resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import AXES, Recipe, check_recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import IDENTITY, find_resume, identity
-from recipekit.spec.task_specs import TASKS, own_fields
+from recipekit.spec.run_folder import IDENTITY, find_resume, run_identity
+from recipekit.spec.task_specs import TASKS, task_fields
+
+INSTALLED = f"transformers {version('transformers')}"
 
 FILE = Path("/somewhere/mine.py")
 VIT = {
@@ -66,7 +71,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """An image recipe; its model's folder holds a config.json alone."""
+    """Return an image recipe whose model folder contains only a config.json."""
     return Recipe(
         model=folder_of(VIT, tmp_path / "vit"),
         task=TASK,
@@ -82,19 +87,19 @@ def folder_of(config: dict[str, Any], folder: Path) -> str:
     return str(folder)
 
 
-def plan(recipe: Recipe, *words: str, world: int = 1) -> Plan:
-    return make_plan(parse(recipe, FILE, ["--dry_run", "--world", str(world), *words]))
+def plan(recipe: Recipe, *words: str, world: int = 1) -> RunPlan:
+    return resolve_run(parse(recipe, FILE, ["--dry_run", "--world", str(world), *words]))
 
 
 def refused(recipe: Recipe, *words: str, world: int = 1) -> list[str]:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         plan(recipe, *words, world=world)
     return [str(problem) for problem in refusal.value.problems]
 
 
 def test_a_recipe_of_images_needs_no_tokenizer_and_no_row_length(recipe: Recipe) -> None:
     planned = plan(recipe)
-    assert planned.model_config == VIT and planned.recipe.facts is TASKS[TASK]
+    assert planned.model_config == VIT and planned.recipe.task_spec is TASKS[TASK]
     assert (
         plan(dataclasses.replace(recipe, tokenizer="bytes", seq_len=2**20)).model_config == VIT
     ), "what the task does not read changes nothing"
@@ -136,20 +141,18 @@ def test_tiny_sets_what_the_task_reads(recipe: Recipe, tmp_path: Path) -> None:
 def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(
     recipe: Recipe, tmp_path: Path
 ) -> None:
+    readers = {name: ", ".join(tasks) for name, tasks in task_fields().items()}
     assert refused(recipe, "--seq_len", "256", "--text_field", "story") == [
         (
-            "--text_field story: applies only to pretrain, masked_lm, not to image_classification."
-            " Leave it out"
-        ),
-        (
-            "--seq_len 256: applies only to pretrain, sft, preference, reward, masked_lm, not to"
+            f"--text_field story: applies only to {readers['text_field']}, not to"
             " image_classification. Leave it out"
         ),
+        (
+            f"--seq_len 256: applies only to {readers['seq_len']}, not to image_classification."
+            " Leave it out"
+        ),
     ]
-    rule = (
-        "applies only to pretrain, sft, preference, masked_lm, not to image_classification. Leave"
-        " it out"
-    )
+    rule = f"applies only to {readers['loss']}, not to image_classification. Leave it out"
     assert refused(recipe, "--loss", "chunked") == [f"--loss chunked: {rule}"]
     demand = f"loss = chunked: {rule}"
     assert refused(dataclasses.replace(recipe, loss="chunked")) == [demand], (
@@ -165,9 +168,9 @@ def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(
         "--augment none: applies only to image_classification, not to pretrain. Leave it out"
     ]
     assert refused(text, "--task", "sft", "--text_field", "x") == [
-        "--text_field x: applies only to pretrain, masked_lm, not to sft. Leave it out"
+        f"--text_field x: applies only to {readers['text_field']}, not to sft. Leave it out"
     ]
-    # what the recipe's file says is for its own task
+    # A value in the recipe's file applies to the recipe's own task.
     plan(dataclasses.replace(text, text_field="story"), "--task", "sft")
 
 
@@ -175,10 +178,10 @@ def test_a_flag_that_the_task_does_not_read_is_refused_with_the_tasks_that_do(
 def test_every_field_of_a_task_is_taken_by_it_and_refused_by_the_others(
     recipe: Recipe, tmp_path: Path, task: str
 ) -> None:
-    configs = {TASK: VIT, "masked_lm": BERT}
-    model = folder_of(configs.get(task, LLAMA), tmp_path / "model")
+    config = VIT if task == TASK else BERT if TASKS[task].bidirectional else LLAMA
+    model = folder_of(config, tmp_path / "model")
     made = dataclasses.replace(recipe, model=model, task=task, tokenizer="bytes")
-    for name, tasks in own_fields().items():
+    for name, tasks in task_fields().items():
         value = str(getattr(made, name))
         switch = isinstance(getattr(made, name), bool)
         words = (
@@ -192,12 +195,12 @@ def test_every_field_of_a_task_is_taken_by_it_and_refused_by_the_others(
             assert [line.partition(" ")[0] for line in refused(made, *words)] == [f"--{name}"]
 
 
-@pytest.mark.parametrize("axis", [name for name in TASKS[TASK].lacks if name in AXES])
+@pytest.mark.parametrize("axis", [name for name in TASKS[TASK].unsupported if name in AXES])
 def test_a_degree_that_the_task_lacks_is_refused_wherever_it_is_written(
     recipe: Recipe, axis: str
 ) -> None:
-    """Once, with the task's reason; --tiny does not lower it."""
-    told = [f"{axis} = 2: {TASKS[TASK].lacks[axis]}. Use --{axis} 1"]
+    """The degree is reported only once, with the task's reason, and --tiny does not lower it."""
+    told = [f"{axis} = 2: {TASKS[TASK].unsupported[axis]}. Use --{axis} 1"]
     own = dataclasses.replace(recipe, **{axis: 2})
     assert (
         refused(recipe, f"--{axis}", "2", world=2)
@@ -223,15 +226,15 @@ def test_an_adapter_and_a_mixture_are_refused_where_a_task_lacks_them(
 ) -> None:
     mixture = "a=some/one@1; b=some/other@1"
     assert refused(dataclasses.replace(recipe, adapt=lambda model: model)) == [
-        f"adapt: {TASKS[TASK].lacks['adapt']}. Remove adapt from the recipe"
+        f"adapt: {TASKS[TASK].unsupported['adapt']}. Remove adapt from the recipe"
     ]
-    monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], lacks={}))
+    monkeypatch.setitem(TASKS, TASK, dataclasses.replace(TASKS[TASK], unsupported={}))
     plan(dataclasses.replace(recipe, adapt=lambda model: model), "--dataset", mixture)
     monkeypatch.setitem(
         TASKS,
         TASK,
         dataclasses.replace(
-            TASKS[TASK], lacks={"adapt": "nothing to adapt", "mixture": "one is enough"}
+            TASKS[TASK], unsupported={"adapt": "nothing to adapt", "mixture": "one is enough"}
         ),
     )
     assert refused(
@@ -244,7 +247,7 @@ def test_an_adapter_and_a_mixture_are_refused_where_a_task_lacks_them(
 
 
 def test_what_is_about_packed_rows_is_not_said_of_images(recipe: Recipe) -> None:
-    """Masks of documents, FlashAttention's rule for them, and positions."""
+    """Checks of document masks, FlashAttention and positions do not apply to images."""
     long = dataclasses.replace(recipe, seq_len=2**20, attention="flash_attention_2", micro_batch=8)
     assert check_recipe(long) == [] and check_recipe(dataclasses.replace(long, task="pretrain"))
     plan(dataclasses.replace(long, attention="sdpa"))
@@ -253,8 +256,7 @@ def test_what_is_about_packed_rows_is_not_said_of_images(recipe: Recipe) -> None
 def test_a_model_of_another_task_is_refused_with_the_flag_that_helps(recipe: Recipe) -> None:
     (told,) = refused(recipe, "--task", "pretrain", "--tokenizer", "bytes")
     assert told.startswith(
-        f"model = {recipe.model}: transformers 5.22.2 does not support a vit as a causal language"
-        " model"
+        f"model = {recipe.model}: {INSTALLED} does not support a vit as a causal language model"
     ) and told.endswith(". Use --task image_classification")
     assert refused(recipe, "--task", "pretrain", "--tokenizer", "bytes", "--tiny") == [told]
 
@@ -266,20 +268,20 @@ PAIRS = ("prompt_field", "chosen_field", "rejected_field")
 def test_a_run_of_pairs_is_made_of_its_columns_and_numbers_and_no_other_run_is(
     tmp_path: Path, task: str
 ) -> None:
-    """So that runs that are older than these tasks go on."""
+    """Runs from before these tasks existed can therefore be resumed."""
     pairs = Recipe(model="Qwen/Qwen3-0.6B", out=str(tmp_path), task=task)
     own = {*PAIRS, *(["beta"] if task == "preference" else [])}
-    assert identity(pairs, None).keys() == {*IDENTITY, *own}
+    assert run_identity(pairs, None).keys() == {*IDENTITY, *own}
     assert all(
-        identity(dataclasses.replace(pairs, task=other), None).keys() == set(IDENTITY)
+        run_identity(dataclasses.replace(pairs, task=other), None).keys() == set(IDENTITY)
         for other in ("pretrain", "sft", TASK)
     )
     (tmp_path / "run.json").write_text(
-        json.dumps({"identity": identity(pairs, None), "recipe": {"tiny": False}})
+        json.dumps({"identity": run_identity(pairs, None), "recipe": {"tiny": False}})
     )
     assert find_resume(pairs, tmp_path, None, False) == tmp_path
     for name in own:
-        with pytest.raises(Refusal, match=f"{name} = .*: the run in .* has"):
+        with pytest.raises(ConfigError, match=f"{name} = .*: the run in .* has"):
             find_resume(
                 dataclasses.replace(pairs, **{name: 0.5 if name == "beta" else "other"}),
                 tmp_path,
@@ -314,7 +316,7 @@ def test_a_degree_in_which_pairs_are_not_proved_is_refused(
         ds_config="zero1.json",
     )
     assert refused(made, f"--{axis}", "2", world=2) == [
-        f"{axis} = 2: {TASKS[task].lacks[axis]}. Use --{axis} 1"
+        f"{axis} = 2: {TASKS[task].unsupported[axis]}. Use --{axis} 1"
     ]
 
 
@@ -337,10 +339,12 @@ YOUNGER = ("image_field", "label_field", "augment", "num_labels")
 def test_a_run_that_is_older_than_a_field_goes_on(tmp_path: Path) -> None:
     recipe = Recipe(model="Qwen/Qwen3-0.6B", out=str(tmp_path))
     assert set(YOUNGER) <= set(IDENTITY)
-    saved = {name: value for name, value in identity(recipe, None).items() if name not in YOUNGER}
+    saved = {
+        name: value for name, value in run_identity(recipe, None).items() if name not in YOUNGER
+    }
     (tmp_path / "run.json").write_text(json.dumps({"identity": saved, "recipe": {"tiny": False}}))
     assert find_resume(recipe, tmp_path, None, False) == tmp_path
-    with pytest.raises(Refusal, match=r"image_field = photo: the run in .* has image"):
+    with pytest.raises(ConfigError, match=r"image_field = photo: the run in .* has image"):
         find_resume(dataclasses.replace(recipe, image_field="photo"), tmp_path, None, False)
 
 
@@ -349,11 +353,11 @@ def test_what_of_an_image_run_must_stay_is_compared(
     recipe: Recipe, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "run.json").write_text(
-        json.dumps({"identity": identity(recipe, VIT), "recipe": {"tiny": False}})
+        json.dumps({"identity": run_identity(recipe, VIT), "recipe": {"tiny": False}})
     )
     assert find_resume(recipe, tmp_path, VIT, False) == tmp_path
     with pytest.raises(
-        Refusal, match=f"{name} = none: .*Resume with --{name} {getattr(recipe, name)}"
+        ConfigError, match=f"{name} = none: .*Resume with --{name} {getattr(recipe, name)}"
     ):
         find_resume(dataclasses.replace(recipe, **{name: "none"}), tmp_path, VIT, False)
     assert find_resume(dataclasses.replace(recipe, threads=7), tmp_path, VIT, False) == tmp_path, (

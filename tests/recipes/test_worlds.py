@@ -1,5 +1,7 @@
-"""Any number of ranks: a tiny recipe fits it, a full one names the numbers that it fits, the tools
-choose a batch for it.
+"""Recipes on any number of ranks: a tiny recipe always fits.
+
+A full recipe's error lists the numbers of ranks that fit. The tools choose a batch for any number
+of ranks.
 """
 
 import re
@@ -11,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from pool import ROOT, environment
-from recipekit.plan import make_plan
-from recipekit.planner.show import show
+from recipe_files import FILES, load, plan
+from recipekit.plan import resolve_run
+from recipekit.planner.dry_run import print_dry_run
 from recipekit.spec.command import parse
-from recipekit.spec.refusal import Refusal
-from test_recipes import FILES, load, plan
+from recipekit.spec.errors import ConfigError
 
 sys.path.insert(0, str(ROOT / "tools" / "bench"))
 sys.path.insert(0, str(ROOT / "tools"))
@@ -27,8 +29,7 @@ import quickstart
 
 WORLDS = range(1, 10)
 
-# The layouts of the recipes that cut anything, on 1 to 9 ranks, and what else of the tiny model
-# limits a degree.
+# Layouts of all recipes with model parallelism on 1 to 9 ranks, and the tiny model's other limits.
 TINY = {
     "gpt2_xl_zero1_pp4": ("dp1 dp1_pp2 dp1_pp3 dp1_pp4 dp5 dp2_pp3 dp7 dp2_pp4 dp3_pp3", ""),
     "llama3_1_405b_zero1_pp16_tp8": (
@@ -56,13 +57,13 @@ ONLY_DP = (" ".join(f"dp{world}" for world in WORLDS), "")
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_tiny_recipe_fits_any_number_of_ranks(name, capsys):
-    """Accepted as it is, or lowered in one line that says from what to what."""
+    """The recipe is accepted unchanged, or is lowered with one line that states the changes."""
     recipe = load(name).RECIPE
     wanted = {axis: getattr(recipe, axis) for axis in ("tp", "pp", "sp", "ep")}
     meshes, limits = TINY.get(name, ONLY_DP)
     for world, layout in zip(WORLDS, meshes.split(), strict=True):
         planned = plan(name, "--tiny", "--world", str(world))
-        show(planned)
+        print_dry_run(planned)
         said, _, shown = capsys.readouterr().out.partition("layout ")
         ranks = f"{world} rank{'s' if world > 1 else ''}"
         assert (
@@ -94,7 +95,7 @@ def test_a_tiny_recipe_fits_any_number_of_ranks(name, capsys):
 @pytest.mark.parametrize(
     ("argv", "micro_batch", "global_batch"),
     [
-        (["--world", "3", "--global_batch", "3"], 1, 3),  # two rows of a rank would be six
+        (["--world", "3", "--global_batch", "3"], 1, 3),  # two rows for each rank would be six rows
         (["--world", "2", "--global_batch", "6"], 1, 6),
         (["--world", "2", "--global_batch", "8"], 2, 8),
         (["--world", "2", "--micro_batch", "3"], 3, 12),
@@ -110,7 +111,7 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
     [
         (
             "llama_nano_zero2",
-            # nor does it divide the heads, so no number of ranks would help
+            # 3 does not divide the heads either, so no number of ranks would solve the problem.
             ["--tiny", "--world", "4", "--tp", "3"],
             (
                 "tp(3) = 3: does not divide the 4 ranks. Choose degrees whose product is 1 or 2 or"
@@ -161,7 +162,7 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
         ),
         (
             "llama_nano_zero2",
-            ["--world", "3", "--save_every", "-1"],  # no number of ranks mends the other mistake
+            ["--world", "3", "--save_every", "-1"],  # no number of ranks solves the other problem
             (
                 "save_every = -1: must not be negative. Use --save_every 0 or more\nglobal_batch"
                 " (train_batch_size) = 16: is not divisible by 3 data-parallel ranks * micro_batch"
@@ -172,7 +173,7 @@ def test_a_typed_batch_stays_and_the_other_number_fits_it(argv, micro_batch, glo
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_refused_names_the_nearest_ranks_that_fit(name, argv, text):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         plan(name, *argv)
     assert str(refused.value) == text
 
@@ -182,7 +183,7 @@ def test_the_ranks_that_a_refusal_names_are_the_nearest_that_are_accepted(name):
     def refusal(world: int) -> str:
         try:
             plan(name, "--world", str(world))
-        except Refusal as refused:
+        except ConfigError as refused:
             return str(refused)
         return ""
 
@@ -196,16 +197,14 @@ def test_the_ranks_that_a_refusal_names_are_the_nearest_that_are_accepted(name):
     )
     assert not any(map(refusal, nearest))
     assert all(map(refusal, range((below or [0])[0] + 1, world)))
-    # above 16 none of them has a number between
+    # Above 16, no recipe accepts a number in between.
     assert all(map(refusal, range(world + 1, min((above or [17])[0], 17))))
 
 
 def accepted(recipe, file: Path, argv: list[str], world: int) -> int:
-    """The rows of a step with which a command line is accepted on so many ranks. Raises
-    `Refusal`.
-    """
+    """Return the rows per step on `world` ranks; raise `ConfigError` if the flags are rejected."""
     command = parse(recipe, file, argv)
-    return make_plan(replace(command, world=world)).recipe.global_batch
+    return resolve_run(replace(command, world=world)).recipe.global_batch
 
 
 def test_the_quickstart_takes_a_batch_that_its_ranks_can_share(tmp_path):
@@ -220,7 +219,7 @@ def test_the_quickstart_takes_a_batch_that_its_ranks_can_share(tmp_path):
 def test_the_quickstart_in_fp32_differs_in_nothing_else(tmp_path):
     file, argv = FILES["llama_nano_zero2"], ["--out", str(tmp_path / "run")]
     plain, fp32 = (
-        make_plan(parse(load("llama_nano_zero2").RECIPE, file, [*argv, *more]))
+        resolve_run(parse(load("llama_nano_zero2").RECIPE, file, [*argv, *more]))
         for more in (
             [],
             ["--deepspeed_config", str(quickstart.strategy_in_fp32(tmp_path / "new" / "run"))],
@@ -283,5 +282,5 @@ def test_a_tensor_group_is_as_large_as_the_heads_allow(tmp_path):
     assert [
         bench_tensor_parallel.ranks_of(devices, [], tmp_path / "run") for devices in range(2, 10)
     ] == [2, 2, 4, 4, 4, 4, 4, 4]
-    with pytest.raises(Refusal, match="1 device: a tensor group takes 2 ranks or more"):
+    with pytest.raises(ConfigError, match="1 device: a tensor group takes 2 ranks or more"):
         bench_tensor_parallel.ranks_of(1, [], tmp_path / "run")

@@ -1,6 +1,4 @@
-"""Machines that lack what most have: git, a UTF-8 locale; and users who have switched W&B off by
-the variable of another program.
-"""
+"""Machines without git or a UTF-8 locale, and W&B disabled by another program's variable."""
 
 import contextlib
 import os
@@ -12,19 +10,19 @@ import pytest
 from job import NANO
 from pool import ROOT, environment
 from recipekit.hosts.accounts import (
-    check_wandb,
     check_wandb_disabled,
     check_wandb_installed,
+    check_wandb_login,
     wandb_disabled,
 )
-from recipekit.hosts.findings import Row
-from recipekit.runtime.facts import git_commit
+from recipekit.hosts.findings import ReportRow
+from recipekit.runtime.run_metadata import git_commit
 
 
 def test_the_commit_of_a_recipe_is_not_known_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No repository, no git, and one that cannot be run."""
+    """The folder is not a repository, git is missing, or git cannot be run."""
     asked = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -42,11 +40,11 @@ def test_the_commit_of_a_recipe_is_not_known_everywhere(
 def test_w_and_b_is_off_by_the_variable_of_trainer(
     value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The values of transformers 4, in any case."""
+    """transformers 4 accepts these values in upper and lower case."""
     monkeypatch.setenv("WANDB_DISABLED", value)
     monkeypatch.setenv("WANDB_MODE", "online")
     assert wandb_disabled() and check_wandb_disabled(True, frozenset()) == []
-    assert list(check_wandb(True)) == [Row("W&B", "off")]
+    assert list(check_wandb_login(True)) == [ReportRow("W&B", "off")]
     assert check_wandb_installed(True, frozenset()) == []
     (problem,) = check_wandb_disabled(True, frozenset({"wandb"}))
     assert (
@@ -111,14 +109,17 @@ def test_text_is_utf_8_as_python_has_it(variables: dict[str, str], tmp_path: Pat
 
 
 def test_a_locale_that_is_not_utf_8_starts_the_program_again(tmp_path: Path) -> None:
-    """ASCII, and ISO-8859-1, in which Python reads UTF-8 without an error as other letters."""
+    """The locales are ASCII and ISO-8859-1.
+
+    With ISO-8859-1, Python reads UTF-8 without an error, but decodes it to the wrong letters.
+    """
     line = "['locale: its text is {}. This program reads and writes UTF-8 all the same']"
     told = in_locale(tmp_path, **ASCII)
     assert told.stdout == f"['text', 'straße'] für Zürich {line.format('ANSI_X3.4-1968')}\n", (
         told.stderr
     )
     made = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", str(tmp_path / "de_DE")]
-    # without the sources of locales it writes a folder that cannot be used, and ends with 1
+    # Without the sources of the locales, localedef writes an unusable folder and exits with 1.
     with contextlib.suppress(FileNotFoundError):
         if subprocess.run(made, check=False, capture_output=True).returncode == 0:
             told = in_locale(tmp_path, LC_ALL="de_DE", LOCPATH=str(tmp_path))
@@ -130,7 +131,7 @@ def test_a_locale_that_is_not_utf_8_starts_the_program_again(tmp_path: Path) -> 
 
 
 def test_a_program_that_cannot_be_started_again_is_refused(tmp_path: Path) -> None:
-    """`python -X utf8=0` beats PYTHONUTF8; and a program may come from no file."""
+    """`python -X utf8=0` overrides PYTHONUTF8, and some programs do not come from a file."""
     clean = environment() | ASCII
     for words in (
         ["-X", "utf8=0", str(NANO), "--tiny"],

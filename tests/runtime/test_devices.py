@@ -1,5 +1,6 @@
-"""Decisions that follow from a GPU, made on a machine without one: torch.cuda answers as a GPU
-would, and what is asked of it is seen.
+"""Decisions that depend on a GPU, tested on a machine without a GPU.
+
+torch.cuda is replaced with fakes that answer like a GPU and record their calls.
 """
 
 import os
@@ -12,22 +13,23 @@ import numpy as np
 import pytest
 import torch
 from recipekit.checkpoints import load, save
-from recipekit.data.lanes import Domains
+from recipekit.data.batching import RowDealer
 from recipekit.data.request import Request
 from recipekit.doctor import needs, speed
 from recipekit.engine import torch_engine
-from recipekit.hosts import build_facts, gpus, ops, torch_builds
-from recipekit.hosts.findings import Row
+from recipekit.hosts import build_info, gpus, ops, torch_builds
+from recipekit.hosts.findings import ReportRow
 from recipekit.hosts.gpus import Gpu
 from recipekit.model.device import Activations
-from recipekit.model.head import FULL_LOGITS, IN_CHUNKS
+from recipekit.model.loss_path import CHUNKED_LOSS, FULL_LOGITS_LOSS
+from recipekit.model.model_plan import PARTS, CompileChoice
 from recipekit.parallel import timeline
-from recipekit.planner import show
-from recipekit.planner.terms import ACCELERATOR, HOST, NVME, Term
+from recipekit.planner import resolve
 from recipekit.run import _single_process_defaults
-from recipekit.runtime import engine, facts, prepare, start
+from recipekit.runtime import engine, prepare, resolution, run_metadata, start
+from recipekit.spec.errors import ConfigError, Problem, config_error
+from recipekit.spec.memory_terms import ACCELERATOR, HOST, NVME, Term, total_bytes
 from recipekit.spec.mesh import Mesh
-from recipekit.spec.refusal import Problem, Refusal
 from torch import nn
 
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
@@ -35,7 +37,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 class Asked(list[Any]):
-    """Makes functions that note their call and give an answer."""
+    """A factory for functions that record their calls and return a fixed answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         super().__init__()
@@ -81,14 +83,12 @@ def quiet_start(asked: Asked, on_gpu: bool) -> None:
     asked.of(
         start,
         gpus_in_use=on_gpu,
-        quiet=None,
+        quiet_library_logs=None,
         prepare_ops=None,
-        do_without_shm_op=None,
-        check_memory=None,
-        shared_problems=[],
-        waiting_group=None,
+        skip_shm_op_build=None,
+        long_wait_group=None,
     )
-    asked.of(start.deepspeed, init_distributed=None).of(start, time_limit=None)
+    asked.of(start.deepspeed, init_distributed=None).of(start, collective_timeout=None)
     asked.of(torch, manual_seed=None).of(
         torch.cuda, set_device=None, is_bf16_supported=False, get_device_name="Tesla V100"
     )
@@ -96,23 +96,22 @@ def quiet_start(asked: Asked, on_gpu: bool) -> None:
 
 def test_a_rank_takes_the_gpu_of_its_number_on_its_host(asked: Asked) -> None:
     quiet_start(asked, on_gpu=True)
-    assert start.start(plan_of()) == GPU
+    assert start.initialize_distributed(plan_of()) == GPU
     names = [call[0] for call in asked]
     assert (
         ("set_device", GPU) in asked
         and ("is_bf16_supported", False) in asked
         and ("get_device_name", GPU) in asked
     )
-    assert ("manual_seed", 3) in asked and names.index("init_distributed") < names.index(
-        "check_memory"
-    ) < names.index("set_device")
-    with pytest.raises(Refusal, match="Tesla V100 does not support bf16"):
-        start.start(plan_of(engine="ddp"))
+    assert ("manual_seed", 3) in asked
+    assert names.index("init_distributed") < names.index("set_device")
+    with pytest.raises(ConfigError, match="Tesla V100 does not support bf16"):
+        start.initialize_distributed(plan_of(engine="ddp"))
 
 
 def test_a_rank_without_a_gpu_asks_for_none(asked: Asked) -> None:
     quiet_start(asked, on_gpu=False)
-    assert start.start(plan_of(engine="ddp")) == CPU
+    assert start.initialize_distributed(plan_of(engine="ddp")) == CPU
     assert not {"set_device", "is_bf16_supported", "get_device_name"} & {call[0] for call in asked}
 
 
@@ -131,18 +130,20 @@ def memory_asked(
     rank: int,
     local: tuple[int, int],
     mesh: Mesh,
-    free: int = 777,
+    stage: int = 0,
 ) -> list[tuple[Any, ...]]:
-    """Returns (place, bytes on a rank, free bytes, ranks, device) of each question whether memory
-    suffices.
+    """Return the arguments of each memory check.
+
+    They are (place, bytes on a rank, free bytes, ranks, device). Only the pipeline stage `stage`
+    needs memory.
     """
     questions: list[Any] = []
     command = SimpleNamespace(rank=rank, local_rank=local[0], local_ranks=local[1])
-    plan: Any = SimpleNamespace(model_config={}, mesh=mesh, command=command)
-    asked.of(start, free_memory=free).of(torch.cuda, mem_get_info=(555, 999), get_device_name=H100)
-    asked._patch.setattr(
-        start, "rank_plan", lambda plan, stage: asked.append(("stage", stage)) or TERMS
+    plan: Any = SimpleNamespace(mesh=mesh, command=command)
+    asked.of(resolution, free_memory=777).of(
+        torch.cuda, mem_get_info=(555, 999), get_device_name=H100
     )
+    terms_of_stages = [TERMS if number == stage else [] for number in range(mesh.pp)]
 
     def too_much(
         terms: list[Term], place: str, free: int, ranks: int = 1, on: str = ""
@@ -153,8 +154,8 @@ def memory_asked(
         questions.append((place, sizes, free, ranks, on.partition(" that is free")[0]))
         return []
 
-    asked._patch.setattr(start, "too_much", too_much)
-    start.check_memory(plan, device)
+    asked._patch.setattr(resolution, "memory_problems", too_much)
+    resolution.check_memory(plan, terms_of_stages, device)
     return questions
 
 
@@ -171,7 +172,7 @@ def test_a_gpu_has_its_own_memory_and_the_host_what_is_pinned(
     )
     assert second[:4] == (HOST, {"pinned masters": (50, 64, False), "bound": (8, 16, True)}, 777, 2)
     assert ("mem_get_info", GPU) in asked
-    # 512 + 64 bytes, without what is a bound
+    # The value is 512 + 64 bytes, because upper bounds are not counted.
     assert "offload pins 0.00 MiB of host memory" in capsys.readouterr().out
     memory_asked(asked, GPU, 1, (1, 2), Mesh(dp=2))
     assert not capsys.readouterr().out, "one rank says it"
@@ -191,27 +192,25 @@ def test_on_a_cpu_all_but_nvme_lies_in_the_hosts_memory(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("mesh", "rank", "local", "stage", "alike"),
     [
-        (Mesh(dp=2, pp=4), 5, (1, 4), 2, 2),  # ranks 4 to 7 are on this host, of stages 2, 2, 3, 3
+        (Mesh(dp=2, pp=4), 5, (1, 4), 2, 2),  # this host has ranks 4 to 7, of stages 2, 2, 3, 3
         (Mesh(dp=2, pp=4), 6, (2, 4), 3, 2),
         (Mesh(dp=4, pp=2), 1, (1, 8), 0, 4),
         (Mesh(dp=4, pp=2), 7, (3, 4), 1, 4),
         (Mesh(dp=1, pp=4), 3, (3, 4), 3, 1),
         (Mesh(dp=6), 5, (1, 2), 0, 2),
-        (Mesh(dp=6), 5, (0, 0), 0, 1),  # a launcher that does not tell
+        (Mesh(dp=6), 5, (0, 0), 0, 1),  # a launcher that sets no local rank
     ],
     ids=str,
 )
 def test_ranks_of_one_stage_share_the_hosts_memory(
     asked: Asked, mesh: Mesh, rank: int, local: tuple[int, int], stage: int, alike: int
 ) -> None:
-    """Every rank asks for the terms of its own stage, and as many are counted as are on its
-    host.
-    """
-    [question] = memory_asked(asked, CPU, rank, local, mesh)
-    assert ("stage", stage) in asked and question[3] == alike
+    """Every rank checks its stage's terms, multiplied by the number of ranks on its host."""
+    [question] = memory_asked(asked, CPU, rank, local, mesh, stage)
+    assert "states" in question[1] and question[3] == alike
 
 
-# What is compiled
+# Compilation
 # -------------------------------------------------------------------------------------------------
 
 
@@ -237,14 +236,23 @@ def test_what_is_compiled_follows_from_the_device(
     whole: bool,
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", hip)
-    asked.of(engine, check_torch_compile=[], shared_problems=[], layers_whole=whole)
-    asked.of(engine.compiled, switch=None, compile_layers=(2, 1, 0))
+    asked.of(engine, check_torch_compile=[], shared_problems=[])
+    asked.of(resolve, compiles_full_layers=whole).of(
+        engine.compiled, set_fusion=None, compile_layers=(2, 1, 0)
+    )
     recipe = SimpleNamespace(compile=asks, deterministic=True, adapt=None, tp=1, sp=2, ep=1)
-    built: Any = SimpleNamespace(models=["m"], loss_path=IN_CHUNKS, architecture="x")
     plan: Any = SimpleNamespace(recipe=recipe, ds_config={})
     said: list[str] = []
-    engine.compile_model(plan, "llama", built, device, said.append)
-    assert ("switch", on, True, asks == "on") in asked
+
+    def compile_model() -> None:
+        target = resolution.target_here(device)
+        choice = resolve.compile_choice(plan, "llama", target)
+        model_plan = SimpleNamespace(compile=choice, loss_path=CHUNKED_LOSS, architecture="x")
+        built: Any = SimpleNamespace(models=["m"], model_plan=model_plan)
+        engine.compile_model(plan, built, device, said.append)
+
+    compile_model()
+    assert ("set_fusion", on, True, asks == "on") in asked
     assert [call for call in asked if call[0] == "check_torch_compile"] == (
         [("check_torch_compile", device.type == "cuda")] if on else []
     )
@@ -258,7 +266,7 @@ def test_what_is_compiled_follows_from_the_device(
     )
     recipe.adapt = lambda model: model
     asked.clear()
-    engine.compile_model(plan, "llama", built, device, said.append)
+    compile_model()
     assert [call for call in asked if call[0] == "compile_layers"] == (
         [("compile_layers", ["m"], False)] if on else []
     ), "an adapter keeps layers in parts"
@@ -267,16 +275,19 @@ def test_what_is_compiled_follows_from_the_device(
 def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked: Asked) -> None:
     problem = Problem("triton", "is not there", "install it")
     asked.of(engine, check_torch_compile=[problem], shared_problems=[problem])
-    asked.of(engine.compiled, switch=None, compile_layers=(0, 0, 0))
-    built: Any = SimpleNamespace(models=[], loss_path=FULL_LOGITS, architecture="x")
-    recipe = SimpleNamespace(compile="auto", deterministic=False, adapt=None, tp=1, sp=1, ep=1)
+    asked.of(engine.compiled, set_fusion=None, compile_layers=(0, 0, 0))
+    model_plan = SimpleNamespace(
+        compile=CompileChoice(PARTS, ""), loss_path=FULL_LOGITS_LOSS, architecture="x"
+    )
+    built: Any = SimpleNamespace(models=[], model_plan=model_plan)
+    recipe = SimpleNamespace(compile="auto", deterministic=False)
     said: list[str] = []
-    plan: Any = SimpleNamespace(recipe=recipe, ds_config={})
-    engine.compile_model(plan, "llama", built, torch.device("cuda"), said.append)
-    assert ("switch", False, False, False) in asked and "nothing is compiled: triton" in said[0]
+    plan: Any = SimpleNamespace(recipe=recipe)
+    engine.compile_model(plan, built, GPU, said.append)
+    assert ("set_fusion", False, False, False) in asked and "nothing is compiled: triton" in said[0]
     recipe.compile = "on"
-    with pytest.raises(Refusal, match="triton"):
-        engine.compile_model(plan, "llama", built, torch.device("cuda"), said.append)
+    with pytest.raises(ConfigError, match="triton"):
+        engine.compile_model(plan, built, GPU, said.append)
 
 
 @pytest.mark.parametrize(("capability", "found"), [((6, 1), 1), ((7, 0), 0), ((9, 0), 0)])
@@ -319,7 +330,7 @@ def test_a_compiler_is_looked_for_by_the_device(monkeypatch: pytest.MonkeyPatch)
     ] == ["compiler mycc", "compiler mycxx"]
 
 
-# Torch's engines
+# PyTorch's engines
 # --------------------------------------------------------------------------------------------------
 
 
@@ -336,10 +347,12 @@ def test_ddp_is_made_for_the_device_and_sums_everywhere_alike(
         torch_engine, "DistributedDataParallel", lambda module, **given: named.update(given) or made
     )
     asked._patch.setattr(
-        torch_engine, "_Spare", lambda module, device: asked.append(("spare", device)) or module
+        torch_engine,
+        "_WithSpareParameter",
+        lambda module, device: asked.append(("spare", device)) or module,
     )
     groups: Any = SimpleNamespace(dp_group="group")
-    assert torch_engine._ddp(nn.Linear(2, 2), groups, device) is made
+    assert torch_engine._wrap_ddp(nn.Linear(2, 2), groups, device) is made
     assert named == {
         "device_ids": [device] if device == GPU else None,
         "process_group": "group",
@@ -359,8 +372,9 @@ def test_ddp_is_made_for_the_device_and_sums_everywhere_alike(
 def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(
     asked: Asked, device: torch.device, precision: str
 ) -> None:
-    """NCCL has a mean, gloo has not; the loss is scaled in fp16 only, on the device's own
-    scaler.
+    """NCCL supports a mean, but gloo does not.
+
+    The loss is scaled only in fp16, with a scaler for the device.
     """
     model: Any = nn.Linear(2, 2)
     model.set_reduce_scatter_unused_params = lambda on: asked.append(("unused", on))
@@ -369,16 +383,16 @@ def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(
     asked._patch.setattr(
         torch_engine.torch.amp, "GradScaler", lambda kind, enabled: scalers.append((kind, enabled))
     )
-    asked.of(torch_engine, _optimizer="optimizer", parameter_groups="groups")
+    asked.of(torch_engine, _torch_optimizer="optimizer", parameter_groups="groups")
     asked._patch.setattr(torch_engine, "TorchEngine", lambda **given: given)
     built: Any = SimpleNamespace(model=model, blueprint=SimpleNamespace(trained={}))
     config = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
     groups: Any = SimpleNamespace(dp_group="group")
-    made: Any = torch_engine.make(built, groups, "fsdp2", precision, config, device)
+    made: Any = torch_engine.make_torch_engine(built, groups, "fsdp2", precision, config, device)
     assert [call for call in asked if call[0] in ("unused", "sum")] == [("unused", True)] + (
         [("sum", True)] if device == CPU else []
     )
-    assert ("_optimizer", "groups", config, "group", True) in asked
+    assert ("_torch_optimizer", "groups", config, "group", True) in asked
     assert scalers == [(device.type, precision == "fp16")]
     assert (
         made["autocast"],
@@ -387,10 +401,13 @@ def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(
         made["group"],
         made["device"],
     ) == (None, 3, 0.5, "group", device)
-    asked.of(torch_engine, _ddp="wrapped")
-    made = torch_engine.make(built, groups, "ddp", precision, config, device)
-    assert (made["called"], made["autocast"]) == ("wrapped", torch_engine.half(precision)) and (
-        "_optimizer",
+    asked.of(torch_engine, _wrap_ddp="wrapped")
+    made = torch_engine.make_torch_engine(built, groups, "ddp", precision, config, device)
+    assert (made["forward_module"], made["autocast"]) == (
+        "wrapped",
+        torch_engine.compute_dtype(precision),
+    ) and (
+        "_torch_optimizer",
         "groups",
         config,
         "group",
@@ -409,7 +426,7 @@ def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(
     groups: Any = SimpleNamespace(dp_group="group")
     divided: dict[str, Any] = {}
     monkeypatch.setattr(torch_engine, "fully_shard", lambda layer, **given: divided.update(given))
-    torch_engine.divider(groups, precision, kind)(torch.nn.Linear(2, 2))
+    torch_engine.fsdp2_sharder(groups, precision, kind)(torch.nn.Linear(2, 2))
     policy = divided["mp_policy"]
     assert divided["mesh"] == "mesh" and not divided["ignored_params"]
     assert (policy.param_dtype, policy.reduce_dtype) == (
@@ -418,21 +435,21 @@ def test_fsdp2_sums_in_fp32_on_the_mesh_of_the_device(
     assert asked == [("from_group", "group", kind, ("dp",))]
 
 
-# Facts, and what is told of them
+# Recorded facts and their output
 # ----------------------------------------------------------------------------------
 
 
 def test_peak_memory_is_what_the_devices_allocator_took(asked: Asked) -> None:
     asked.of(torch.cuda, max_memory_reserved=123, max_memory_allocated=99)
-    assert facts.peak_memory(GPU) == 123 and asked == [("max_memory_reserved", GPU)]
-    assert facts.peak_memory(CPU) > 10**7 and len(asked) == 1
+    assert run_metadata.peak_memory(GPU) == 123 and asked == [("max_memory_reserved", GPU)]
+    assert run_metadata.peak_memory(CPU) > 10**7 and len(asked) == 1
 
 
 def test_a_device_has_its_name(asked: Asked) -> None:
     asked.of(torch.cuda, is_available=True, get_device_name=H100)
-    assert facts.device_name() == H100
+    assert run_metadata.device_name() == H100
     asked.of(torch.cuda, is_available=False)
-    assert facts.device_name() == facts.platform.machine() != H100
+    assert run_metadata.device_name() == run_metadata.platform.machine() != H100
 
 
 @pytest.mark.parametrize(
@@ -442,15 +459,9 @@ def test_a_device_has_its_name(asked: Asked) -> None:
 def test_an_unknown_peak_is_told_of_a_gpu(
     asked: Asked, name: str, device: torch.device, says: str
 ) -> None:
-    asked.of(prepare, step_flops="flops")
-    recipe = SimpleNamespace(model="m", adapt=None)
-    built = SimpleNamespace(attention="sdpa")
     loaded: Any = SimpleNamespace(
-        plan=SimpleNamespace(recipe=recipe),
         engine=SimpleNamespace(device=device),
-        model_config={},
-        built=built,
-        task=SimpleNamespace(facts=None),
+        model_plan=SimpleNamespace(flops="flops" if name == H100 else None),
     )
     said: list[str] = []
     flops, peak = prepare.speed_limits(loaded, name, said.append)
@@ -472,7 +483,7 @@ def test_a_build_has_the_facts_of_its_cards(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     asked.of(torch.backends.cudnn, version=92000).of(torch.cuda, get_arch_list=["sm_90"])
-    found = build_facts.build_facts(tmp_path / "none")
+    found = build_info.collect_build_info(tmp_path / "none")
     assert (found["capabilities"], found["device_memory"], found["cudnn"], found["archs"]) == (
         ["8.9", "9.0"],
         [80, 24, 80],
@@ -481,7 +492,7 @@ def test_a_build_has_the_facts_of_its_cards(
     )
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    found = build_facts.build_facts(tmp_path / "none")
+    found = build_info.collect_build_info(tmp_path / "none")
     assert (found["capabilities"], found["device_memory"], found["cudnn"]) == (None, None, None)
 
 
@@ -493,7 +504,7 @@ def test_the_devices_generator_is_saved_and_restored(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked.of(torch.cuda, is_available=True, get_rng_state="device state", set_rng_state=None)
-    states = save.generator_states()
+    states = save.rng_states()
     assert states["cuda"] == "device state" and states.keys() == {
         "torch",
         "python",
@@ -501,14 +512,14 @@ def test_the_devices_generator_is_saved_and_restored(
         "cuda",
     }
     drawn = torch.rand(3).tolist(), random.random(), np.random.rand()
-    load.restore_generator_states(states)
+    load.restore_rng_states(states)
     assert (
         asked[-1] == ("set_rng_state", "device state")
         and (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     asked.clear()
-    load.restore_generator_states(save.generator_states())
+    load.restore_rng_states(save.rng_states())
     assert not asked
 
 
@@ -522,11 +533,11 @@ def test_the_devices_generator_is_saved_and_restored(
     ],
 )
 def test_a_count_lies_where_the_step_looks_for_it(group: dict[str, Any], there: bool) -> None:
-    """The meta device stands for one beside the host."""
+    """The meta device represents a device other than the host."""
     weight = torch.empty(2, device="meta")
     counts = {weight: {"step": torch.tensor(3.0)}}
     optimizer = SimpleNamespace(param_groups=[{}, group], state=counts)
-    load.place_counts(optimizer)
+    load.place_step_counts(optimizer)
     assert counts[weight]["step"].device.type == ("meta" if there else "cpu")
 
 
@@ -534,7 +545,7 @@ def test_a_count_lies_where_the_step_looks_for_it(group: dict[str, Any], there: 
 def test_batches_are_pinned_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, available: bool
 ) -> None:
-    from recipekit.data import lanes
+    from recipekit.data import batching
 
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
@@ -542,12 +553,12 @@ def test_batches_are_pinned_where_there_is_a_gpu(
     domains: Any = SimpleNamespace(step=0, domains=["one"], deal=lambda rows: [], state=dict)
     made = {"input_ids": torch.zeros(1), "labels": torch.ones(1)}
     batches, _ = next(
-        lanes.steps(
+        batching.iter_steps(
             domains,
             lambda mine: [made, made],
             Request(dataset="x", global_batch=4),
             {},
-            lanes.DataRank(2, 0),
+            batching.DataRank(2, 0),
         )
     )
     assert (
@@ -555,7 +566,7 @@ def test_batches_are_pinned_where_there_is_a_gpu(
         and len(batches) == 2
         and batches[0].keys() == made.keys()
     )
-    assert Domains is lanes.Domains
+    assert RowDealer is batching.RowDealer
 
 
 def test_a_timed_instruction_waits_for_the_device_before_and_after(
@@ -572,18 +583,18 @@ def test_a_timed_instruction_waits_for_the_device_before_and_after(
 
     class Engine:
         _INSTRUCTION_MAP = dict.fromkeys(
-            timeline.KINDS, lambda engine, **given: asked.append("work")
+            timeline.INSTRUCTION_KINDS, lambda engine, **given: asked.append("work")
         )
 
     engine: Any = Engine()
-    forward = next(kind for kind, name in timeline.KINDS.items() if name == "forward")
-    with timeline.record(engine, on=True) as spans:
+    forward = next(kind for kind, name in timeline.INSTRUCTION_KINDS.items() if name == "forward")
+    with timeline.record_schedule(engine, enabled=True) as spans:
         for phase in (0, 1):
             engine._INSTRUCTION_MAP[forward](engine, phase=phase)
     assert [call for call in asked if isinstance(call, str)] == ["wait", "work", "wait"] * 2
     assert spans == [
-        timeline.Span("forward", 0, 0, 1.0, 3.0),
-        timeline.Span("forward", 1, 0, 4.0, 7.0),
+        timeline.InstructionSpan("forward", 0, 0, 1.0, 3.0),
+        timeline.InstructionSpan("forward", 1, 0, 4.0, 7.0),
     ]
     assert engine._INSTRUCTION_MAP is Engine._INSTRUCTION_MAP
 
@@ -602,55 +613,75 @@ def test_a_dry_run_is_for_the_device_that_is_named_else_seen(
         get_device_name="seen",
         get_device_properties=SimpleNamespace(total_memory=7),
     )
-    assert show.seen_device(command) == ("seen", 7)
-    assert show.seen_device(SimpleNamespace(device="H100-SXM"))[0] == H100  # type: ignore[index, arg-type]
+    assert resolve.target_device(command) == ("seen", 7)
+    assert resolve.target_device(SimpleNamespace(device="H100-SXM"))[0] == H100  # type: ignore[index, arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert show.seen_device(command) is None
-    chosen: list[Any] = []
-    monkeypatch.setattr(
-        show, "choose_attention", lambda *given: chosen.append(given) or ("sdpa", "")
-    )
-    recipe = SimpleNamespace(attention="auto", model="m", facts=None, micro_batch=2, seq_len=9)
-    for precision, dtype in (
-        ("bf16", torch.bfloat16),
-        ("fp16", torch.float16),
-        ("fp32", torch.float32),
+    assert resolve.target_device(command) is None
+    asked.of(resolve, config_in_files=({}, ""), resolve_model=None)
+    for device, target in (
+        ("", resolve.TargetDevice(CPU, "", compiles=False)),
+        ("H100-SXM", resolve.TargetDevice(torch.device("cuda"), H100, compiles=True)),
+        (
+            "MI300X",
+            resolve.TargetDevice(torch.device("cuda"), "AMD Instinct MI300X", compiles=False),
+        ),
     ):
-        for seen, device in ((None, "cpu"), (("x", 1), "cuda")):
-            monkeypatch.setattr(show, "seen_device", lambda command, seen=seen: seen)
-            show.attention_of(
-                SimpleNamespace(recipe=recipe, model_config={}, precision=precision, command=None)
-            )  # type: ignore[arg-type]
-            assert chosen.pop()[4:] == (Activations(dtype, torch.device(device), (2, 9)),)
+        plan: Any = SimpleNamespace(command=SimpleNamespace(device=device))
+        resolve.resolve_here(plan)
+        assert ("resolve_model", plan, {}, target) in asked
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
+)
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_the_attention_is_chosen_for_precision_and_device(
+    monkeypatch: pytest.MonkeyPatch, precision: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    chosen: list[Any] = []
+
+    def choose_attention(*given: Any) -> tuple[str, str]:
+        chosen.append(given)
+        raise config_error("attention", "is chosen", "look")
+
+    monkeypatch.setattr(resolve, "choose_attention", choose_attention)
+    recipe = SimpleNamespace(attention="auto", model="m", task_spec=None, micro_batch=2, seq_len=9)
+    plan: Any = SimpleNamespace(recipe=recipe, mesh=Mesh(), precision=precision)
+    with pytest.raises(ConfigError, match="is chosen"):
+        resolve.resolve_model(plan, {}, resolve.TargetDevice(device, "", compiles=False))
+    assert chosen == [("auto", {}, "m", None, Activations(dtype, device, (2, 9)))]
 
 
 def test_the_states_of_a_cpu_rank_lie_in_the_hosts_memory(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from recipekit.plan import make_plan
+    from recipekit.plan import resolve_run
     from recipekit.spec.command import parse
     from recipekit.spec.recipe import Recipe
 
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             Recipe(model="meta-llama/Llama-3.2-1B", ds_config="zero2_cpu.json"),
             Path("needs.py"),
             ["--tiny"],
         )
     )
-    terms = show.fullest(plan, *show.drawn_up(plan))
-    accelerator, host = (show.total(terms, place) for place in (ACCELERATOR, HOST))
+    terms = resolve.resolve_here(plan)[0].fullest
+    accelerator, host = (total_bytes(terms, place) for place in (ACCELERATOR, HOST))
     assert accelerator > 0 and host > 0
     asked.of(
         torch.cuda,
         get_device_properties=SimpleNamespace(total_memory=accelerator),
         get_device_name=H100,
     )
-    assert needs.count_needs(plan, on_gpu=False)["host"] == host + accelerator and not asked
-    assert needs.count_needs(plan, on_gpu=True)["host"] == host
+    assert (
+        needs.count_required_bytes(plan, on_gpu=False)["host"] == host + accelerator and not asked
+    )
+    assert needs.count_required_bytes(plan, on_gpu=True)["host"] == host
     asked.of(torch.cuda, get_device_properties=SimpleNamespace(total_memory=accelerator - 1))
-    with pytest.raises(Refusal, match=f"accelerator memory of {H100}"):
-        needs.count_needs(plan, on_gpu=True)
+    with pytest.raises(ConfigError, match=f"accelerator memory of {H100}"):
+        needs.count_required_bytes(plan, on_gpu=True)
 
 
 def card(number: int, used: int = 0) -> Gpu:
@@ -669,18 +700,20 @@ def card(number: int, used: int = 0) -> Gpu:
 def test_gpus_of_other_ranks_are_not_looked_at(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rules: list[str]
 ) -> None:
-    """Of three cards the second is in use: one rank does not take it."""
+    """The second of three GPUs is in use, but a single rank does not use that GPU."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus, "gpus", lambda: [card(0, 2 << 30), card(1, 12 << 30), card(2)])
     monkeypatch.setattr(
-        gpus, "check_shared_memory", lambda folder: [Row("shared memory", str(folder))]
+        gpus, "visible_gpus", lambda: [card(0, 2 << 30), card(1, 12 << 30), card(2)]
+    )
+    monkeypatch.setattr(
+        gpus, "check_shared_memory", lambda folder: [ReportRow("shared memory", str(folder))]
     )
     found = list(gpus.check_devices(ranks))
     problems = [problem for problem in found if isinstance(problem, Problem)]
     assert len(problems) == len(rules) and all(
         rule in problem.rule for rule, problem in zip(rules, problems, strict=True)
     )
-    assert Row("shared memory", "/dev/shm") in found and "3 x L4 24.0 GiB" in found[0][1]
+    assert ReportRow("shared memory", "/dev/shm") in found and "3 x L4 24.0 GiB" in found[0][1]
 
 
 def test_gpus_are_in_use_where_torch_was_built_for_them_and_sees_one(
@@ -694,7 +727,7 @@ def test_gpus_are_in_use_where_torch_was_built_for_them_and_sees_one(
     ):
         monkeypatch.setattr(
             torch_builds,
-            "installed",
+            "torch_platform_version",
             lambda platform="cuda", built=built: built if platform == "cuda" else None,
         )
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)
@@ -705,10 +738,12 @@ def test_gpus_are_in_use_where_torch_was_built_for_them_and_sees_one(
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     asked.of(torch.cuda, is_available=True)
     monkeypatch.setattr(
-        torch_builds, "installed", lambda platform="cuda": "6.3" if platform == "hip" else None
+        torch_builds,
+        "torch_platform_version",
+        lambda platform="cuda": "6.3" if platform == "hip" else None,
     )
     assert torch_builds.gpus_in_use()
-    monkeypatch.setattr(torch_builds, "installed", lambda platform="cuda": None)
+    monkeypatch.setattr(torch_builds, "torch_platform_version", lambda platform="cuda": None)
     assert not torch_builds.gpus_in_use()
 
 
@@ -730,18 +765,18 @@ def test_ranks_meet_over_nccl_where_there_are_gpus(
     asked.of(speed.dist, init_process_group=None, all_reduce=None).of(
         speed.dist.distributed_c10d, _set_pg_timeout=None
     )
-    assert speed.join() == {"network": ""}
+    assert speed.join_process_group() == {"network": ""}
     device = GPU if on_gpu else CPU
     calls = [call for call in asked if call[0] != "gpus_in_use"]
     assert (
         "init_process_group",
         "nccl" if on_gpu else "gloo",
-        speed.JOIN if on_gpu else speed.LIMIT,
+        speed.JOIN_TIMEOUT if on_gpu else speed.COLLECTIVE_TIMEOUT,
     ) in calls
     assert ("zeros", 1, device) in calls and (("set_device", GPU) in calls) == (
         ("synchronize", GPU) in calls
     ) == on_gpu
-    assert ("_set_pg_timeout", speed.LIMIT) in calls
+    assert ("_set_pg_timeout", speed.COLLECTIVE_TIMEOUT) in calls
     assert ("NCCL_DEBUG_FILE" in os.environ) == (on_gpu and not told)
 
 
@@ -750,7 +785,7 @@ def test_deepspeed_is_told_of_the_cpu_where_there_is_nothing_else(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, sees: bool
 ) -> None:
     for name in ("DS_ACCELERATOR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.setenv(name, "x")  # so that it is put back
+        monkeypatch.setenv(name, "x")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_PORT", "77")
     asked.of(torch.accelerator, is_available=sees)

@@ -1,5 +1,6 @@
-"""The end of a run: the block, summary.md, loss.png and the command that continues, against
-metrics.jsonl and run.json.
+"""The end of a run: summary block, summary.md, loss.png and the command to continue.
+
+Their contents are compared with metrics.jsonl and run.json.
 """
 
 import dataclasses
@@ -20,13 +21,14 @@ import pytest
 from disks import fill, small_disk
 from job import NANO, Job, checkpoints, deepspeed, steps_done
 from recipekit.runtime import continuation, ending
-from recipekit.runtime.continuation import continue_command, launched, retyped
+from recipekit.runtime.continuation import continue_command, launcher_command, replace_flags
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.run_folder import unit_of
+from recipekit.spec.run_folder import unit_of_metrics
 from recipekit.spec.step_names import newest_complete
-from recipekit.track.loss_picture import draw_losses, envelope
+from recipekit.track.loss_plot import envelope, plot_losses
 from recipekit.track.metrics_file import MetricsFile
-from recipekit.track.summary import block_of, loading, model_in, page_of
+from recipekit.track.summary import loading_code, summary_block, summary_page, trained_model_note
+from run_metadata import FACTS
 
 
 def read(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -36,7 +38,7 @@ def read(run: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 def table(page: str) -> dict[str, str]:
-    """The rows of a summary."""
+    """Return the rows of a summary."""
     return {
         name: value.replace("\\|", "|")
         for name, value in re.findall(r"^\| (\w+) \| (.*) \|$", page, re.MULTILINE)
@@ -57,16 +59,14 @@ def seconds_in(text: str) -> list[int]:
 
 
 def check_summary(run: Path) -> dict[str, str]:
-    """Compute each number of summary.md a second time, from metrics.jsonl and run.json; return its
-    rows.
-    """
+    """Compute each number in summary.md from metrics.jsonl and run.json, and return the rows."""
     lines, facts = read(run)
     rows, last = table((run / "summary.md").read_text()), lines[-1]
     assert numbers_in(rows["steps"]) == [
         last["step"],
         facts["recipe"]["steps"],
         *([round(last["epoch"], 2)] if "epoch" in last else []),
-        last[unit_of(last)],
+        last[unit_of_metrics(last)],
     ]
     for name in ("loss", "eval_loss"):
         found = [(line[name], line["step"]) for line in lines if name in line]
@@ -87,7 +87,9 @@ def check_summary(run: Path) -> dict[str, str]:
     assert [float(share) for share in re.findall(r"([\d.]+)%", rows["time"])] == [
         pytest.approx(100 * part / sum(parts), abs=0.051) for part in parts
     ]
-    assert numbers_in(rows["speed"]) == [pytest.approx(last[unit_of(last)] / steps, abs=0.51)]
+    assert numbers_in(rows["speed"]) == [
+        pytest.approx(last[unit_of_metrics(last)] / steps, abs=0.51)
+    ]
     peak, planned = max(line["peak_mem_bytes"] for line in lines), facts["planned_memory"]["states"]
     mib = [
         float(value) * (1024 if unit == "GiB" else 1)
@@ -107,7 +109,10 @@ def last_line(text: str) -> str:
 
 
 def test_one_summary_is_true_after_stop_at_and_resume(pools: Any, tmp_path: Path) -> None:
-    from test_resume import BASE, train  # imports torch
+    from short_runs import (
+        BASE,  # imports torch
+        train,
+    )
 
     recipe, run = dataclasses.replace(BASE, export=True), tmp_path / "run"
     argv = ["--out", str(run), "--save_every", "2"]
@@ -132,13 +137,6 @@ def test_one_summary_is_true_after_stop_at_and_resume(pools: Any, tmp_path: Path
     assert last_line((run / "summary.md").read_text()) == said
     assert [line["step"] for line in read(run)[0] if "save_stall_s" in line] == [2, 3, 4, 6]
     assert [line["step"] for line in read(run)[0] if "eval_s" in line] == [2, 4, 6]
-
-
-FACTS = {
-    "recipe": {"name": "mine", "steps": 9, "task": "pretrain", "model": "org/base", "merge": False},
-    "identity": {},
-    "mesh": {"world": 1, "name": "dp1"},
-}
 
 
 def lines_of(*losses: float, **more: Any) -> list[dict[str, Any]]:
@@ -183,9 +181,11 @@ def lines_of(*losses: float, **more: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_rows_of_the_block(tmp_path: Path, lines: list[dict[str, Any]], row: str) -> None:
-    block = block_of(lines, FACTS, tmp_path, "the end")
+    block = summary_block(lines, FACTS, tmp_path, "the end")
     assert any(line.startswith(row) for line in block.splitlines()), block
-    assert last_line(block) == "the end" == last_line(page_of(lines, FACTS, tmp_path, "the end"))
+    assert (
+        last_line(block) == "the end" == last_line(summary_page(lines, FACTS, tmp_path, "the end"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,10 +234,10 @@ def test_two_lines_load_the_model(
         "recipe": FACTS["recipe"] | {"task": task, "merge": merge},
         "identity": {"adapter": adapter},
     }
-    assert loading(facts, tmp_path) == []
+    assert loading_code(facts, tmp_path) == []
     (tmp_path / "it's a \"hf").mkdir()
     (tmp_path / "it's a \"hf" / "hf").mkdir()
-    code = loading(facts, tmp_path / "it's a \"hf")
+    code = loading_code(facts, tmp_path / "it's a \"hf")
     assert len(code) == 2 and all(word in "\n".join(code) for word in words), code
     compile("\n".join(code), "code", "exec")
 
@@ -257,15 +257,15 @@ def test_an_adapter_of_random_weights_is_not_offered_as_a_model(
     (tmp_path / "hf" / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": base})
     )
-    plan: Any = SimpleNamespace(recipe=Recipe(steps=3), out=tmp_path, again="")
+    plan: Any = SimpleNamespace(recipe=Recipe(steps=3), out=tmp_path, resume_command="")
     assert said in ending.finished(plan, 3).text and (
         "randomly initialised" in ending.finished(plan, 3).text
     ) == (base is None)
     facts = FACTS | {"recipe": FACTS["recipe"] | {"task": "sft"}, "identity": {"adapter": {"r": 8}}}
-    assert len(loading(facts, tmp_path)) == (2 if base else 0)
-    assert ("randomly initialised" in model_in(tmp_path)) == (
+    assert len(loading_code(facts, tmp_path)) == (2 if base else 0)
+    assert ("randomly initialised" in trained_model_note(tmp_path)) == (
         base is None
-    ) and "convert to-hf --merge" in model_in(tmp_path)
+    ) and "convert to-hf --merge" in trained_model_note(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_an_adapter_of_random_weights_is_not_offered_as_a_model(
 def test_flags_that_ended_the_run_are_not_typed_again(
     words: str, changes: dict[str, str | None], now: str
 ) -> None:
-    assert retyped(words.split(), changes) == now.split()
+    assert replace_flags(words.split(), changes) == now.split()
 
 
 @pytest.mark.parametrize(
@@ -306,18 +306,18 @@ def test_flags_that_ended_the_run_are_not_typed_again(
             ["python", "-m", "torch.distributed.run", "a.py"],
         ),
         (["accelerate", "launch", "a.py"], ["accelerate", "launch", "a.py"]),
-        # it is started by `deepspeed`
+        # `deepspeed` starts it.
         (["python", "-u", "-m", "deepspeed.launcher.launch", "a.py"], []),
         (["bash", "-c", "deepspeed a.py"], []),
         (["slurmstepd: [1.0]"], []),
     ],
 )
 def test_a_launcher_is_known_by_its_command_line(words: list[str], typed: list[str]) -> None:
-    assert launched(words) == typed
+    assert launcher_command(words) == typed
 
 
 def test_the_command_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of plain python, of launch, and of one of several ranks that srun has started."""
+    """The commands are for plain python, for launch, and for one of srun's several ranks."""
     monkeypatch.setattr(sys, "argv", ["a.py", "--out", "b c", "--stop_at", "2"])
     monkeypatch.setattr(sys, "orig_argv", ["python", *sys.argv])
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -333,13 +333,14 @@ def test_the_command_to_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert continue_command(0, "auto", "", frozenset(), out) == "", "its agent decides the folder"
     monkeypatch.delenv("WANDB_SWEEP_ID")
     monkeypatch.setenv(
-        continuation.TYPED, json.dumps(["python", "-m", "launch", "a.py", "--out", "x$y"])
+        continuation.TYPED_COMMAND_VARIABLE,
+        json.dumps(["python", "-m", "launch", "a.py", "--out", "x$y"]),
     )
     assert continue_command(0, "auto", "", frozenset(), out) == "python -m launch a.py --out 'x$y'"
 
 
 def test_numbers_that_are_known_later_join_the_line_of_their_step(tmp_path: Path) -> None:
-    """Also of a line that waits in memory, on a full disk."""
+    """Late numbers also join a line that is still in memory because the disk is full."""
     said: list[str] = []
     with small_disk(tmp_path / "disk", "64k") as disk:
         file = MetricsFile(disk / "metrics.jsonl", said.append)
@@ -393,13 +394,13 @@ def test_100_000_steps_are_drawn_in_three_seconds_with_their_spike(tmp_path: Pat
         for step in range(100_000)
     ]
     lines[56_788]["loss"] = 9.0
-    draw_losses(lines[:10], "warm", tmp_path / "loss.png")
-    began = time.process_time()  # the machine may be busy
-    draw_losses(lines, "title", tmp_path / "loss.png")
+    plot_losses(lines[:10], "warm", tmp_path / "loss.png")
+    began = time.process_time()  # CPU time, because the machine may be busy
+    plot_losses(lines, "title", tmp_path / "loss.png")
     assert time.process_time() - began < 3
     pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).astype(int)
     left, right = (int(pixels.shape[1] * edge) for edge in (0.09, 0.985))
-    # above every other step, beside the legend
+    # The region above every other step, next to the legend.
     panel = pixels[60 : pixels.shape[0] // 4, left + 5 : int(0.8 * right)]
     blue = (panel[:, :, 2] - panel[:, :, 0] > 40).any(axis=0)
     at = (np.flatnonzero(blue) + 5) / (right - left)
@@ -418,7 +419,7 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(
             (out / "loss.png").mkdir()
         if fault == "no matplotlib":
             monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        ending.draw_picture(out, lines, FACTS, said.append)
+        ending.draw_loss_plot(out, lines, FACTS, said.append)
         assert not list(out.glob("*.tmp"))
     assert (
         len(said) == 1
@@ -431,9 +432,9 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(
 def test_a_killed_run_has_one_summary_after_its_resume(
     tmp_path: Path, ops: Callable[[str], None]
 ) -> None:
-    """Killed without a word, resumed until --stop_at, resumed to the end.
+    """The run is killed with SIGKILL, resumed with --stop_at, and resumed again to the end.
 
-    Only rank 0 draws, and the last line has the command.
+    Only rank 0 writes the plot, and the last line contains the command.
     """
     run = tmp_path / "run"
     flags = [
@@ -497,7 +498,7 @@ def test_a_killed_run_has_one_summary_after_its_resume(
 def test_a_refusal_after_the_first_step_closes_with_the_block(
     tmp_path: Path, ops: Callable[[str], None], ranks: int
 ) -> None:
-    """The limit of the shell on the size of files refuses the first checkpoint."""
+    """The shell's limit on file sizes makes the first checkpoint fail."""
     run = tmp_path / "run"
     flags = [
         str(NANO),

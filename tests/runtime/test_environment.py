@@ -1,4 +1,4 @@
-"""What torch reads when it is imported: ours is added, and what the user set stays."""
+"""Environment variables that torch reads on import: ours are added, and the user's are kept."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from job import NANO
 from pool import environment, free_port
 from recipekit.runtime import environment as runtime_environment
-from recipekit.runtime.environment import allocator_settings, complete
+from recipekit.runtime.environment import allocator_settings, set_torch_variables
 from recipekit.spec.cores import usable_cores
 
 NO_LIMIT = float("inf")
@@ -65,8 +65,9 @@ def test_without_pinned_memory_nothing_is_said_of_it() -> None:
 
 
 def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) -> str:
-    """What a real start says, of which only the training is left out: torch's allocator settings
-    and threads, as torch has read them.
+    """Start a run without its training; return the output.
+
+    The output contains torch's allocator settings and threads, as torch has read them.
     """
     code = (
         f"import sys, types; {before}\nfrom recipekit import run; from recipekit.spec.recipe import"
@@ -74,7 +75,7 @@ def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) 
         "def main(plan, peers):\n    import torch\n    print(*plan.notes, sep='\\n')\n"
         "    print('torch has', torch._C._accelerator_getAllocatorSettings(),"
         " torch.get_num_threads())\n    return 0\n"
-        # `run` is asked for; nothing is trained
+        # `run` is tested, but nothing is trained.
         "sys.modules['recipekit.train'] = types.SimpleNamespace(main=main)\n"
         f"run(Recipe(model='meta-llama/Llama-3.2-1B', ds_config='{ds_config}.json'), ['--tiny',"
         " '--out', sys.argv[1]])\n"
@@ -101,10 +102,10 @@ def started(tmp_path: Path, ds_config: str, before: str = "", **variables: str) 
 def test_torch_has_read_what_was_set(
     tmp_path: Path, ds_config: str, before: str, pinned: str
 ) -> None:
-    """The old name is read last.
+    """torch reads the old variable name last.
 
-    All holds where the file of a recipe has imported torch before, too: torch reads its allocators'
-    settings when they are asked for.
+    The settings also apply if the recipe file has already imported torch, because torch reads its
+    allocator settings only when they are needed.
     """
     place = {
         "LOCAL_SIZE": "2",
@@ -134,14 +135,15 @@ def told(
     own: int = 64,
     limit: float = NO_LIMIT,
 ) -> tuple[str | None, list[str]]:
-    """(the threads, what is said of them) on a host of 64 cores, of which the rank may use its
-    `own`, and all ranks may keep `limit` busy.
+    """Return (threads, messages about threads) on a host with 64 cores.
+
+    The rank may use `own` cores, and all ranks together may keep `limit` cores busy.
     """
     monkeypatch.setattr(runtime_environment, "cpu_limit", lambda: limit)
     monkeypatch.setattr(
         os, "sched_getaffinity", lambda process: set(range(own if process == 0 else 64))
     )
-    lines = complete(variables, config, ranks)
+    lines = set_torch_variables(variables, config, ranks)
     return variables.get("OMP_NUM_THREADS"), [line for line in lines if line.startswith("threads")]
 
 
@@ -149,7 +151,7 @@ def test_threads_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert told({}, 8, {}, monkeypatch)[0] == "8"
     assert told({}, 100, {}, monkeypatch)[0] == "1"
-    assert told({}, 1, {}, monkeypatch) == (None, [])  # every core is torch's own choice
+    assert told({}, 1, {}, monkeypatch) == (None, [])  # torch uses every core by default
     assert told({"OMP_NUM_THREADS": "3"}, 8, OFFLOAD, monkeypatch) == ("3", [])
     by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     assert told(dict(by_torchrun), 8, {}, monkeypatch) == ("1", [])
@@ -163,8 +165,8 @@ def test_threads_that_somebody_set_stay(monkeypatch: pytest.MonkeyPatch) -> None
 def test_cores_that_a_rank_is_bound_to_are_not_divided_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As srun --cpus-per-task 8 binds them."""
-    # all of its cores are torch's own choice
+    """`srun --cpus-per-task 8` binds them."""
+    # By default, torch uses all of these cores.
     assert told({}, 8, {}, monkeypatch, own=8) == (None, [])
     by_torchrun = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}
     line = (
@@ -172,7 +174,7 @@ def test_cores_that_a_rank_is_bound_to_are_not_divided_again(
         " OMP_NUM_THREADS=8"
     )
     assert told(by_torchrun, 8, OFFLOAD, monkeypatch, own=8) == ("1", [line])
-    # those of a job, which its ranks have in common
+    # A job's cores, which its ranks share.
     shared = ["threads: 4 for each rank, 32 cores for 8 ranks (OMP_NUM_THREADS)"]
     assert told({}, 8, {}, monkeypatch, own=32) == ("4", shared)
 
@@ -191,9 +193,9 @@ def test_cores_that_a_rank_is_bound_to_are_not_divided_again(
 def test_a_cpu_limit_decides_the_threads(
     limit: float, ranks: int, own: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ranks of a container share it, also where each is bound to cores (8 of 64).
+    """A container's ranks share the limit, even if each rank is bound to cores (8 of 64).
 
-    A single rank has threads for the limit only.
+    The threads of a single rank are limited as well.
     """
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     cores = f"a CPU limit of {limit:g} cores" if limit < 64 else f"{own} cores"
@@ -243,8 +245,9 @@ subprocess.run(words, env=os.environ | {"WORLD_SIZE": "1"})
 def test_a_launcher_that_starts_one_rank_without_being_asked_is_named(
     words: list[str], line: str, tmp_path: Path
 ) -> None:
-    """Programs with the launchers' names and process trees; `test_a_launcher_without_a_number`
-    starts real ones.
+    """The programs have the launchers' names and process trees.
+
+    `test_a_launcher_without_a_number` starts real launchers.
     """
     (tmp_path / words[0]).write_text(STARTS)
     (tmp_path / "mine.py").write_text(HINTS)

@@ -1,5 +1,6 @@
-"""The failure of one rank: told at once with its traceback and its name, and the end of every rank
-within seconds, whatever its peers wait in.
+"""Failure of one rank: its traceback is printed at once, and every rank ends within seconds.
+
+The message names the failed rank. The other ranks end even if they wait in a collective.
 """
 
 import json
@@ -19,19 +20,20 @@ import pytest
 from job import BIN, NANO, Job, checkpoints, command_line, contention, deepspeed, metrics
 from pool import FOLDERS, FORKS, ROOT, environment, free_port
 from recipekit.runtime import failure
-from recipekit.runtime.failure import GONE as LATEST
-from recipekit.runtime.failure import Peers, began
-from recipekit.spec.refusal import START_AGAIN, Problem, Refusal, refuse
-from recipekit.spec.run_folder import way_on
-from recipekit.storage.manifest import faults
+from recipekit.runtime.failure import EXIT_TIMEOUT as LATEST
+from recipekit.runtime.failure import Peers, process_start_time
+from recipekit.spec.errors import START_AGAIN, ConfigError, Problem, config_error
+from recipekit.spec.run_folder import continue_advice
+from recipekit.storage.manifest import find_faults
 from wandb_file import read_exit_codes
 
-START = 600.0  # seconds that ranks may take to start where others use the cores
-# seconds after the exception: the traceback is on the terminal, no rank is left
+START = 600.0  # seconds that the ranks may take to start on busy cores
+# Seconds after the exception until the traceback is on the terminal, and until all ranks have
+# ended.
 TOLD, GONE = 5.0, 15.0
 
-# A recipe that fails on one rank as it would under NCCL: leaving the group blocks, and no peer sees
-# a connection close, since a child holds the sockets open.
+# A recipe that fails on one rank as under NCCL. Leaving the group blocks, and a child process keeps
+# the sockets open, so the other ranks do not notice a closed connection.
 BREAKS = """
 import os, time
 from dataclasses import replace
@@ -40,7 +42,7 @@ from pathlib import Path
 import torch
 from llama_nano_zero2 import RECIPE
 from recipekit import run
-from recipekit.spec.refusal import refuse
+from recipekit.spec.errors import config_error
 
 WHERE, RANK = os.environ["BREAKS_IN"], os.environ["RANK"]
 torch.distributed.destroy_process_group = lambda *_: time.sleep(3600)
@@ -53,7 +55,7 @@ def fail(*_, **__):
     Path("failed.tmp").write_text(str(time.time()))
     Path("failed.tmp").rename("failed")
     if WHERE == "refusal":
-        raise refuse("what one rank meets", "is broken on purpose in the refusal", "mend it")
+        raise config_error("what one rank meets", "is broken on purpose in the refusal", "mend it")
     raise ValueError(f"broken on purpose in the {WHERE}")
 
 calls = 0
@@ -80,7 +82,7 @@ if __name__ == "__main__":
 
 
 def by_launch(recipe: Path, *flags: object, ranks: int) -> list[str]:
-    spawn = "torchrun" if ranks == 2 else "deepspeed"  # the quicker one for the quick test
+    spawn = "torchrun" if ranks == 2 else "deepspeed"  # torchrun is quicker, for the quick test
     return [
         sys.executable,
         "-m",
@@ -110,10 +112,11 @@ def by_torchrun(recipe: Path, *flags: object, ranks: int) -> list[str]:
 def broken(
     tmp_path: Path, ops: Callable[[str], None], compiling: subprocess.Popen[bytes]
 ) -> Iterator[Callable[..., Job]]:
-    """Starts a job of which one rank fails; returns it when no rank is left, having held the two
-    promises.
+    """Return a function that runs a job in which one rank fails, until all ranks have ended.
+
+    The function checks both time limits.
     """
-    compiling.wait()  # what is promised in seconds is promised for an idle machine
+    compiling.wait()  # the time limits assume an idle machine
     jobs: list[Job] = []
 
     def broken(
@@ -170,7 +173,7 @@ def alive(pid: int) -> bool:
 
 
 def named(job: Job, command: Any, where: str, rank: int, ranks: int) -> None:
-    """The traceback is there as a whole, and everyone says which rank it was."""
+    """Check that the traceback is complete and that every rank names the failed rank."""
     error = f"ValueError: broken on purpose in the {where}"
     assert (
         "Traceback (most recent call last):" in job.output
@@ -186,7 +189,7 @@ def named(job: Job, command: Any, where: str, rank: int, ranks: int) -> None:
         assert len(peers) == ranks - 1 and all(line.endswith(error) for line in peers), job.output
     if command is by_torchrun:
         assert f"(local_rank: {rank})" in job.output.partition("Root Cause")[2]
-    # no rank says more than that it followed: no traceback of a lost connection
+    # The other ranks print only one line each, and no traceback about a lost connection.
     assert job.output.count(error) <= 2 * ranks and "onnection closed" not in job.output
 
 
@@ -241,13 +244,13 @@ def test_a_refusal_of_one_rank_ends_all(
 
 @pytest.mark.slow
 def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path: Path) -> None:
-    """Rank 1 fails in step 2, while step 1 is saved in the background and W&B records."""
+    """Rank 1 fails in step 2, while a background save of step 1 runs and W&B records."""
     job = broken(deepspeed, "second step", 1, 2, "--save_every", 1, "--save_in_background")
     assert job.wait(60) == 1
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1]
     assert read_exit_codes(tmp_path / "run") == [1]
     for step in checkpoints(tmp_path / "run"):
-        assert faults(tmp_path / "run" / "checkpoints" / f"step_{step:08d}") == []
+        assert find_faults(tmp_path / "run" / "checkpoints" / f"step_{step:08d}") == []
     job.close()
     again = Job(
         tmp_path,
@@ -276,9 +279,7 @@ def test_what_a_failed_run_leaves_is_whole(broken: Callable[..., Job], tmp_path:
 def test_a_killed_rank_is_named_with_the_way_on(
     tmp_path: Path, ops: Callable[[str], None], command: Any, rank: int
 ) -> None:
-    """What kill -9, or the kernel for want of memory, leaves on the terminal under a plain
-    launcher.
-    """
+    """Under a plain launcher, kill -9 and the kernel's out-of-memory killer cause this output."""
     flags = (
         "--tiny",
         "--steps",
@@ -313,30 +314,34 @@ def test_a_killed_rank_is_named_with_the_way_on(
 
 def test_the_way_on_is_told_as_it_is(tmp_path: Path) -> None:
     assert (
-        way_on("auto", tmp_path)
+        continue_advice("auto", tmp_path)
         == "no checkpoint is complete yet: the same command starts from the beginning"
     )
     step = tmp_path / "checkpoints" / "step_00000012"
     step.mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000012")
     assert (
-        way_on("auto", tmp_path)
+        continue_advice("auto", tmp_path)
         == "no checkpoint is complete yet: the same command starts from the beginning"
     )
     (step / "manifest.json").write_text(json.dumps({"step": 12}))
-    assert way_on("auto", tmp_path) == "the same command resumes from step 12"
-    assert way_on("never", tmp_path) == "the same command with --resume auto resumes from step 12"
+    assert continue_advice("auto", tmp_path) == "the same command resumes from step 12"
+    assert (
+        continue_advice("never", tmp_path)
+        == "the same command with --resume auto resumes from step 12"
+    )
 
 
-# Ranks that do nothing but watch each other
+# Ranks that only watch each other
 # ------------------------------------------------------------------------
 
 
 def watch(
     own: dict[str, str], log: str, body: Callable[[Peers], None], before: Callable[[], None] | None
 ) -> None:
-    """One rank, forked: it meets the others, runs `body`, and leaves; `before` comes ahead of
-    all.
+    """Run one forked rank: it meets the other ranks, runs `body`, and leaves.
+
+    `before` runs first.
     """
     os.environ.clear()
     os.environ.update(own)
@@ -344,23 +349,26 @@ def watch(
     for target in (1, 2):
         os.dup2(output, target)
     import torch.distributed as dist
-    from recipekit.parallel.groups import waiting_group
+    from recipekit.parallel.groups import long_wait_group
 
     if before is not None:
         before()
     dist.init_process_group("gloo")
     peers = Peers()
-    peers.watch(waiting_group())
+    peers.watch(long_wait_group())
     with peers:
         body(peers)
     peers.leave()
     dist.destroy_process_group()
-    os._exit(7)  # not what anything else ends with
+    os._exit(7)  # a code that nothing else exits with
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, pools: Any) -> Callable[..., list[tuple[int | None, str]]]:
-    """(exit code, output) of each of three such ranks, of which `stuck` are not waited for."""
+    """Return a function that runs three such ranks and returns (exit code, output) for each rank.
+
+    The function does not wait for ranks in `stuck`.
+    """
 
     def ranks(
         body: Callable[[Peers], None],
@@ -398,7 +406,7 @@ def ranks(tmp_path: Path, pools: Any) -> Callable[..., list[tuple[int | None, st
 
 
 def blocked() -> None:
-    """In a collective that rank 2 never comes to, although its connections stay open."""
+    """Wait in a collective that rank 2 never enters, although rank 2's connections stay open."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -456,8 +464,10 @@ def test_rank_0_holds_the_store_until_all_have_seen_its_mark(ranks: Callable[...
 def rank_2_is_killed_on_another_host(peers: Peers) -> None:
     host = "one" if os.environ["RANK"] == "0" else "two"
     platform.node = lambda: host
-    peers._here = {
-        rank: place for rank, place in peers._here.items() if (rank == 0) == (host == "one")
+    peers._local_processes = {
+        rank: place
+        for rank, place in peers._local_processes.items()
+        if (rank == 0) == (host == "one")
     }
     if os.environ["RANK"] == "2":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -465,7 +475,7 @@ def rank_2_is_killed_on_another_host(peers: Peers) -> None:
 
 
 def test_every_host_is_told_of_a_killed_rank(ranks: Callable[..., Any]) -> None:
-    """In full on its own."""
+    """The full message must appear only on the killed rank's host."""
     (code, said), (other_code, told), _ = ranks(rank_2_is_killed_on_another_host)
     assert (code, other_code) == (75, 75)
     assert said == "rank 0: ended, because rank 2 on two failed: it ended without a message\n"
@@ -473,16 +483,16 @@ def test_every_host_is_told_of_a_killed_rank(ranks: Callable[..., Any]) -> None:
 
 
 def rank_1_looks_late() -> None:
-    """Rank 1 finds out which processes are on its host a while after the others have."""
+    """Let rank 1 determine its host's processes some time after the other ranks."""
     if os.environ["RANK"] == "1":
         own = os.getpid()
 
         def late(pid: int) -> str:
             if pid != own:
                 time.sleep(1)
-            return began(pid)
+            return process_start_time(pid)
 
-        failure.began = late
+        failure.process_start_time = late
 
 
 def test_a_rank_that_is_killed_before_another_has_looked_is_missed(
@@ -510,23 +520,23 @@ def test_a_rank_that_is_done_leaves_the_telling_to_another(ranks: Callable[..., 
 
 
 def rank_0_is_killed(peers: Peers) -> None:
-    """The others are in a collective whose connections stay open, as under NCCL."""
-    peers.way_on = lambda: "this is the way on"
+    """Kill rank 0 while the others wait in a collective; as under NCCL, connections stay open."""
+    peers.resume_hint = lambda: "this is the way on"
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def rank_1_is_killed(peers: Peers) -> None:
-    peers.way_on = lambda: "this is the way on"
+    peers.resume_hint = lambda: "this is the way on"
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
 
 def rank_2_is_killed_in_a_collective(peers: Peers) -> None:
-    """The others meet an exception of gloo's."""
-    peers.way_on = lambda: "this is the way on"
+    """Kill rank 2 while the others are in a collective, which then raises a gloo exception."""
+    peers.resume_hint = lambda: "this is the way on"
     if os.environ["RANK"] == "2":
         os.kill(os.getpid(), signal.SIGKILL)
     blocked()
@@ -572,12 +582,14 @@ def test_two_killed_ranks_are_named_in_one_line(ranks: Callable[..., Any]) -> No
 
 def a_disk_fails(peers: Peers) -> None:
     if os.environ["RANK"] == "1":
-        raise Refusal([Problem("checkpoint", "cannot be written", "free some room")], START_AGAIN)
+        raise ConfigError(
+            [Problem("checkpoint", "cannot be written", "free some room")], START_AGAIN
+        )
     blocked()
 
 
 def a_connection_breaks(peers: Peers) -> None:
-    """The host of the peer is gone, so nobody leaves a mark before."""
+    """Fail on rank 1 as if a different host had disappeared, so that no rank leaves a mark."""
     if os.environ["RANK"] == "1":
         raise RuntimeError(
             "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:5521"
@@ -620,7 +632,7 @@ def test_ranks_that_fail_together_tell_what_they_met(ranks: Callable[..., Any]) 
 
 def all_refuse(peers: Peers) -> None:
     time.sleep(float(os.environ["RANK"]) / 2)
-    raise refuse("all ranks", "meet it", "mend it")
+    raise config_error("all ranks", "meet it", "mend it")
 
 
 def test_a_refusal_of_all_ranks_is_told_once(ranks: Callable[..., Any]) -> None:
@@ -643,7 +655,7 @@ def test_a_rank_that_exits_alone_keeps_its_code(ranks: Callable[..., Any]) -> No
 
 
 def hung(peers: Peers) -> None:
-    """Rank 0, with the store, stands still, and so does what rank 1 has still to say."""
+    """Stop rank 0, which has the store, and block rank 1's last messages."""
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGSTOP)
     peers.last_words = lambda: time.sleep(60)
@@ -669,22 +681,20 @@ def one_is_late(peers: Peers) -> None:
 
 @pytest.mark.slow
 def test_a_clean_end_waits_for_the_last_rank(ranks: Callable[..., Any]) -> None:
-    """Rank 0 keeps the store: its end is not taken for a failure."""
+    """Rank 0 has the store, but the end of rank 0 must not count as a failure."""
     assert ranks(one_is_late) == [(7, "")] * 3
 
 
 def two_starts(peers: Peers) -> None:
-    """As after a restart by an agent: another start, on a store that still holds the mark of the
-    one before.
-    """
+    """Start twice, as after an agent's restart: the store still has the first start's mark."""
     import torch.distributed as dist
-    from recipekit.parallel.groups import waiting_group
+    from recipekit.parallel.groups import long_wait_group
 
     peers.leave()
     dist.barrier()
     peers._store.set("mark", '{"rank": 1, "host": "here", "what": "it was long ago"}')
     again = Peers()
-    again.watch(waiting_group())
+    again.watch(long_wait_group())
     time.sleep(1.5)
     again.leave()
 
@@ -695,11 +705,13 @@ def test_the_mark_of_an_earlier_start_is_not_seen(ranks: Callable[..., Any]) -> 
 
 
 def test_a_process_that_has_ended_has_no_beginning() -> None:
-    """Though nobody has asked for its exit code yet."""
+    """An ended process has no start time, even before its exit code has been read."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert began(process.pid) and began(process.pid) != began(os.getpid())
+    assert process_start_time(process.pid) and process_start_time(
+        process.pid
+    ) != process_start_time(os.getpid())
     process.stdin.close()  # type: ignore[union-attr]
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert began(process.pid) == ""
+    assert process_start_time(process.pid) == ""
     process.wait()
-    assert began(process.pid) == ""
+    assert process_start_time(process.pid) == ""

@@ -1,80 +1,38 @@
-"""Stop anywhere, resume anywhere: the run goes on bit for bit, from the newest checkpoint that is
-whole, or says why it does not.
+"""Runs can stop and resume anywhere, bit for bit, from the newest complete checkpoint.
+
+Otherwise an error must state the reason.
 """
 
-import contextlib
 import dataclasses
 import fcntl
-import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from job import checkpoints, metrics, numbers
+from job import checkpoints, metrics, reproducible_values
 from recipekit.architectures.lookup import SHIPPED
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import identity, read_metrics
-from recipekit.storage.manifest import faults
-from test_parity import strategy
+from recipekit.spec.run_folder import read_metrics, run_identity
+from recipekit.storage.manifest import find_faults
+from shipped_jsons import strategy
+from short_runs import BASE, GPT2, TYPED, train
 from wandb_file import read_history
 
-BASE = Recipe(
-    model="meta-llama/Llama-3.2-1B",
-    ds_config="zero1.json",
-    seq_len=64,
-    micro_batch=1,
-    global_batch=4,
-    lr=3e-3,
-    steps=6,
-    warmup_steps=2,
-    eval_every=2,
-    eval_rows=4,
-    keep=0,
-    wandb=False,
-    export=False,
-)
 slow = pytest.mark.slow
-# numbers that --tiny must leave alone
-TYPED = ("micro_batch", "global_batch", "seq_len", "eval_rows")
-
-
-class Printed(io.StringIO):
-    def fileno(self) -> int:
-        return 2  # DeepSpeed silences it while it looks for libaio
-
-
-def train(recipe: Recipe, argv: list[str]) -> tuple[int | str, str]:
-    """Runs on every rank of a pool: (exit code or refusal, what was printed), as `run` would start
-    it, of this rank.
-    """
-    from recipekit.train import main
-
-    sys.argv = [
-        "resume.py",
-        "--tiny",
-        *[word for name in TYPED for word in (f"--{name}", str(getattr(recipe, name)))],
-        *argv,
-    ]
-    with contextlib.redirect_stdout(Printed()) as printed, contextlib.redirect_stderr(printed):
-        try:
-            result: int | str = main(make_plan(parse(recipe, Path(sys.argv[0]), sys.argv[1:])))
-        except Refusal as refusal:
-            result = str(refusal)
-    return result, printed.getvalue()
 
 
 @pytest.fixture
 def go(pools: Any) -> Callable[..., str]:
-    """Starts the recipe on two ranks, says what rank 0 printed; every rank must end with the same
-    result, at first 0.
+    """Return a function that runs the recipe on two ranks and returns rank 0's output.
+
+    Every rank must have the same result: exit code 0, or a config error if `refused` is set.
     """
 
     def go(
@@ -91,8 +49,9 @@ def go(pools: Any) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was stopped at step 4 of 6, with checkpoints of steps 2 and 4; copy
-    it, do not change it.
+    """Return the folder of a run that stopped at step 4 of 6, with checkpoints for steps 2 and 4.
+
+    Copy the folder before changing it.
     """
     out = tmp_path_factory.mktemp("half") / "run"
     results = pools.run(
@@ -104,20 +63,19 @@ def half(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(half: Path, tmp_path: Path) -> Path:
-    """A copy of `half`, to be spoiled."""
+    """Return a copy of `half` that a test may damage."""
     shutil.copytree(half, tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
 def unbroken(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The numbers of the same run, never stopped."""
+    """Return the metrics of the same run without a stop."""
     out = tmp_path_factory.mktemp("unbroken") / "run"
     pools.run(2, train, recipe=BASE, argv=["--out", str(out)])
-    return numbers(metrics(out))
+    return reproducible_values(metrics(out))
 
 
-GPT2 = "openai-community/gpt2"  # its config has dropout 0.1
 LAYOUTS = [
     pytest.param({"ds_config": "zero0.json"}, id="zero0"),
     pytest.param({"ds_config": "zero1.json"}, id="zero1", marks=slow),
@@ -142,8 +100,9 @@ LAYOUTS = [
 def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(
     go: Callable[..., str], ops: Callable[[str], None], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    """On NVMe the matrices lie in swap files and the vectors, smaller than DeepSpeed swaps, do not;
-    stock 0.19.8 restores the files only.
+    """With NVMe, matrices are in swap files, but vectors are too small to be swapped.
+
+    Without our patch, DeepSpeed 0.19.8 restores only the files.
     """
     for op in {"zero2_cpu.json": ["cpu_adam"], "zero3_nvme.json": ["cpu_adam", "async_io"]}.get(
         str(layout["ds_config"]), []
@@ -157,8 +116,9 @@ def test_a_resumed_run_is_the_unbroken_run_bit_for_bit(
 def test_a_run_on_several_hosts_is_resumed_bit_for_bit(
     go: Callable[..., str], tmp_path: Path, bf16: bool
 ) -> None:
-    """What a host keeps besides of the weights (hpZ) is made anew from the checkpoint: four ranks,
-    as two hosts.
+    """A host's weight copies (hpZ) are rebuilt from the checkpoint.
+
+    The four ranks act as two hosts.
     """
     check_resume(
         go,
@@ -174,7 +134,9 @@ def check_resume(go: Callable[..., str], tmp_path: Path, recipe: Recipe, world: 
     assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3]
     printed = go(tmp_path / "stopped", recipe=recipe, world=world)
     assert f"resumed from {tmp_path}/stopped/checkpoints/step_00000003" in printed
-    assert numbers(metrics(tmp_path / "stopped")) == numbers(metrics(tmp_path / "unbroken"))
+    assert reproducible_values(metrics(tmp_path / "stopped")) == reproducible_values(
+        metrics(tmp_path / "unbroken")
+    )
     assert [line["step"] for line in metrics(tmp_path / "stopped") if "eval_loss" in line] == [
         2,
         4,
@@ -191,7 +153,7 @@ def check_resume(go: Callable[..., str], tmp_path: Path, recipe: Recipe, world: 
 def test_wandb_holds_what_metrics_jsonl_holds_after_a_resume_that_went_back(
     go: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Steps 4 and 5 were recorded, then lost with their checkpoint, and taken again."""
+    """Steps 4 and 5 are recorded, then lost with their checkpoint, and run again."""
     out = tmp_path / "run"
     recipe = dataclasses.replace(BASE, wandb=True)
     go(out, "--stop_at", 5, "--save_every", 3, recipe=recipe)
@@ -241,9 +203,9 @@ def lose_the_manifest(step: Path) -> Path:
 )
 def test_damage_is_found_and_its_file_named(run: Path, damage: Callable[[Path], Path]) -> None:
     step = run / "checkpoints" / "step_00000004"
-    assert faults(step) == []
+    assert find_faults(step) == []
     file = damage(step)
-    assert [fault.split(" ")[0] for fault in faults(step)] == [file.name]
+    assert [fault.split(" ")[0] for fault in find_faults(step)] == [file.name]
 
 
 def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(
@@ -253,13 +215,13 @@ def test_the_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     printed = go(run)
     assert f"step_00000004 is damaged, passed over: {file.name} has changed" in printed
     assert f"resumed from {run}/checkpoints/step_00000002" in printed
-    assert numbers(metrics(run)) == unbroken
+    assert reproducible_values(metrics(run)) == unbroken
 
 
 def test_without_a_whole_checkpoint_the_run_is_refused_and_kept(
     go: Callable[..., str], run: Path
 ) -> None:
-    """Starting anew would throw away the record of the run."""
+    """A start from scratch would delete the run's records."""
     before = (run / "metrics.jsonl").read_bytes()
     for step in (2, 4):
         flip_a_bit(run / "checkpoints" / f"step_{step:08d}")
@@ -274,7 +236,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_from_the_begin
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / ".staging" / "step_00000002").mkdir(parents=True)
     go(run)
-    assert numbers(metrics(run)) == unbroken
+    assert reproducible_values(metrics(run)) == unbroken
     assert checkpoints(run) == [6]
 
 
@@ -293,13 +255,16 @@ def test_pruning_after_a_step_back_never_leaves_only_damaged_checkpoints(
 def test_going_back_by_hand_leaves_the_later_checkpoints_behind(
     go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
 ) -> None:
-    """`--resume STEP` is a new future: a later start must not go on from a step of the old one."""
+    """`--resume STEP` starts a new branch.
+
+    A later start must not continue from a later step on the old branch.
+    """
     printed = go(run, "--resume", run / "checkpoints" / "step_00000002", "--stop_at", 3)
     assert f"resumed from {run}/checkpoints/step_00000002" in printed
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     assert checkpoints(run) == [2, 3]
     assert "step_00000003" in go(run)
-    assert numbers(metrics(run)) == unbroken
+    assert reproducible_values(metrics(run)) == unbroken
 
 
 def test_save_every_and_keep(go: Callable[..., str], tmp_path: Path) -> None:
@@ -316,9 +281,9 @@ def test_save_every_and_keep(go: Callable[..., str], tmp_path: Path) -> None:
 def test_every_kth_step_and_the_best_are_kept_in_addition(
     go: Callable[..., str], tmp_path: Path
 ) -> None:
-    """Steps 2 and 4 are evaluated, so the newest, 5, cannot be the best.
+    """Steps 2 and 4 are evaluated, so the newest step, 5, cannot be the best.
 
-    Step 3 is saved for --keep_every alone.
+    Step 3 is saved only because of --keep_every.
     """
     go(tmp_path, "--save_every", 2, "--keep", 1, "--keep_every", 3, "--keep_best", "--stop_at", 5)
     losses = {line["step"]: line["eval_loss"] for line in metrics(tmp_path) if "eval_loss" in line}
@@ -370,7 +335,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, out: Path, *argv: object) -> Any:
         if f"--{name}" not in argv
         for word in (f"--{name}", getattr(BASE, name))
     ]
-    return make_plan(
+    return resolve_run(
         parse(
             BASE, Path("resume.py"), [str(word) for word in ("--tiny", "--out", out, *typed, *argv)]
         )
@@ -380,7 +345,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, out: Path, *argv: object) -> Any:
 def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(
     half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         planned(
             monkeypatch,
             half,
@@ -392,8 +357,8 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(
     assert len(refused.value.problems) == len(CHANGES)
     for way in ("--out NEW", f"--resume {half}", "--resume never"):
         assert said.count(way) == 1 and way in said.splitlines()[0]
-    with pytest.raises(Refusal) as refused:
-        # which lowers the warm-up of the recipe: no number that the user typed
+    with pytest.raises(ConfigError) as refused:
+        # This lowers the recipe's warm-up, which the user did not give as a flag.
         planned(monkeypatch, half, "--steps", 1)
     (problem,) = refused.value.problems
     assert problem.where == "steps = 1" and problem.fix.startswith(
@@ -404,7 +369,7 @@ def test_a_changed_run_is_refused_with_every_difference_and_the_ways_on(
 def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(
     half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         planned(monkeypatch, half, "--batch_ramp", "5:8")
     (problem,) = refused.value.problems
     assert (
@@ -416,7 +381,7 @@ def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(
         monkeypatch, half, "--batch_ramp", "5:8", "--resume", half
     ).recipe.ramp.table == ((1, 4), (5, 8))
     spaced = [
-        identity(dataclasses.replace(BASE, batch_ramp=table), None)
+        run_identity(dataclasses.replace(BASE, batch_ramp=table), None)
         for table in ("3:8,5:16", " 3 : 8, 5:16")
     ]
     assert spaced[0] == spaced[1] and spaced[0]["batch_ramp"] == "3:8, 5:16"
@@ -425,9 +390,9 @@ def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(
 def test_a_trial_is_told_from_the_run_itself(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`--tiny` changes many numbers; what differs then is said once.
+    """`--tiny` changes many numbers, but the error lists their differences only once.
 
-    So are the flags that a run goes on with.
+    The error also lists the flags to resume with only once.
     """
     (tmp_path / "half").mkdir()
     saved = json.loads((half / "run.json").read_text())
@@ -438,7 +403,7 @@ def test_a_trial_is_told_from_the_run_itself(
         (tmp_path / "half" / "run.json").write_text(
             json.dumps(saved | {"recipe": saved["recipe"] | {"tiny": tiny}})
         )
-        with pytest.raises(Refusal, match=says) as refused:
+        with pytest.raises(ConfigError, match=says) as refused:
             planned(monkeypatch, tmp_path / "half", "--seed", 5, "--global_batch", 8)
     assert (
         f"Resume with --seed {BASE.seed} --global_batch {BASE.global_batch}, start a new run"
@@ -469,37 +434,52 @@ def test_what_may_change_is_accepted(half: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run_from_before_recompute_every_goes_on(
     go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
 ) -> None:
-    """Its run.json has the field checkpoint_every, and the command now recomputes every second
-    layer.
+    """An older run's run.json contains checkpoint_every.
+
+    The command now uses --recompute_every 2.
     """
     facts = json.loads((run / "run.json").read_text())
     facts["recipe"]["checkpoint_every"] = facts["recipe"].pop("recompute_every") or 1
     (run / "run.json").write_text(json.dumps(facts))
     assert f"resumed from {run}/checkpoints/step_00000004" in go(run, "--recompute_every", 2)
-    for found, expected in zip(numbers(metrics(run)), unbroken, strict=True):
+    for found, expected in zip(reproducible_values(metrics(run)), unbroken, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
     recipe = json.loads((run / "run.json").read_text())["recipe"]
     assert recipe["recompute_every"] == 2 and "checkpoint_every" not in recipe
 
 
+def test_a_resume_names_the_choices_about_the_model_that_have_changed(
+    go: Callable[..., str], run: Path
+) -> None:
+    """Runs from before run.json stored these choices must resume without such lines."""
+    said = go(run, "--attention", "eager", "--loss", "whole", "--stop_at", 5)
+    assert "resume: attention was varlen and is now eager" in said
+    assert "resume: the loss was computed in chunks and is now computed from full logits" in said
+
+    facts = json.loads((run / "run.json").read_text())
+    assert facts.pop("model_plan")["attention"] == "eager"
+    (run / "run.json").write_text(json.dumps(facts))
+    said = go(run)
+    assert f"resumed from {run}/checkpoints/step_00000005" in said and "resume: " not in said
+    assert json.loads((run / "run.json").read_text())["model_plan"]["attention"] == "varlen"
+
+
 def test_a_path_accepts_the_differences(
     go: Callable[..., str], run: Path, unbroken: list[dict[str, Any]]
 ) -> None:
-    """A longer schedule, other optimizer numbers: from the next step on they are what the optimizer
-    uses.
-    """
+    """The resume changes the schedule and the optimizer, effective from the next step."""
     go(run, "--resume", run, "--steps", 8, "--lr", 1e-3, "--stop_at", 5, "--schedule", "constant")
     lines = metrics(run)
-    assert numbers(lines[:4]) == unbroken[:4]
+    assert reproducible_values(lines[:4]) == unbroken[:4]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert lines[4]["lr"] == 1e-3
     assert lines[4]["loss"] == unbroken[4]["loss"], "step 5 starts from the same weights and rows"
-    # accepted once, it is the run
+    # A start with the same changes then resumes without a path.
     go(run, "--steps", 8, "--lr", 1e-3, "--schedule", "constant", "--stop_at", 6)
 
 
 def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
-    """What the optimizer holds after the step that follows a resume."""
+    """Return the optimizer's settings after a resume's first step."""
     import recipekit.train as loop
 
     seen: dict[str, Any] = {}
@@ -534,7 +514,7 @@ def engine_numbers(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
 def test_accepted_optimizer_numbers_reach_the_optimizer(
     go: Callable[..., str], pools: Any, tmp_path: Path, file: str
 ) -> None:
-    """DeepSpeed restores the saved ones."""
+    """DeepSpeed itself would restore the saved settings."""
     recipe = dataclasses.replace(BASE, ds_config=f"{file}.json", schedule="constant")
     go(tmp_path / "run", "--stop_at", 2, recipe=recipe)
     flags = [
@@ -575,7 +555,7 @@ def test_a_path_in_another_folder_starts_a_new_run_from_it(
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in half.rglob("*")}
     go(tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
-    assert numbers(metrics(tmp_path / "new")) == unbroken[2:]
+    assert reproducible_values(metrics(tmp_path / "new")) == unbroken[2:]
     assert {path: path.stat().st_mtime_ns for path in half.rglob("*")} == before
 
 
@@ -591,8 +571,9 @@ def test_a_path_in_another_folder_starts_a_new_run_from_it(
 def test_a_path_accepts_other_data(
     go: Callable[..., str], half: Path, tmp_path: Path, flag: tuple[str, int]
 ) -> None:
-    """The saved position is of another stream, so the new stream is read from its beginning, and
-    the log says so.
+    """The saved position belongs to a different stream.
+
+    The new stream is therefore read from its beginning, and the log states this.
     """
     recipe = dataclasses.replace(BASE, **{flag[0].removeprefix("--"): flag[1]})
     printed = go(tmp_path / "new", "--resume", half, recipe=recipe)
@@ -616,9 +597,9 @@ def test_another_layout_goes_on_with_the_same_tokens(
     world: int,
     told: str,
 ) -> None:
-    """bf16: the losses differ by its rounding.
+    """The losses differ only by bf16 rounding.
 
-    What fp32 gives, in more layouts, is in test_convert.py.
+    test_convert.py tests more layouts, in fp32.
     """
     printed = go(run, *argv, world=world)
     assert (
@@ -636,7 +617,7 @@ def test_another_layout_goes_on_with_the_same_tokens(
 def test_another_model_is_refused_even_with_a_path(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refusal, match="is from another model"):
+    with pytest.raises(ConfigError, match="is from another model"):
         planned(monkeypatch, tmp_path / "new", "--resume", half, "--model", "Qwen/Qwen3-0.6B")
 
 
@@ -646,18 +627,19 @@ def test_another_model_is_refused_even_with_a_path(
 def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """At the first start its shape is the one we ship, or not known; then the hub's own
-    config.json, with more in it, lies in the cache.
+    """At the first start the config is the shipped one or unknown.
+
+    Later the hub's config.json, which has more keys, is in the cache.
     """
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     out = tmp_path / "run"
     recipe = dataclasses.replace(BASE, model=model, out=str(out))
-    first = make_plan(parse(recipe, Path("resume.py"), []))
+    first = resolve_run(parse(recipe, Path("resume.py"), []))
     out.mkdir()
     (out / "run.json").write_text(
-        json.dumps({"identity": identity(first.recipe, first.model_config)})
+        json.dumps({"identity": run_identity(first.recipe, first.model_config)})
     )
     (out / "checkpoints").mkdir()
     snapshot = (
@@ -669,7 +651,7 @@ def test_a_hub_model_that_the_run_has_downloaded_is_the_same_model(
     shipped = json.loads((SHIPPED / "Qwen--Qwen3-0.6B.json").read_text())
     (snapshot / "config.json").write_text(json.dumps(shipped | {"transformers_version": "4.51.0"}))
     for resume in ("auto", str(out)):
-        second = make_plan(parse(recipe, Path("resume.py"), ["--resume", resume]))
+        second = resolve_run(parse(recipe, Path("resume.py"), ["--resume", resume]))
         assert second.model_config != first.model_config and second.resume_from == out
 
 
@@ -683,31 +665,33 @@ def test_a_model_folder_that_holds_another_model_now_is_refused(
     recipe = dataclasses.replace(
         BASE, model=str(folder), init="random", out=str(out), tokenizer="bytes"
     )
-    first = make_plan(parse(recipe, Path("resume.py"), []))
+    first = resolve_run(parse(recipe, Path("resume.py"), []))
     (out / "checkpoints").mkdir(parents=True)
     (out / "run.json").write_text(
-        json.dumps({"identity": identity(first.recipe, first.model_config)})
+        json.dumps({"identity": run_identity(first.recipe, first.model_config)})
     )
-    assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
+    assert resolve_run(parse(recipe, Path("resume.py"), [])).resume_from == out
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 1234.5}))
     for resume, said in (("auto", "model_config = "), (str(out), "is from another model")):
-        with pytest.raises(Refusal, match=said):
-            make_plan(parse(recipe, Path("resume.py"), ["--resume", resume]))
+        with pytest.raises(ConfigError, match=said):
+            resolve_run(parse(recipe, Path("resume.py"), ["--resume", resume]))
 
 
 def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> None:
-    """Its rows were normalised together; of another model it may change."""
+    """BatchNorm normalises a micro-batch's rows together. For other models the micro-batch may
+    change.
+    """
     out = tmp_path / "run"
     recipe = dataclasses.replace(
         BASE, out=str(out), init="random", tokenizer="bytes", micro_batch=2, global_batch=8
     )
-    first = make_plan(parse(recipe, Path("resume.py"), []))
+    first = resolve_run(parse(recipe, Path("resume.py"), []))
     (out / "checkpoints").mkdir(parents=True)
     for has_norms in (False, True):
         (out / "run.json").write_text(
-            json.dumps({"identity": identity(first.recipe, first.model_config, has_norms)})
+            json.dumps({"identity": run_identity(first.recipe, first.model_config, has_norms)})
         )
-        assert make_plan(parse(recipe, Path("resume.py"), [])).resume_from == out
+        assert resolve_run(parse(recipe, Path("resume.py"), [])).resume_from == out
         for resume in ("auto", str(out)):
             again = parse(recipe, Path("resume.py"), ["--micro_batch", "4", "--resume", resume])
             if has_norms:
@@ -715,41 +699,42 @@ def test_with_batch_norm_the_micro_batch_is_part_of_the_run(tmp_path: Path) -> N
                     r"micro_batch = 4: the (run|checkpoint) in .* has 2, which its BatchNorm took"
                     r" its statistics of. Resume with --micro_batch 2"
                 )
-                with pytest.raises(Refusal, match=said):
-                    make_plan(again)
+                with pytest.raises(ConfigError, match=said):
+                    resolve_run(again)
             else:
-                assert make_plan(again).resume_from == out
+                assert resolve_run(again).resume_from == out
 
 
 def test_a_path_that_is_no_run_is_refused(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Refusal, match="must be a run folder or one of its step folders"):
+    with pytest.raises(ConfigError, match="must be a run folder or one of its step folders"):
         planned(monkeypatch, tmp_path / "new", "--resume", tmp_path)
     other = shutil.copytree(half, tmp_path / "other")
-    with pytest.raises(Refusal, match="already contains a different run"):
+    with pytest.raises(ConfigError, match="already contains a different run"):
         planned(monkeypatch, other, "--resume", half)
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again_from_the_other(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which is what a restart after an early crash types; a run that has a checkpoint is one to be
-    kept.
+    """A restart after an early crash uses this command.
+
+    A run that has a checkpoint must never be overwritten.
     """
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
     (tmp_path / "new" / "run.json").write_text(json.dumps({"recipe": {"resume": str(half)}}))
     assert planned(monkeypatch, tmp_path / "new", "--resume", half).resume_from == half
-    with pytest.raises(Refusal, match="already contains a different run"):
+    with pytest.raises(ConfigError, match="already contains a different run"):
         planned(monkeypatch, tmp_path / "new", "--resume", half / "checkpoints" / "step_00000002")
     (tmp_path / "new" / "checkpoints" / "step_00000001").mkdir()
-    with pytest.raises(Refusal, match="already contains a different run"):
+    with pytest.raises(ConfigError, match="already contains a different run"):
         planned(monkeypatch, tmp_path / "new", "--resume", half)
 
 
 def test_a_torn_run_json_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "run.json").write_text((run / "run.json").read_text()[:100])
-    with pytest.raises(Refusal, match=r"run\.json"):
+    with pytest.raises(ConfigError, match=r"run\.json"):
         planned(monkeypatch, run)
 
 
@@ -759,7 +744,7 @@ def test_every_random_generator_is_restored(pools: Any, tmp_path: Path) -> None:
 
 
 def draws_after_resume(recipe: Recipe, out: str) -> tuple[list[float], list[float]]:
-    """What the generators give after the save of step 2 and after a resume from it."""
+    """Return random numbers after the save of step 2, and after a resume from that step."""
     import random
 
     import numpy as np
@@ -772,7 +757,7 @@ def draws_after_resume(recipe: Recipe, out: str) -> tuple[list[float], list[floa
     np.random.seed(1234)
     from recipekit.checkpoints import load as load_module
 
-    load = load_module.load
+    load = load_module.load_checkpoint
     seen: list[list[float]] = []
 
     def loading(*arguments: Any) -> Any:
@@ -786,30 +771,31 @@ def draws_after_resume(recipe: Recipe, out: str) -> tuple[list[float], list[floa
 
     train(recipe, ["--out", out, "--stop_at", "2"])
     after = draws()
-    load_module.load = loading
+    load_module.load_checkpoint = loading
     try:
         random.seed(99)
         np.random.seed(99)
         train(recipe, ["--out", out, "--stop_at", "3"])
     finally:
-        load_module.load = load
+        load_module.load_checkpoint = load
     return after, seen[0]
 
 
 def test_a_second_job_on_the_same_folder_is_refused(tmp_path: Path) -> None:
-    from recipekit.run import _lock
+    from recipekit.run import _lock_run_folder
 
     (tmp_path / "run").mkdir()
-    first = _lock(tmp_path / "run")
-    with pytest.raises(Refusal, match="another job is running in this folder"):
-        _lock(tmp_path / "run")
+    first = _lock_run_folder(tmp_path / "run")
+    with pytest.raises(ConfigError, match="another job is running in this folder"):
+        _lock_run_folder(tmp_path / "run")
     fcntl.flock(first, fcntl.LOCK_UN)
-    _lock(tmp_path / "run").close()
+    _lock_run_folder(tmp_path / "run").close()
 
 
 def test_the_saved_state_is_that_of_its_own_step(half: Path) -> None:
-    """Tokens and data position of a checkpoint belong to the step in its name, though the prefetch
-    thread is ahead.
+    """A checkpoint's tokens and data position belong to the step in its name.
+
+    By then, the prefetch thread has already read more data.
     """
     for step in (2, 4):
         state = json.loads((half / "checkpoints" / f"step_{step:08d}" / "state.json").read_text())

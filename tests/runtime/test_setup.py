@@ -1,6 +1,4 @@
-"""What happens before the first step leaves nothing behind, and what it tells of the device is
-exact.
-"""
+"""The time before the first step: no files are left behind, and device facts are exact."""
 
 import os
 import subprocess
@@ -15,8 +13,9 @@ from pool import environment
 
 
 def what_the_shm_op_leaves() -> tuple[list[str], bool]:
-    """Runs on every rank of a pool, after its start: the names that DeepSpeed's CPU collectives
-    give to shared memory, and whether their op is loaded.
+    """Return DeepSpeed's names in shared memory, and whether its shared-memory op is loaded.
+
+    This function runs on a rank of a pool, after the rank's start.
     """
     names = [
         path.name
@@ -36,23 +35,24 @@ def all_reduced_as_for_inference() -> float:
 
 
 def test_ranks_take_no_shared_memory(pools: Any) -> None:
-    """And what DeepSpeed has its op for is done without."""
+    """Collectives for which DeepSpeed uses its shared-memory op must also work without this op."""
     assert pools.run(2, what_the_shm_op_leaves) == [([], False)] * 2
     assert pools.run(2, all_reduced_as_for_inference) == [12.0, 12.0]
 
 
 @pytest.mark.slow
 def test_collectives_outwait_the_patience_with_a_server(ops: Callable[[str], None]) -> None:
-    """Rank 0 asks a server for up to `retry_s` seconds, while the others wait for it in a
+    """Rank 0 retries a server for up to `retry_s` seconds while the other ranks wait in a
     collective.
     """
     argv = ["--tiny", "--retry_s", "7200"]
     code = (
         "import sys, torch; from pathlib import Path; from recipekit.spec.command import parse;"
-        " from recipekit.spec.recipe import Recipe; from recipekit.plan import make_plan\n"
+        " from recipekit.spec.recipe import Recipe; from recipekit.plan import resolve_run\n"
         "from recipekit.run import _single_process_defaults; _single_process_defaults()\n"
-        "from recipekit.runtime.start import start\n"
-        "start(make_plan(parse(Recipe(model='meta-llama/Llama-3.2-1B'), Path('x.py'),"
+        "from recipekit.runtime.start import initialize_distributed\n"
+        "initialize_distributed(resolve_run(parse(Recipe(model='meta-llama/Llama-3.2-1B'),"
+        " Path('x.py'),"
         " sys.argv[1:])))\n"
         "print(torch.distributed.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds())\n"
         "torch.distributed.destroy_process_group()\n"
@@ -80,6 +80,6 @@ def questions_to_the_cpu() -> int:
 
 
 def test_py_cpuinfo_is_asked_once(pools: Any, ops: Callable[[str], None]) -> None:
-    """It takes a second, and the ranks of a host load an op one by one."""
+    """The query takes a second, and a host's ranks load an op one after the other."""
     ops("cpu_adam")
     assert pools.run(2, questions_to_the_cpu) == [1, 1]

@@ -1,6 +1,4 @@
-"""What the start says: parameters that are trained, keys of the JSON, epochs of the data, the first
-row.
-"""
+"""Lines that a start prints: trained parameters, JSON keys, data epochs, and the first row."""
 
 import contextlib
 import io
@@ -14,26 +12,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from recipekit.data.passes import Epoch
+from parity import accumulating, recipe_for, train_in_layout
+from peft_models import wrapped
+from recipekit.data.epoch_counts import EpochCounts
 from recipekit.dslint import json_file
-from recipekit.plan import make_plan
-from recipekit.runtime.epochs import Epochs, counted, few_steps
-from recipekit.runtime.facts import short
+from recipekit.plan import resolve_run
+from recipekit.runtime.epochs import Epochs, warn_few_steps, with_counted_data
 from recipekit.runtime.first_row import show_row
+from recipekit.runtime.run_metadata import short_count
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.run_folder import read_metrics
 from recipekit.spec.shipped import STRATEGIES
-from test_adapters import wrapped
-from test_parity import accumulating, recipe_for, strategy, train_in_layout
+from shipped_jsons import strategy
 
 slow = pytest.mark.slow
 LORA = partial(wrapped, fields={"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]})
 
 
 def lines_of_start(recipe: Recipe, config: dict[str, Any], out: str) -> list[str]:
-    """Run on every rank of a pool: the real loop; return the lines that the rank prints."""
+    """Run the real loop on a rank of a pool; return the lines that the rank prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert train_in_layout(recipe, config, out) == 0
@@ -94,7 +93,7 @@ def test_the_start_says_what_is_trained_and_what_a_rank_holds(
         config={} if file == "fsdp2" else strategy(file),
         out=str(tmp_path / "run"),
     )
-    # the closing block has a line "model", too
+    # The closing block also contains a line "model".
     (line,) = [line for line in said[0] if line.startswith("model ") and "built in" in line]
     assert re.fullmatch(rf"model \S+: {expected}; built in [\d.]+ s", line), line
     assert not [line for line in said[1] if line.startswith("model ")]
@@ -112,7 +111,7 @@ def test_the_start_says_what_is_trained_and_what_a_rank_holds(
     ],
 )
 def test_a_count_has_two_or_three_digits(count: int, text: str) -> None:
-    assert short(count) == text
+    assert short_count(count) == text
 
 
 def notes_of(folder: Path, name: str, config: dict[str, Any]) -> list[str]:
@@ -125,7 +124,7 @@ def notes_of(folder: Path, name: str, config: dict[str, Any]) -> list[str]:
         "--deepspeed_config",
         str(folder / name),
     ]
-    plan = make_plan(parse(Recipe(model="Qwen/Qwen3-0.6B"), Path("mine.py"), flags))
+    plan = resolve_run(parse(Recipe(model="Qwen/Qwen3-0.6B"), Path("mine.py"), flags))
     return [note for note in plan.notes if "differs from the shipped" in note]
 
 
@@ -167,7 +166,10 @@ def test_a_json_says_how_it_differs_from_the_shipped_one(
 
 def test_the_shipped_file_differs_from_itself_in_nothing() -> None:
     for file in STRATEGIES.glob("*.json"):
-        assert json_file.differences(*json_file.load(file.name, Path("/nowhere"))) == []  # type: ignore[arg-type]
+        assert (
+            json_file.describe_differences(*json_file.load_ds_config(file.name, Path("/nowhere")))
+            == []
+        )  # type: ignore[arg-type]
 
 
 # Epochs
@@ -175,9 +177,7 @@ def test_the_shipped_file_differs_from_itself_in_nothing() -> None:
 
 
 def started(recipe: Recipe, flags: list[str], out: str) -> list[str]:
-    """Run on every rank of a pool: a trial with these flags; return the lines that the rank
-    prints.
-    """
+    """Run a trial with these flags on a rank of a pool; return the lines that the rank prints."""
     from recipekit.train import main
 
     sys.argv = ["mine.py"]
@@ -197,20 +197,21 @@ def started(recipe: Recipe, flags: list[str], out: str) -> list[str]:
     ]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert main(make_plan(parse(recipe, Path("mine.py"), given))) == 0
+        assert main(resolve_run(parse(recipe, Path("mine.py"), given))) == 0
     return said.getvalue().splitlines()
 
 
 def documents(file: Path, count: int) -> Path:
-    """Write rows, each third of them null."""
+    """Write rows, of them every third null."""
     rows = ({"text": None if number % 3 == 0 else f"fox {number} " * 12} for number in range(count))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
 def test_a_run_of_two_epochs_says_and_logs_them(pools: Any, tmp_path: Path) -> None:
-    """Stopped after a step and resumed by the same command; more epochs are refused as more steps
-    are.
+    """The run stops after a step, and the same command resumes it.
+
+    A larger number of epochs is a config error, as is a larger number of steps.
     """
     data, out = str(documents(tmp_path / "rows.jsonl", 30)), str(tmp_path / "run")
     recipe = Recipe(
@@ -267,19 +268,19 @@ def test_a_run_of_two_epochs_says_and_logs_them(pools: Any, tmp_path: Path) -> N
         (["--steps", "9"], r"steps = 9: the run in .* has 0. Resume with --epochs 2.0"),
         (["--epochs", "2", "--warmup_steps", "7"], "warmup_steps = 7: the run in .* has"),
     ):
-        with pytest.raises(Refusal, match=rule):
-            make_plan(parse(recipe, Path("mine.py"), [*given, *more]))
-    assert make_plan(parse(recipe, Path("mine.py"), [*given, "--epochs", "2"])).resume_from == Path(
-        out
-    )
-    assert make_plan(
+        with pytest.raises(ConfigError, match=rule):
+            resolve_run(parse(recipe, Path("mine.py"), [*given, *more]))
+    assert resolve_run(
+        parse(recipe, Path("mine.py"), [*given, "--epochs", "2"])
+    ).resume_from == Path(out)
+    assert resolve_run(
         parse(recipe, Path("mine.py"), [*given, "--epochs", "3", "--resume", out])
     ).resume_from == Path(out)
 
 
 def refused(flags: list[str], **fields: Any) -> str:
-    with pytest.raises(Refusal) as problem:
-        make_plan(
+    with pytest.raises(ConfigError) as problem:
+        resolve_run(
             parse(
                 Recipe(model="Qwen/Qwen3-0.6B", **fields),
                 Path("mine.py"),
@@ -327,8 +328,8 @@ def test_epochs_that_cannot_be_counted_are_refused(
 
 
 def planned(flags: list[str], **fields: Any) -> Any:
-    return counted(
-        make_plan(
+    return with_counted_data(
+        resolve_run(
             parse(
                 Recipe(model="Qwen/Qwen3-0.6B", **fields),
                 Path("mine.py"),
@@ -425,7 +426,7 @@ def test_numbers_of_the_schedule_are_checked_once_the_steps_are_known(tmp_path: 
         (["--stop_at", "14"], "stop_at = 14: is after the last step, 13"),
         (["--batch_ramp", "40:8"], "step 40 is after the last step, 13"),
     ):
-        with pytest.raises(Refusal, match=rule):
+        with pytest.raises(ConfigError, match=rule):
             planned([*flags, *typed])
 
 
@@ -440,7 +441,7 @@ def test_a_row_that_cannot_be_read_is_named_before_step_1(tmp_path: Path) -> Non
         "11 rows skipped (10 empty, 1 unreadable)" in note
         for note in planned(["--dataset", str(data), "--bad_rows", "skip"]).notes
     )
-    with pytest.raises(Refusal, match="row 31: is not JSON"):
+    with pytest.raises(ConfigError, match="row 31: is not JSON"):
         planned(["--dataset", str(data), "--epochs", "1"])
 
 
@@ -478,7 +479,7 @@ def test_show_row_prints_a_document_with_its_learned_part(
     ]
     command = parse(Recipe(model=model), Path("mine.py"), flags)
     assert command.show_row
-    show_row(make_plan(command))
+    show_row(resolve_run(command))
     printed = capsys.readouterr().out
     assert expected in printed and printed.count(">>>") == printed.count("<<<") >= 2, (
         "the heading names both"
@@ -489,14 +490,14 @@ def test_show_row_prints_a_document_with_its_learned_part(
 def test_show_row_of_a_task_without_packed_text_is_refused(task: str) -> None:
     model = "microsoft/resnet-50" if task == "image_classification" else "Qwen/Qwen3-0.6B"
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             rf"--show_row: cannot be combined with task {task}, whose rows are not text\. Leave"
             r" it out"
         ),
     ):
         show_row(
-            make_plan(
+            resolve_run(
                 parse(
                     Recipe(model=model), Path("mine.py"), ["--tiny", "--show_row", "--task", task]
                 )
@@ -505,7 +506,7 @@ def test_show_row_of_a_task_without_packed_text_is_refused(task: str) -> None:
 
 
 def state_of(**domains: tuple[int, int, float]) -> Any:
-    """Return a stream's state: corpus -> (tokens given, epoch of the block in use, weight)."""
+    """Return a stream's state: corpus -> (tokens read, current block's epoch, weight)."""
     return {
         "domains": {
             name.strip("_"): {
@@ -525,7 +526,7 @@ def state_of(**domains: tuple[int, int, float]) -> Any:
         ({"": 100}, state_of(_=(250, 2, 1.0)), {"epoch": 2.5}),
         ({"": 100}, state_of(_=(200, 1, 1.0)), {"epoch": 2.0}),
         ({}, state_of(_=(250, 2, 1.0)), {}),
-        ({"": 100}, state_of(_=(50, 2, 1.0)), {}),  # of a version that did not count
+        ({"": 100}, state_of(_=(50, 2, 1.0)), {}),  # from a version that did not count tokens
         (
             {"a": 100, "b": 10},
             state_of(a=(50, 0, 70.0), b=(25, 2, 30.0)),
@@ -538,11 +539,11 @@ def state_of(**domains: tuple[int, int, float]) -> Any:
 def test_the_metric_epoch_is_absent_while_it_is_not_known(
     tokens: dict[str, int], state: Any, expected: dict[str, float]
 ) -> None:
-    assert Epochs(SimpleNamespace(), tokens).complete(state) == expected  # type: ignore[arg-type]
+    assert Epochs(SimpleNamespace(), tokens).completed_epochs(state) == expected  # type: ignore[arg-type]
 
 
 def test_a_stream_is_described_once_its_first_epoch_is_complete() -> None:
-    plan = make_plan(
+    plan = resolve_run(
         parse(
             Recipe(model="Qwen/Qwen3-0.6B", dataset="org/data"),
             Path("mine.py"),
@@ -567,7 +568,7 @@ def test_a_stream_is_described_once_its_first_epoch_is_complete() -> None:
         " steps, this run is about 12 epochs"
     )
     assert said == [f"{line}, counted in its first epoch"]
-    assert epochs.complete(state)["epoch"] == 900 / 850
+    assert epochs.completed_epochs(state)["epoch"] == 900 / 850
 
 
 LESS_ROWS = "--seq_len (now 128; a document has 40 tokens on average)"
@@ -578,7 +579,7 @@ LESS_ROWS = "--seq_len (now 128; a document has 40 tokens on average)"
     [
         (
             {},
-            Epoch(30, 1200, 10),
+            EpochCounts(30, 1200, 10),
             (
                 "3 optimizer steps, of 4 rows each. For more steps on the same data, lower"
                 f" --global_batch (now 4) or {LESS_ROWS}."
@@ -586,7 +587,7 @@ LESS_ROWS = "--seq_len (now 128; a document has 40 tokens on average)"
         ),
         (
             {"global_batch": 16},
-            Epoch(10, 640, 5),
+            EpochCounts(10, 640, 5),
             (
                 "1 optimizer step, of 16 rows each. For more steps on the same data, lower"
                 " --global_batch (now 16)."
@@ -594,28 +595,29 @@ LESS_ROWS = "--seq_len (now 128; a document has 40 tokens on average)"
         ),
         (
             {"task": "image_classification"},
-            Epoch(8, 8, 8),
+            EpochCounts(8, 8, 8),
             (
                 "2 optimizer steps, of 4 rows each. For more steps on the same data, lower"
                 " --global_batch (now 4)."
             ),
         ),
-        ({}, Epoch(120, 4800, 37), ""),  # 9.25 steps, the tenth is begun
-        # one row a step: there are no more steps in the data
-        ({"global_batch": 1}, Epoch(10, 640, 5), ""),
-        ({"dataset": "builtin"}, Epoch(30, 1200, 10), ""),
+        ({}, EpochCounts(120, 4800, 37), ""),  # 9.25 steps: ten with the partial one
+        # With one row per step, the data have no more steps.
+        ({"global_batch": 1}, EpochCounts(10, 640, 5), ""),
+        ({"dataset": "builtin"}, EpochCounts(30, 1200, 10), ""),
     ],
 )
 def test_few_steps_in_an_epoch_are_named_with_the_ways_to_more(
-    fields: dict[str, Any], epoch: Epoch, said: str
+    fields: dict[str, Any], epoch: EpochCounts, said: str
 ) -> None:
-    """200 short chats and a batch for millions are one step: the model hardly moves, and the run
-    looks well.
+    """200 short chats with a large global batch are only one step.
+
+    The model hardly changes, although the run seems to work.
     """
     recipe = replace(
         Recipe(model="Qwen/Qwen3-0.6B", dataset="docs.jsonl", seq_len=128, global_batch=4), **fields
     )
     plan: Any = SimpleNamespace(recipe=recipe, command=SimpleNamespace(tiny=False))
-    assert few_steps(plan, {"": epoch}) == ([f"data: an epoch is only {said}"] if said else [])
+    assert warn_few_steps(plan, {"": epoch}) == ([f"data: an epoch is only {said}"] if said else [])
     plan.command.tiny = True
-    assert few_steps(plan, {"": epoch}) == [] == few_steps(plan, {})
+    assert warn_few_steps(plan, {"": epoch}) == [] == warn_few_steps(plan, {})

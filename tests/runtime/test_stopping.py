@@ -1,5 +1,6 @@
-"""Stopping: every signal and every lost launcher ends all ranks in time, after the step in
-progress, and leaves no process.
+"""Every signal and every lost launcher must end all ranks in time.
+
+The ranks end after the step in progress, and no process remains.
 """
 
 import os
@@ -14,10 +15,11 @@ import psutil
 import pytest
 from recipekit.runtime.stopping import Grace, Stopper, grace_of
 
-# seconds for anything a test waits for; the promises are asserted by the tests themselves
+# Maximum wait in seconds. The tests themselves assert the promised times.
 LIMIT = 20.0
 
-# A rank without torch: 20 ms steps until it is told to stop, then a "checkpoint" of 0.3 s.
+# A rank without torch. It runs steps of 20 ms until a stop is requested, and then writes a
+# "checkpoint" for 0.3 s.
 RANK = """
 import ctypes, multiprocessing, os, signal, sys, time
 from pathlib import Path
@@ -50,7 +52,7 @@ start_launcher_watch()
 quiet_interrupts()
 """
 
-# What starts ranks, as `deepspeed.launcher.launch` does; two of them
+# A program that starts two ranks as `deepspeed.launcher.launch` does.
 LAUNCHER = """
 import os, subprocess, sys
 for process in [subprocess.Popen([sys.executable, *sys.argv[1:]], \
@@ -58,7 +60,7 @@ env=os.environ | {"RANK": str(rank)}) for rank in range(2)]:
     process.wait()
 """
 
-# What starts the launcher, as the `deepspeed` command does
+# A program that starts the launcher as the `deepspeed` command does.
 RUNNER = """
 import subprocess, sys
 subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()
@@ -92,19 +94,19 @@ class Job:
         return process
 
     def start_rank(self, body: str, grace: float = 10) -> subprocess.Popen[str]:
-        """One rank that nothing watches, ready for signals."""
+        """Start one rank without a launcher, and wait until it is ready for signals."""
         process = self.start(sys.executable, self.write("rank.py", RANK + body), self.folder, grace)
         self.wait_for(lambda: (self.folder / "rank.pid").exists())
         return process
 
     def start_tree(self, body: str, runner: str = "deepspeed") -> tuple[int, int, list[int]]:
-        """The pids of runner, launcher and ranks."""
+        """Start a runner, and return the pids of runner, launcher and ranks."""
         rank, launcher = self.write("rank.py", RANK + body), self.write("launcher.py", LAUNCHER)
         process = self.start(
             sys.executable, self.write(runner, RUNNER), launcher, rank, self.folder, 10
         )
         self.wait_for(lambda: len(self.pids()) == 2)
-        time.sleep(1)  # the watch has looked at least once
+        time.sleep(1)  # gives the watcher time to look at least once
         [launch] = psutil.Process(process.pid).children()
         return process.pid, launch.pid, self.pids()
 
@@ -116,7 +118,7 @@ class Job:
 
     @staticmethod
     def wait_for(true: Callable[[], bool], seconds: float = LIMIT) -> float:
-        """Seconds until it was true."""
+        """Wait for a condition; return the seconds until the condition was true."""
         began = time.monotonic()
         while not true():
             assert time.monotonic() - began < seconds, "it did not come true in time"
@@ -157,9 +159,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
         (signal.SIGTERM, 143),
         (signal.SIGINT, 130),
         (signal.SIGHUP, 129),
-        (signal.SIGUSR1, 138),  # of schedulers: #SBATCH --signal=USR1@60, qsub -notify
-        (signal.SIGUSR2, 140),  # LSF before its run limit, qsub -notify
-        (signal.SIGXCPU, 152),  # limits of CPU time
+        (signal.SIGUSR1, 138),  # from schedulers: #SBATCH --signal=USR1@60, qsub -notify
+        (signal.SIGUSR2, 140),  # sent by LSF before its run limit, and by qsub -notify
+        (signal.SIGXCPU, 152),  # at limits of CPU time
     ],
 )
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
@@ -231,18 +233,18 @@ def test_a_rank_blocked_in_a_collective_ends_after_the_grace_with_its_stacks(job
 @pytest.mark.parametrize(
     ("grace", "slowest", "seconds"),
     [
-        (Grace(), 0, 300),  # the first step of a start may compile
+        (Grace(), 0, 300),  # the first step of a start may include compilation
         (Grace(), 0.2, 25),
         (Grace(), 8, 25),
         (Grace(), 40, 120),
-        (Grace(granted=600), 40, 120),
-        (Grace(granted=300), 150, 295),
-        (Grace(granted=300), 0, 295),
-        (Grace(granted=30), 0.2, 25),
-        (Grace(granted=20), 0.2, 15),
-        (Grace(granted=6), 0.2, 3),
+        (Grace(scheduler_grace=600), 40, 120),
+        (Grace(scheduler_grace=300), 150, 295),
+        (Grace(scheduler_grace=300), 0, 295),
+        (Grace(scheduler_grace=30), 0.2, 25),
+        (Grace(scheduler_grace=20), 0.2, 15),
+        (Grace(scheduler_grace=6), 0.2, 3),
         (Grace(seconds=4), 40, 4),
-        (Grace(seconds=900, granted=300), 40, 900),
+        (Grace(seconds=900, scheduler_grace=300), 40, 900),
     ],
 )
 def test_the_grace_follows_the_slowest_step_and_the_scheduler(
@@ -269,13 +271,13 @@ def test_the_granted_seconds_come_from_the_environment(text: str, granted: float
 
 
 SLOW = """
-with Stopper(Grace(least=0.5, first=first)) as stopper:
+with Stopper(Grace(min_seconds=0.5, first_step_seconds=first)) as stopper:
     for step in range(1, 10):
         stop, began = stopper.requested, time.monotonic()
         if step == asked:
             report("pid", os.getpid())
         time.sleep(1.5)
-        stopper.step_took(time.monotonic() - began)
+        stopper.record_step_time(time.monotonic() - began)
         stopper.boundary()
         if stop:
             break
@@ -288,7 +290,7 @@ sys.exit(stopper.exit_code)
 def test_a_step_longer_than_the_least_grace_ends_with_its_checkpoint(
     job: Job, asked: int, first: float
 ) -> None:
-    """In the first step and in a later one.
+    """The signal arrives in the first step or in a later one.
 
     The ranks agree on a stop at the beginning of a step, so one more step follows.
     """
@@ -350,7 +352,7 @@ def test_ctrl_c_during_start_up_is_one_line(job: Job, wait: str) -> None:
 
 
 def test_a_forked_worker_dies_of_sigterm_and_does_not_stop_its_parent(job: Job) -> None:
-    """`datasets` and torch end their worker processes with SIGTERM."""
+    """`datasets` and torch terminate their worker processes with SIGTERM."""
     body = """
 with Stopper(grace) as stopper:
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
@@ -375,7 +377,7 @@ def test_ranks_save_and_go_when_their_launcher_has_gone(job: Job, who: str, numb
     os.kill({"launcher": launcher, "deepspeed": runner}[who], number)
     assert job.wait_for(lambda: not any(map(alive, ranks))) < 5
     assert job.saved() == ["launcher gone"] * 2
-    job.wait_for(lambda: not alive(launcher), 5)  # as an orphan it ends when its ranks have
+    job.wait_for(lambda: not alive(launcher), 5)  # as an orphan, it ends after its ranks
 
 
 @pytest.mark.parametrize("who", ["launcher", "deepspeed"])

@@ -1,5 +1,6 @@
-"""Trials of a W&B sweep, started by `wandb agent`'s own code: each has a folder and a W&B run, also
-after a kill.
+"""Trials of a W&B sweep, started by the code of `wandb agent`.
+
+Each trial has a separate folder and W&B run, even after a kill.
 """
 
 import sys
@@ -27,7 +28,7 @@ FLAGS = ["--tiny", "--steps", "6", "--save_every", "2", "--eval_every", "0", "--
 
 
 def command(run: str) -> dict[str, Any]:
-    """What the server of W&B sends an agent."""
+    """Return the command that the W&B server sends to an agent."""
     args = {name: {"value": value} for name, value in POINTS[run].items()}
     return {"type": "run", "run_id": run, "program": str(NANO), "args": args}
 
@@ -47,11 +48,11 @@ def test_a_recipe_reads_the_flags_of_an_agent(monkeypatch: pytest.MonkeyPatch, s
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Agent]:
-    """An agent without its server: it starts what it is told."""
+    """Return an agent without a server; it starts the commands that it receives."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     for name in ("WANDB_RUN_ID", "WANDB_SWEEP_PARAM_PATH"):
-        monkeypatch.setenv(name, "")  # the agent sets them, for good
+        monkeypatch.setenv(name, "")  # the agent sets these variables permanently
     monkeypatch.setenv("WANDB_SWEEP_ID", SWEEP)
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -80,8 +81,9 @@ def wait(true: Callable[[], object], seconds: float) -> None:
 def test_four_trials_have_four_folders_and_four_runs(
     agent: Agent, tmp_path: Path, ops: Callable[[str], None]
 ) -> None:
-    """The second trial is killed, and the agent starts it again; the fourth repeats the first one's
-    parameters.
+    """The second trial is killed, and the agent restarts it.
+
+    The fourth trial has the same parameters as the first.
     """
     sweep = tmp_path / "runs" / f"llama_nano_zero2_tiny_sweep_{SWEEP}"
     for run in POINTS:

@@ -1,6 +1,4 @@
-"""How many cores a process may use: groups of both versions, in files as Linux shows them, and a
-real one.
-"""
+"""A process's usable cores: cgroups of both versions as Linux files, and a real cgroup."""
 
 import os
 import subprocess
@@ -97,7 +95,7 @@ def test_without_groups_the_affinity_decides(tmp_path: Path, module: ModuleType)
 
 @pytest.fixture
 def group() -> Iterator[Path]:
-    """A real group of version 1 below another one that allows 1.5 cores."""
+    """Yield a real version 1 cgroup below a cgroup that allows 1.5 cores."""
     above = Path(f"/sys/fs/cgroup/cpu/test_cores_{os.getpid()}")
     try:
         (above / "inner").mkdir(parents=True)

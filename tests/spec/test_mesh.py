@@ -1,14 +1,12 @@
-"""The layout of the ranks: DeepSpeed's own, a partition of the world, and refused when it does not
-fit.
-"""
+"""The layout of the ranks: a partition of the world like DeepSpeed's, rejected if it cannot fit."""
 
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh, fit_batch, fit_degrees, make_mesh, nearest_worlds
-from recipekit.spec.refusal import Refusal
 
 degree = st.integers(1, 4)
 AXES = ("pp", "dp", "sp", "tp")
@@ -35,7 +33,7 @@ def test_ranks_lie_as_deepspeeds_topology_lays_them():
 def test_groups_of_dp2_tp2():
     mesh = make_mesh(4, tp=2)
     assert mesh == Mesh(dp=2, tp=2)
-    assert mesh.groups("tp") == [[0, 1], [2, 3]]  # tensor peers are neighbours
+    assert mesh.groups("tp") == [[0, 1], [2, 3]]  # tensor-parallel ranks are neighbours
     assert mesh.groups("dp") == [[0, 2], [1, 3]]
     assert mesh.groups("pp") == [[0], [1], [2], [3]]
     assert mesh.groups("dp", "tp") == [[0, 1, 2, 3]]
@@ -100,7 +98,7 @@ def test_mesh_fits_or_is_refused(world, tp, pp, sp, ep):
         mesh = make_mesh(world, tp=tp, pp=pp, sp=sp, ep=ep)
         assert mesh.world == world and (mesh.tp, mesh.pp, mesh.sp, mesh.ep) == (tp, pp, sp, ep)
     else:
-        with pytest.raises(Refusal):
+        with pytest.raises(ConfigError):
             make_mesh(world, tp=tp, pp=pp, sp=sp, ep=ep)
 
 
@@ -136,7 +134,7 @@ def test_mesh_fits_or_is_refused(world, tp, pp, sp, ep):
     ],
 )
 def test_refusals_name_the_rule_and_the_fix(world, degrees, text):
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         make_mesh(world, **degrees)
     assert str(refused.value) == text and refused.value.exit_code == 1
 
@@ -147,10 +145,10 @@ def test_refusals_name_the_rule_and_the_fix(world, degrees, text):
         (8, dict(tp=4, pp=1, sp=1, ep=1), dict(tp=4, pp=1, sp=1, ep=1)),
         (2, dict(tp=4, pp=1, sp=1, ep=1), dict(tp=2, pp=1, sp=1, ep=1)),
         (1, dict(tp=4, pp=2, sp=2, ep=8), dict(tp=1, pp=1, sp=1, ep=1)),
-        # sp gives way before pp and tp
+        # sp is lowered before pp and tp.
         (4, dict(tp=2, pp=2, sp=2, ep=1), dict(tp=2, pp=2, sp=1, ep=1)),
-        (4, dict(tp=4, pp=4, sp=1, ep=1), dict(tp=4, pp=1, sp=1, ep=1)),  # pp before tp
-        # ep ranks are taken out of dp
+        (4, dict(tp=4, pp=4, sp=1, ep=1), dict(tp=4, pp=1, sp=1, ep=1)),  # pp is lowered before tp
+        # ep ranks are part of dp.
         (4, dict(tp=2, pp=1, sp=1, ep=8), dict(tp=2, pp=1, sp=1, ep=2)),
         (2, dict(tp=2, pp=2, sp=1, ep=2), dict(tp=2, pp=1, sp=1, ep=1)),
         (6, dict(tp=4, pp=1, sp=1, ep=1), dict(tp=3, pp=1, sp=1, ep=1)),
@@ -178,13 +176,13 @@ def test_typed_degrees_never_change_and_the_others_fit(world, wanted, typed):
 @pytest.mark.parametrize(
     ("world", "wanted", "whole", "fitted"),
     [
-        # 3 divides the ranks, and no heads
+        # 3 divides the ranks, but it does not divide the heads.
         (6, dict(tp=4, pp=1, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=2, pp=1, sp=1, ep=1)),
-        # what tp leaves is pp's
+        # pp gets the ranks that tp leaves.
         (8, dict(tp=8, pp=4, sp=1, ep=1), {"tp": (32, 4)}, dict(tp=4, pp=2, sp=1, ep=1)),
         (9, dict(tp=1, pp=1, sp=1, ep=4), {"ep": (4,)}, dict(tp=1, pp=1, sp=1, ep=1)),
         (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (16, 128)}, dict(tp=1, pp=1, sp=2, ep=1)),
-        # not known: divided by all
+        # Unknown numbers are divisible by everything.
         (6, dict(tp=1, pp=1, sp=8, ep=1), {"sp": (0, 0)}, dict(tp=1, pp=1, sp=6, ep=1)),
         (6, dict(tp=4, pp=4, sp=1, ep=1), {}, dict(tp=3, pp=2, sp=1, ep=1)),
     ],
@@ -200,8 +198,9 @@ def test_degrees_divide_what_they_cut(world, wanted, whole, fitted):
     st.dictionaries(st.sampled_from(("tp", "sp", "ep")), st.tuples(st.integers(0, 24))),
 )
 def test_lowered_degrees_are_the_largest_that_fit_in_this_order(world, wanted, typed, whole):
-    """Against all that fit, one after the other: tp is the largest of any, pp of those with that
-    tp, then ep, then sp.
+    """The reference tries all degrees that fit.
+
+    tp is the largest of all, pp the largest with that tp, followed by ep and then sp.
     """
 
     def fits(tp, pp, ep, sp):
@@ -233,8 +232,8 @@ def test_lowered_degrees_are_the_largest_that_fit_in_this_order(world, wanted, t
         (5, 4, 16, (), (4, 20)),
         (3, 4, 16, ("micro_batch",), (4, 24)),
         (3, 4, 6, ("global_batch",), (2, 6)),
-        (3, 4, 7, ("global_batch",), (4, 7)),  # refused later
-        (3, 4, 6, ("global_batch", "micro_batch"), (4, 6)),  # refused later
+        (3, 4, 7, ("global_batch",), (4, 7)),  # rejected later
+        (3, 4, 6, ("global_batch", "micro_batch"), (4, 6)),  # rejected later
     ],
 )
 def test_a_batch_is_shared_evenly(dp, micro_batch, global_batch, typed, fitted):

@@ -1,5 +1,6 @@
-"""Paths that are written: expanded, or refused where they are no paths of this machine; the folders
-of jobs and trials.
+"""Paths that are written: they are expanded, or rejected if they are not paths on this machine.
+
+Other tests cover the folders of jobs and trials.
 """
 
 import os
@@ -15,13 +16,13 @@ import pytest
 import torch.distributed as dist
 from job import NANO
 from pool import ROOT
-from recipekit.plan import Plan, make_plan
-from recipekit.runtime.agree import check_same_out
+from recipekit.plan import RunPlan, resolve_run
+from recipekit.runtime.rank_consistency import check_same_run_folder
 from recipekit.spec.command import parse, recipe_of
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.hub import check_variables
 from recipekit.spec.paths import local_path, run_folder, write_with_umask
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from safetensors.numpy import save_file
 
 from launch.run_folder import out_of
@@ -76,12 +77,12 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def plan(*words: str) -> Plan:
-    return make_plan(parse(recipe_of(NANO), NANO, ["--tiny", *words]))
+def plan(*words: str) -> RunPlan:
+    return resolve_run(parse(recipe_of(NANO), NANO, ["--tiny", *words]))
 
 
 def refused(*words: str) -> list[tuple[str, str]]:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         plan(*words)
     return [(problem.where, problem.rule) for problem in refusal.value.problems]
 
@@ -99,7 +100,7 @@ def test_what_is_no_path_of_this_machine_is_refused(text: str) -> None:
 def test_every_path_that_a_run_writes_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token cache, and what DeepSpeed writes."""
+    """The paths are the token cache and DeepSpeed's outputs."""
     monkeypatch.chdir(tmp_path)
     assert refused("--token_cache", "s3://b/c") == [("--token_cache s3://b/c", IS_ADDRESS)]
     assert refused("--token_cache", "$NOWHERE") == [
@@ -264,8 +265,9 @@ def test_each_trial_of_a_sweep_has_a_folder_of_its_own(monkeypatch: pytest.Monke
 def test_the_launcher_reads_a_run_folder_as_the_recipe_does(
     monkeypatch: pytest.MonkeyPatch, is_trial: bool
 ) -> None:
-    """Its logs are beside the run; for a text that ranks refuse they are where they are without the
-    flag.
+    """The launcher's logs are next to the run.
+
+    If the ranks reject a run folder, the launcher's logs are in the default folder.
     """
     monkeypatch.setenv("WANDB_RUN_ID", "r1")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -291,19 +293,21 @@ def test_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int) -> None:
 
 
 def agree_on(outs: list[str]) -> list[str]:
-    """Runs on every rank of a pool; returns what is refused."""
+    """Run on a rank of a pool; return the problems."""
     try:
-        check_same_out(Path(outs[dist.get_rank()]))
-    except Refusal as refusal:
+        check_same_run_folder(Path(outs[dist.get_rank()]))
+    except ConfigError as error:
         return [
             re.sub(" on [^:]+:", " on HOST:", str(problem)).replace(platform.node(), "HOST")
-            for problem in refusal.problems
+            for problem in error.problems
         ]
     return []
 
 
 def test_ranks_with_other_run_folders_are_named(pools: Any) -> None:
-    """As by a variable that differs between hosts: every rank refuses, and none waits."""
+    """A variable may differ between hosts. Every rank must report the problem, and no rank may
+    wait.
+    """
     assert pools.run(2, agree_on, outs=["runs/x", "runs/x"]) == [[], []]
     refused = (
         "out = /b/x on HOST: rank 0 on HOST has /a/x. Write a path without variables, or give all"

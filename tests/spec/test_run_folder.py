@@ -1,4 +1,4 @@
-"""The run folder beside the folders that a run reads, and runs that have finished."""
+"""The run folder next to folders that a run reads, and the folders of finished runs."""
 
 import json
 import os
@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 from pool import ROOT
-from recipekit.plan import Plan, make_plan
+from recipekit.plan import RunPlan, resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.run_folder import (
     DATA_FILES,
-    FACTS,
-    facts_of_run,
+    RUN_JSON,
     files_of_run,
-    identity,
-    put_aside,
+    move_run_aside,
     read_metrics,
+    read_run_json,
+    run_identity,
 )
 
 import launch.run_folder as launch
@@ -36,12 +36,12 @@ def one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def planned(*argv: object) -> Plan:
-    return make_plan(parse(RECIPE, Path("mine.py"), [str(word) for word in argv]))
+def planned(*argv: object) -> RunPlan:
+    return resolve_run(parse(RECIPE, Path("mine.py"), [str(word) for word in argv]))
 
 
 def problems(*argv: object) -> list[str]:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         planned(*argv)
     return [str(problem) for problem in refused.value.problems]
 
@@ -116,13 +116,13 @@ def test_out_is_not_the_repository(out: Path, relation: str) -> None:
 def test_only_a_run_is_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "work"
     texts(folder / "mine.txt")
-    put_aside(folder)
+    move_run_aside(folder)
     assert os.listdir(folder) == ["mine.txt"] and capsys.readouterr().out == ""
-    (folder / FACTS).write_text("{}")
-    put_aside(folder)
-    assert sorted(os.listdir(tmp_path / "work.1")) == ["mine.txt", FACTS] and not folder.exists()
+    (folder / RUN_JSON).write_text("{}")
+    move_run_aside(folder)
+    assert sorted(os.listdir(tmp_path / "work.1")) == ["mine.txt", RUN_JSON] and not folder.exists()
     (tmp_path / "cut" / "checkpoints").mkdir(parents=True)  # its run.json is lost
-    put_aside(tmp_path / "cut")
+    move_run_aside(tmp_path / "cut")
     assert (tmp_path / "cut.1" / "checkpoints").is_dir()
 
 
@@ -186,7 +186,7 @@ def test_what_is_no_checkpoint_stops_no_start(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["step_00000004", "step_00000002_best", "latest", "archive"])
 def test_a_checkpoint_of_the_run_is_gone_back_to_under_any_name(tmp_path: Path, name: str) -> None:
-    """Also one that is a link, in or to the folder."""
+    """The checkpoint may itself be a link in the folder, or a link may point to it."""
     run = finished(Path("runs/mine"), 9)
     checkpoints = run / "checkpoints"
     if name in ("latest", "archive"):
@@ -202,7 +202,10 @@ def test_a_checkpoint_of_the_run_is_gone_back_to_under_any_name(tmp_path: Path, 
 
 
 def test_the_step_of_a_checkpoint_is_in_its_manifest() -> None:
-    """Not in the name that a person gave it: a finished run of another command is refused."""
+    """The name that a user gave the checkpoint does not count.
+
+    A different command's finished run is rejected.
+    """
     run = finished(Path("runs/mine"), 9)
     step = with_manifest(run / "checkpoints" / "step_99999999_best")
     assert (
@@ -214,14 +217,12 @@ def test_the_step_of_a_checkpoint_is_in_its_manifest() -> None:
 
 
 def finished(run: Path, step: int, *argv: object) -> Path:
-    """Write a run folder as a run of this command leaves it after `step`: run.json, and an empty
-    step folder.
-    """
+    """Write this command's run folder after `step`: run.json and an empty step folder."""
     plan = planned(*argv, "--out", run)
     recipe: dict[str, Any] = {"tiny": False}
     (run / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-    (run / FACTS).write_text(
-        json.dumps({"recipe": recipe, "identity": identity(plan.recipe, plan.model_config)})
+    (run / RUN_JSON).write_text(
+        json.dumps({"recipe": recipe, "identity": run_identity(plan.recipe, plan.model_config)})
     )
     return run
 
@@ -264,8 +265,9 @@ def test_a_run_of_another_command_is_never_finished(tmp_path: Path, other: list[
 
 @pytest.mark.parametrize("task", ["pretrain", "image_classification"])
 def test_a_run_from_before_recompute_every_is_resumed(tmp_path: Path, task: str) -> None:
-    """Its run.json has checkpoint_every, which is no part of what a run is made of; so
-    recomputation may change.
+    """An older run.json contains checkpoint_every, which is not part of the identity.
+
+    Recomputation may therefore change.
     """
     model = (
         ["--model", "google/vit-large-patch16-224", "--dataset", "builtin"]
@@ -273,9 +275,9 @@ def test_a_run_from_before_recompute_every_is_resumed(tmp_path: Path, task: str)
         else []
     )
     run = finished(Path("runs/first"), 40, "--task", task, *model)
-    saved = json.loads((run / FACTS).read_text())
+    saved = json.loads((run / RUN_JSON).read_text())
     recipe = {"tiny": False, "task": task, "activation_checkpointing": True, "checkpoint_every": 2}
-    (run / FACTS).write_text(json.dumps(saved | {"recipe": recipe}))
+    (run / RUN_JSON).write_text(json.dumps(saved | {"recipe": recipe}))
     (run / "checkpoints" / "step_00000040" / "manifest.json").write_text("{}")
     for flags in (
         [],
@@ -284,9 +286,9 @@ def test_a_run_from_before_recompute_every_is_resumed(tmp_path: Path, task: str)
         ["--activation_checkpointing"],
     ):
         assert planned("--task", task, *model, "--out", run, *flags).resume_from == run
-    assert "checkpoint_every" not in identity(RECIPE, None) and "recompute_every" not in identity(
+    assert "checkpoint_every" not in run_identity(
         RECIPE, None
-    )
+    ) and "recompute_every" not in run_identity(RECIPE, None)
 
 
 def test_a_finished_run_of_the_same_command_is_no_mistake(tmp_path: Path) -> None:
@@ -316,11 +318,11 @@ def test_a_damaged_run_json_does_not_block_a_checkpoint(tmp_path: Path, content:
     step = run / "checkpoints" / "step_00000040"
     (step / "manifest.json").write_text("{}")
     (run / "checkpoints" / "step_00000050").mkdir()  # not complete
-    (run / FACTS).write_text(content)
+    (run / RUN_JSON).write_text(content)
 
     (said,) = problems("--out", run)
     assert (
-        said.startswith(f"{run / FACTS}: is damaged")
+        said.startswith(f"{run / RUN_JSON}: is damaged")
         and "newest complete checkpoint is step_00000040" in said
     )
     (command,) = re.findall(r"--resume \S+$", said)
@@ -329,7 +331,7 @@ def test_a_damaged_run_json_does_not_block_a_checkpoint(tmp_path: Path, content:
     assert planned("--out", run, "--resume", step).resume_from == step
     assert planned("--out", tmp_path / "new", "--resume", step).resume_from == step
     assert planned("--out", tmp_path / "new", "--resume", run).resume_from == run
-    assert facts_of_run(run).get("identity") in (None, {}) and launch.next_words(
+    assert read_run_json(run).get("identity") in (None, {}) and launch.next_words(
         ("mine.py",), run, 1e12
     ) == ("mine.py",)
     assert launch.goal(run) in (None, 60)
@@ -337,7 +339,7 @@ def test_a_damaged_run_json_does_not_block_a_checkpoint(tmp_path: Path, content:
 
 def test_a_damaged_run_json_without_a_checkpoint_names_the_two_ways_on(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step_00000040").mkdir(parents=True)
-    (tmp_path / "run" / FACTS).touch()
+    (tmp_path / "run" / RUN_JSON).touch()
     (said,) = problems("--out", tmp_path / "run")
     assert "no complete checkpoint" in said and "--out NEW" in said and "--resume never" in said
 
@@ -368,10 +370,10 @@ LINES = [json.dumps({"step": step, "step_s": 1.0}).encode() + b"\n" for step in 
 def test_a_damaged_line_of_metrics_hides_no_other_line(
     tmp_path: Path, damage: bytes, place: int
 ) -> None:
-    """NULs are what a loss of power leaves."""
+    """A power loss can leave NUL bytes."""
     lines = [*LINES[:place], damage, *LINES[place:]]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    torn = not damage.endswith(b"\n") and place < 3  # one line with the next
+    torn = not damage.endswith(b"\n") and place < 3  # the line merges with the next one
     steps = [step for step in (1, 2, 3) if not (torn and step == place + 1)]
     assert (
         [line["step"] for line in read_metrics(tmp_path)]

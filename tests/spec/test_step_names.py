@@ -1,4 +1,4 @@
-"""One rule decides which names are checkpoints, for a run, the tools and the launcher."""
+"""One rule decides which names are checkpoints, for runs, tools and the launcher."""
 
 import os
 from pathlib import Path

@@ -1,14 +1,15 @@
-"""Trains each task in every layout of up to four ranks beside plain PyTorch, and writes a page of
-it: the product of which the tests take pairs.
+"""Train each task in every layout of up to four ranks, compare with plain PyTorch, write a page.
+
+The tests run pairs of these combinations.
 
     python tests/support/all_layouts.py --results layouts.jsonl --page recipes/LAYOUTS.md
     # only one
     python tests/support/all_layouts.py --results layouts.jsonl --models BERT --page /dev/null
 
-Every layout runs for ten steps in fp32 and is judged as in the tests of its task: losses, norms and
-learning rates of each step, all weights, the metrics of held-out rows. A line goes into the file of
-results as each ends; what has one is not run again, so a run that was broken off goes on. Measured:
-see the page. Exit code: 1 if one failed.
+Every layout runs for ten steps in fp32. The limits are the limits of the task's tests: losses,
+gradient norms and learning rates of each step, all weights, and the metrics of held-out rows. Each
+result becomes a line of the results file. Start the command again after an interruption: layouts
+with a result are skipped. The page has the measured values. Exit code: 1 if a layout failed.
 """
 
 import argparse
@@ -31,13 +32,15 @@ sys.path[:0] = [str(folder) for folder in FOLDERS if str(folder) not in sys.path
 
 
 class Model(NamedTuple):
-    """Names a model of a task, and the test that judges a layout of it; where micro_batch is of
-    what it computes, the reference has it too.
+    """A model for a task, and the test that judges its layouts.
+
+    `numbers` names the fields that affect the model's results, such as micro_batch. The reference
+    run uses these fields as well.
     """
 
     task: str
     test: str  # FILE.FUNCTION
-    of_case: str = ""  # its name in the cases of its tests
+    of_case: str = ""  # its name in the test cases
     options: dict[str, Any] = {}  # noqa: RUF012 (of the test)
     tp: bool = True
     pp: bool = True
@@ -74,7 +77,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def cases(model: Model) -> Iterator[Any]:
-    from test_parity import Case
+    from parity import Case
 
     for stage in STAGES:
         for micro_batch in model.splits:
@@ -102,15 +105,15 @@ def column(dp: int, tp: int, pp: int) -> str:
 
 
 def judged(model: Model, pools: Pools, case: Any) -> str:
-    """Returns "equal", or the last line of what is wrong."""
-    import pytest  # these imports are seconds that --help need not wait for
+    """Return "equal", or the last line of the error."""
+    import pytest  # these imports take seconds, so they are skipped for --help
 
     file, _, function = model.test.partition(".")
     judge = getattr(importlib.import_module(file), function)
     with tempfile.TemporaryDirectory(prefix="layout_") as folder:
         try:
             judge(pools, Path(folder), case=case, **model.options)
-        except (Exception, pytest.fail.Exception) as error:  # the latter is no Exception
+        except (Exception, pytest.fail.Exception) as error:  # the latter is not an Exception
             message = str(error).strip()
             last_line = message.splitlines()[-1] if message else ""
             return f"{type(error).__name__}: {last_line}"[:300]

@@ -1,6 +1,6 @@
-"""Tokenizers whose alphabets lack most letters: DNA, molecules, music, proteins.
+"""Tokenizers whose alphabets lack most letters: for DNA, molecules, music and proteins.
 
-Each with a row of its data and the row's tokens.
+Each tokenizer comes with one row of its data and the tokens of that row.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ class Alphabet(NamedTuple):
 
 
 def fast(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """Make a tokenizer that puts [BOS] and [EOS] around a text, with all special tokens and a chat
-    template.
+    """Create a tokenizer that adds [BOS] and [EOS] around a text, with all special tokens and a
+    chat template.
     """
     begin, end = ((token, backend.token_to_id(token)) for token in ("[BOS]", "[EOS]"))
     backend.post_processor = processors.TemplateProcessing(
@@ -43,7 +43,7 @@ def numbered(tokens: tuple[str, ...]) -> dict[str, int]:
 
 
 def dna() -> Alphabet:
-    """BPE without an unknown token drops other letters."""
+    """Return a BPE tokenizer without an unknown token; it drops other letters."""
     backend = Tokenizer(
         models.BPE(
             vocab=numbered(("A", "C", "G", "T", "AC", "GT")), merges=[("A", "C"), ("G", "T")]
@@ -53,8 +53,9 @@ def dna() -> Alphabet:
 
 
 def molecules() -> Alphabet:
-    """SMILES in words of a regular expression; a word without a token is an error of the
-    library.
+    """Return a SMILES tokenizer that splits words with a regular expression.
+
+    The library raises an error for a word without a token.
     """
     backend = Tokenizer(
         models.WordLevel(numbered(("Cl", "C", "O", "N", "=", "(", ")", "1")), unk_token="[UNK]")
@@ -64,8 +65,9 @@ def molecules() -> Alphabet:
 
 
 def music() -> Alphabet:
-    """Events with a hyphen, which no text but their own gives; the first tokens of the vocabulary
-    decode to texts without tokens.
+    """Return a tokenizer for events that contain a hyphen, which no other text contains.
+
+    The first tokens of the vocabulary decode to texts that have no tokens themselves.
     """
     backend = Tokenizer(
         models.WordLevel(numbered(("\t", " ", "Note-60", "Note-64", "Rest-4")), unk_token="[UNK]")
@@ -75,8 +77,9 @@ def music() -> Alphabet:
 
 
 def proteins() -> Alphabet:
-    """Unigram pieces of upper-case letters; text is normalised, so lower-case letters are read,
-    too.
+    """Return a Unigram tokenizer of upper-case letters.
+
+    The tokenizer normalises its input, so it also reads lower-case letters.
     """
     pieces = [
         (token, -float(number + 1))

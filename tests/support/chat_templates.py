@@ -1,9 +1,9 @@
-"""Chat templates with the structure of published ones, rebuilt by hand, and chats to put through
-them.
+"""Chat templates with the structure of published templates, rewritten by hand, and chats to render
+with them.
 
-A template here writes what the model's own writes around messages: headers, ends of turns, where
-thoughts, tools and the system message go. Descriptions of tools are shorter than the published
-ones.
+Each template writes the same text around messages as its model's own template. That text includes
+headers, ends of turns, and the positions of thoughts, tools and the system message. The tool
+descriptions are shorter than the published ones.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from transformers import AddedToken
 
 
 class Published(NamedTuple):
-    """A template with the tokens of its models: special ones, others, and those that begin and end
-    a text.
+    """A template with its models' tokens: special tokens, other tokens, and the tokens that begin
+    and end a text.
     """
 
     source: str
@@ -22,7 +22,7 @@ class Published(NamedTuple):
     plain: tuple[str, ...] = ()
     bos: str = ""
     eos: str = ""
-    trl: str = ""  # the name of TRL's training template of the same models
+    trl: str = ""  # name of TRL's training template for the same models
 
 
 CALLS = """{% for call in message.tool_calls %}{% if not loop.first or message.content %}{{ '\\n' }}{% endif -%}
@@ -191,7 +191,7 @@ COMMAND_R = """{{- bos_token }}{% for message in messages %}
 {{- '<|START|>' + {'system': '<|SYSTEM|>', 'user': '<|USER|>', 'assistant': '<|CHATBOT|>'}[message.role] + message.content.strip() + '<|END|>' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|START|><|CHATBOT|>' }}{% endif %}"""
 
-# Models of images take a list of parts as content, and no text.
+# Image models accept a list of parts as content, but not a string.
 SMOLVLM = """<|im_start|>{% for message in messages %}{{ message.role.capitalize() + (':' if message.content[0].type == 'image' else ': ') }}
 {%- for part in message.content %}{{ part.text if part.type == 'text' else '<image>' }}{% endfor %}{{ '<end_of_utterance>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
@@ -292,7 +292,7 @@ PUBLISHED = {
 
 
 def published_tokenizer(name: str) -> Any:
-    """Make a tokenizer of bytes and the tokens of these models, with their template."""
+    """Create a tokenizer of bytes and these models' tokens, with their template."""
     return template_tokenizer(*PUBLISHED[name][:5])
 
 
@@ -324,7 +324,7 @@ def user(content: str) -> dict[str, Any]:
 
 
 def assistant(content: str | None, *calls: Any, **more: Any) -> dict[str, Any]:
-    """An answer; each of `calls` is the arguments of a call of `f`."""
+    """Return an assistant message; each item of `calls` contains the arguments for a call of `f`."""
     made = [
         {"id": "abcdef123", "type": "function", "function": {"name": "f", "arguments": arguments}}
         for arguments in calls

@@ -1,7 +1,7 @@
-"""What is asked of every device that is not the CPU: test_second_device.py asks it without a GPU,
-test_gpu.py on one.
+"""Cases for every device other than the CPU. test_second_device.py runs them without a GPU, and
+test_gpu.py runs them on a GPU.
 
-`run(case, **arguments)` stands for two ranks that have the device and give what each returned.
+`run(case, **arguments)` runs a case on two ranks with the device, and returns each rank's result.
 """
 
 import dataclasses
@@ -17,16 +17,15 @@ from typing import Any
 import pytest
 import torch
 from job import metrics
+from peft_models import add_lora
 from pool import ROOT
-from recipekit.plan import make_plan
+from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from reference import train_plain
-from test_export import add_lora
-from test_model import ds_config, tiny_config
-from test_parity import strategy
-from test_weights import save_tiny
+from shipped_jsons import strategy
+from tiny_models import ds_config, save_tiny, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -46,7 +45,7 @@ RECIPE = Recipe(
     wandb=False,
 )
 ADAPTED = ("zero0", "zero1", "zero3")  # JSONs with which an adapter is trained
-# the model that is trained from its files, the JSON, the layout
+# name -> the model that is loaded from its files, the JSON, and the layout
 QUICK: dict[str, tuple[str, str, dict[str, Any]]] = {
     "zero1 pp2": ("llama", "zero1", {"pp": 2}),
 }
@@ -77,7 +76,7 @@ SLOW: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def mixture(folder: Path) -> str:
-    """Two domains, so that losses are summed by domain."""
+    """Write two domains, so that losses are summed by domain."""
     folder.mkdir()
     for name in ("letters", "digits"):
         texts = [f"{name} {number} " * (5 + number % 50) for number in range(400)]
@@ -88,9 +87,7 @@ def mixture(folder: Path) -> str:
 
 
 def train_twice(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = False) -> list[int]:
-    """The exit codes of a run that is stopped after its first step and goes on from there, on every
-    rank.
-    """
+    """Train one step, stop, and resume on every rank; return the exit codes of both runs."""
     from recipekit.train import main
 
     sys.argv = ["device.py"]
@@ -98,22 +95,23 @@ def train_twice(recipe: Recipe, config: dict[str, Any], out: str, lora: bool = F
         recipe, ds_config=config, out=out, adapt=add_lora if lora else None
     )
     return [
-        main(make_plan(parse(recipe, Path("device.py"), stop))) for stop in (["--stop_at", "1"], [])
+        main(resolve_run(parse(recipe, Path("device.py"), stop)))
+        for stop in (["--stop_at", "1"], [])
     ]
 
 
 def check_training(run: Run, folder: Path, layout: str, within: float, export: bool = True) -> None:
-    """Trains in a layout, stops and resumes; losses and norms (relative) and exported weights
-    (absolute) are those of plain PyTorch on the CPU.
+    """Train in a layout, stop, resume, and compare the run with plain PyTorch on the CPU.
 
-    Without `export` the weights are those of the checkpoint, by the converter.
+    Losses and norms are compared by relative difference, and exported weights by absolute
+    difference. Without `export`, the converter reads the weights from the checkpoint.
     """
     from safetensors.torch import load_file
 
     model, file, degrees = (QUICK | SLOW)[layout]
     save_tiny(folder / "model", model)
     config = json.loads((folder / "model" / "config.json").read_text())
-    # what is dropped out differs from device to device
+    # Dropout differs from device to device.
     config |= {key: 0.0 for key in config if key.endswith("pdrop")}
     (folder / "model" / "config.json").write_text(json.dumps(config))
     plain = dataclasses.replace(
@@ -135,7 +133,7 @@ def check_training(run: Run, folder: Path, layout: str, within: float, export: b
             ],
             check=True,
         )
-        # its files are named as published ones
+        # Name the tensors as published files do.
         whole = AutoModelForCausalLM.from_pretrained(folder / "files", dtype=torch.float32)
         whole.save_pretrained(folder / "run" / "hf", save_original_format=False)
     expected = train_plain(plain, config, plain.steps)
@@ -156,7 +154,7 @@ def check_training(run: Run, folder: Path, layout: str, within: float, export: b
 
 
 def check_adapter(run: Run, folder: Path, file: str) -> None:
-    """Trains an adapter in bf16, whose merged export differs from the model that it began with."""
+    """Train an adapter in bf16; its merged export must differ from the initial model."""
     from safetensors.torch import load_file
 
     before = dict(save_tiny(folder / "model", "llama").named_parameters())
@@ -178,15 +176,17 @@ def check_adapter(run: Run, folder: Path, file: str) -> None:
 
 
 def wrong_weight(folder: str, device: str) -> str:
-    """What is said of a cut parameter that is not its file's any more, after all were found to be
-    (a case for two ranks).
+    """Return the error for a sharded parameter that no longer equals its value in the file.
+
+    Before the parameter is changed, all parameters must pass the check. The case needs two ranks.
     """
-    from recipekit.model.build import build_model, check_weights
-    from recipekit.parallel.groups import Groups
+    from built_models import build_model
+    from recipekit.model.build import check_weights
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
     place = torch.device(device, 0)
-    groups = Groups(make_mesh(2, tp=2), place.type)
+    groups = ProcessGroups(make_mesh(2, tp=2), place.type)
     config = json.loads((Path(folder) / "config.json").read_text())
     built = build_model(Recipe(model=folder, tp=2), config, groups, ds_config(1, 2, 2), place)
     assert (
@@ -200,18 +200,20 @@ def wrong_weight(folder: str, device: str) -> str:
         built.model.get_parameter(name).view(-1)[0] += 1
     try:
         check_weights(None, built, groups, samples=1000)
-    except Refusal as refusal:
-        return str(refusal)
+    except ConfigError as error:
+        return str(error)
     return ""
 
 
 def drawn_otherwise(device: str, tp: int) -> list[str]:
-    """The parameters of a model that is drawn at random and cut on two ranks of the device, by `tp`
-    2 or ZeRO-3, and is not the one drawn on the CPU.
+    """Return the parameters whose random values on the device's two ranks differ from the CPU's
+    values.
+
+    The model is sharded by `tp` 2 or by ZeRO-3. Parameters on a wrong device are returned as well.
     """
-    from recipekit.model.build import build_model
-    from recipekit.model.export import whole_parameters
-    from recipekit.parallel.groups import Groups
+    from built_models import build_model
+    from recipekit.model.export import full_parameters
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
     recipe, config, place = (
@@ -226,11 +228,11 @@ def drawn_otherwise(device: str, tp: int) -> list[str]:
     )
     wrong = []
     for stage in (1, 3) if tp > 1 else (3,):
-        groups = Groups(make_mesh(2, tp=tp), place.type)
+        groups = ProcessGroups(make_mesh(2, tp=tp), place.type)
         built = build_model(
             dataclasses.replace(recipe, tp=tp), config, groups, ds_config(stage, 2, tp), place
         )
-        got = dict(whole_parameters(built.model, built, groups, torch.float32))
+        got = dict(full_parameters(built.model, built, groups, torch.float32))
         wrong += [
             f"ZeRO-{stage}, tp {tp}: {name}"
             for name, value in expected.items()
@@ -245,8 +247,10 @@ def drawn_otherwise(device: str, tp: int) -> list[str]:
 
 
 def copies_for_a_checkpoint(device: str) -> None:
-    """What a background save keeps: the values of that moment, on the host, sharing memory where
-    the states do.
+    """Check the snapshots that a background save takes.
+
+    They must hold the values of that moment in host memory. Tensors that share memory in the
+    optimizer states must also share memory in the snapshot.
     """
     from recipekit.checkpoints.deepspeed_io import DeepSpeedFiles
 
@@ -261,10 +265,10 @@ def copies_for_a_checkpoint(device: str) -> None:
     }
     files = DeepSpeedFiles()
     files.snapshots = True
-    for turn in range(2):  # the second save uses the memory of the first again
+    for turn in range(2):  # the second save reuses the memory of the first
         expected = [float(number + turn) for number in range(12)]
         work = torch.ones(1024, 1024, device=device)
-        for _ in range(20 if device == "cuda" else 0):  # still under way when the copy is asked for
+        for _ in range(20 if device == "cuda" else 0):  # still running when the copy is requested
             work = work @ work / 1024
         flat.mul_(work[0, 0])
         files.save(states, "states.pt")
@@ -294,8 +298,11 @@ def copies_for_a_checkpoint(device: str) -> None:
 
 
 def rule_breakers(device: str) -> list[str]:
-    """What the device does otherwise than CUDA where tensors of two devices meet: it takes what
-    raises there, or refuses what is taken there.
+    """Return the operations on tensors of two devices that the device handles differently from
+    CUDA.
+
+    The device either accepts an operation that raises on CUDA, or rejects an operation that CUDA
+    accepts.
     """
     there, here = torch.arange(6.0, device=device).view(2, 3), torch.arange(6.0).view(2, 3)
     number, index, linear = torch.tensor(2.0), torch.tensor([1]), nn.Linear(3, 2).to(device)

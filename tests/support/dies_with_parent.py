@@ -1,4 +1,4 @@
-"""Ends the process that imports this as soon as its parent has ended, however that was."""
+"""Import this module to end the process as soon as its parent ends for any reason."""
 
 import ctypes
 import signal

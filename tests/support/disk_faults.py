@@ -1,5 +1,5 @@
-"""Faults at random steps of a run: full and read-only disks, damaged files, kills, and what a user
-puts beside checkpoints.
+"""Faults at random steps of a run: full and read-only disks, damaged files, kills, and a user's
+files beside checkpoints.
 
     python tests/support/disk_faults.py --faults 200 [--seed N]
 
@@ -38,16 +38,16 @@ sys.path[:0] = [
 from disks import fill, read_only, small_disk  # noqa: E402
 from pool import FORKS, environment, free_port  # noqa: E402
 from recipekit.spec.recipe import Recipe  # noqa: E402
-from recipekit.spec.run_folder import numbers, read_metrics  # noqa: E402
+from recipekit.spec.run_folder import read_metrics, reproducible_values  # noqa: E402
 from recipekit.storage import manifest  # noqa: E402
 
 STEPS, EVERY, KEEP = 9, 2, 2
-PACE = 0.1  # seconds that each step takes longer, so that a fault meets it
+PACE = 0.1  # seconds by which each step is delayed, so that a fault can occur during the step
 LIMIT = 120.0  # seconds for a start
-# seconds after which a launcher ends the other ranks of a dead one, and then kills them
+# seconds after which a launcher ends a dead rank's peers, and again before it kills them
 NOTICED = 20.0
 MOST_STARTS = 5  # after a fault
-AGAIN = {75, 143, 137}  # exit codes after which the same command is given again
+AGAIN = {75, 143, 137}  # exit codes after which the same command is repeated
 RECIPE = Recipe(
     model="recipekit/llama-nano",
     init="random",
@@ -66,8 +66,8 @@ RECIPE = Recipe(
 
 
 def rank_of_job(rank: int, world: int, port: int, argv: list[str], log: str) -> None:
-    """Become one rank, as a launcher starts it; the exit code is the rank's."""
-    importlib.reload(importlib.import_module("dies_with_parent"))  # a fork forgets it
+    """Become one rank, as a launcher starts it; exit with the rank's exit code."""
+    importlib.reload(importlib.import_module("dies_with_parent"))  # a fork loses it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -120,8 +120,8 @@ class Start:
                 os.kill(rank.pid or 0, number)
 
     def wait(self) -> int:
-        """Return the exit code of the first rank that has one other than 0; 128 + the number for a
-        signal.
+        """Return the first exit code other than 0, or 0 if there is no other; a signal is 128 + its
+        number.
         """
         deadline = time.monotonic() + LIMIT
         died = 0.0
@@ -129,8 +129,8 @@ class Start:
             time.sleep(0.02)
             if not died and any(rank.exitcode for rank in self.ranks):
                 died = time.monotonic()
-            # Ranks that have not met yet cannot miss each other. Every launcher ends the others
-            # when one of them has died.
+            # Ranks that have not joined yet cannot notice a missing rank. Every launcher ends the
+            # other ranks when one rank has died.
             if (
                 died
                 and time.monotonic() > died + NOTICED
@@ -151,7 +151,7 @@ class Start:
 
 @dataclass
 class Run:
-    """A run with faults. `users` are files that the user has put there: name and digest."""
+    """A run with faults. `users` contains (name, digest) for the files that the user put there."""
 
     disk: Path
     logs: Path
@@ -181,13 +181,13 @@ class Run:
         return Start(self.world, [*self.argv, *more], self.logs / f"start_{self.starts}.log")
 
     def steps(self) -> list[Path]:
-        """The complete checkpoints, the oldest first."""
+        """Return the complete checkpoints, oldest first."""
         found = [
             path
             for path in (self.out / "checkpoints").glob("step_*")
             if re.fullmatch(r"step_\d{8}", path.name)
         ]
-        return [step for step in sorted(found) if not manifest.faults(step)]
+        return [step for step in sorted(found) if not manifest.find_faults(step)]
 
     def put(self, path: Path, content: bytes) -> None:
         """Write a file of the user."""
@@ -208,7 +208,7 @@ class Run:
         time.sleep(self.chance.uniform(0, 2 * PACE))
 
 
-# Faults: each meets a running start at a random step, and returns when that start has ended
+# Faults: each hits a running start at a random step, and returns when that start has ended
 # -------------------------
 
 
@@ -287,7 +287,7 @@ def link(run: Run, start: Start) -> int:
         elif kind == "latest":
             (checkpoints / "latest").unlink(missing_ok=True)
             (checkpoints / "latest").symlink_to(steps[-1].name)
-        else:  # the oldest was moved to a slower disk
+        else:  # the oldest checkpoint was moved to a slower disk
             archive = run.disk / "archive" / steps[0].name
             archive.parent.mkdir(exist_ok=True)
             shutil.move(steps[0], archive)
@@ -314,7 +314,7 @@ def copied(run: Run, start: Start) -> int:
 
 
 def files_cut(run: Run, start: Start) -> int:
-    """A loss of power: files end early, or in NULs."""
+    """Damage files as a power failure does: they are truncated, or end in NUL bytes."""
     code = killed(run, start)
     for name in run.chance.sample(
         ["run.json", "data_files.json", "ds_config.json", "metrics.jsonl", "checkpoints/latest"], 2
@@ -363,9 +363,9 @@ FAULTS: tuple[Callable[[Run, Start], int], ...] = (
 
 
 def continued(run: Run, code: int) -> None:
-    """Give the same command, or the printed one, until the run has ended.
+    """Repeat the same command, or run the printed command, until the run has ended.
 
-    Raises AssertionError if that does not continue it.
+    Raise AssertionError if the run does not continue.
     """
     more: list[str] = []
     for _ in range(MOST_STARTS):
@@ -398,7 +398,7 @@ def check(run: Run, unbroken: tuple[bytes, list[dict[str, Any]]]) -> None:
     assert (run.out / "hf" / "model.safetensors").read_bytes() == weights, (
         "other weights than the unbroken run's"
     )
-    found = {line["step"]: line for line in numbers(read_metrics(run.out))}
+    found = {line["step"]: line for line in reproducible_values(read_metrics(run.out))}
     expected = {line["step"]: line for line in lines}
     assert found == {
         step: line for step, line in expected.items() if step in found or not run.metrics_cut
@@ -417,7 +417,7 @@ def clear(disk: Path) -> None:
 
 
 def drill(faults: int, seed: int, disk: Path, logs: Path) -> list[str]:
-    """Return a text for each fault that the run did not survive."""
+    """Return a message for each fault that the run did not survive."""
     unbroken, failed, kinds = {}, list[str](), collections.Counter[str]()
     logs.mkdir()
     (logs / "text.txt").write_text(
@@ -431,7 +431,7 @@ def drill(faults: int, seed: int, disk: Path, logs: Path) -> list[str]:
         assert run.start().wait() == 0, (run.logs / "start_1.log").read_text()
         unbroken[world] = (
             (run.out / "hf" / "model.safetensors").read_bytes(),
-            numbers(read_metrics(run.out)),
+            reproducible_values(read_metrics(run.out)),
         )
         clear(disk)
     for number in range(1, faults + 1):

@@ -1,4 +1,4 @@
-"""Small disks, as tmpfs, that can be filled, emptied and made larger."""
+"""Small tmpfs disks that can be filled, emptied and enlarged."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        # whoever has a file open there
+        # -l is needed because a process may still have a file open there.
         subprocess.run([*SUDO, "umount", "-l", str(place)], check=True)
 
 
@@ -28,7 +28,7 @@ def resize(place: Path, size: str) -> None:
 
 
 def fill(place: Path) -> Path:
-    """Fill a disk to the last page; return the file to remove."""
+    """Fill a disk to the last page, and return the file that frees it when removed."""
     ballast = place / "ballast"
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as stream:
         while stream.write(bytes(1 << 16)):
@@ -41,8 +41,9 @@ def fill(place: Path) -> Path:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Make a folder read-only, whoever has files open in it: a second, read-only mount lies over
-    it.
+    """Make a folder read-only with a second, read-only mount on top of it.
+
+    This works even if processes have open files in the folder.
     """
     subprocess.run([*SUDO, "mount", "--bind", str(folder), str(folder)], check=True)
     subprocess.run([*SUDO, "mount", "-o", "remount,bind,ro", str(folder)], check=True)

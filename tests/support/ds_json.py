@@ -1,6 +1,6 @@
-"""A DeepSpeed JSON as a script reads it, and the blocks that most of them hold.
+"""A DeepSpeed JSON as a script reads it, and the blocks that most of these JSONs contain.
 
-Batch sizes and buckets are small, so that two CPU cores can run them.
+Batch sizes and buckets are small enough for two CPU cores.
 """
 
 import json
@@ -12,9 +12,9 @@ import hjson
 
 @dataclass(frozen=True)
 class Case:
-    """A JSON, or the text of a file, and the layout of the script that reads it.
+    """A JSON, or a file's text, and the layout of the script that reads it.
 
-    `after` says who posts such a file.
+    `after` names the project that posts such files.
     """
 
     after: str
@@ -28,8 +28,9 @@ class Case:
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """As DeepSpeed reads the file: of a key written twice the last value, {} if it holds no
-        block.
+        """Return the file's contents as DeepSpeed reads them, or {} if the file contains no block.
+
+        If a key occurs twice, its last value is used.
         """
         try:
             found = json.loads(json.dumps(hjson.loads(self.text)))
@@ -48,7 +49,7 @@ BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 
 
 def plain(stage: int, **more: Any) -> dict[str, Any]:
-    """The least that trains at a ZeRO stage."""
+    """Return the smallest JSON that can train at a ZeRO stage."""
     return zero(stage, {}, **more)
 
 

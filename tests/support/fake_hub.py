@@ -1,4 +1,4 @@
-"""A server that answers huggingface_hub 2.4 and datasets 5.2 as the hub does: models and data sets
+"""A server that answers huggingface_hub 2.4 and datasets 5.2 as the hub does: models and datasets
 with branches, tags and commits.
 """
 
@@ -34,11 +34,11 @@ class Hub:
     url: str = ""
     refs: dict[str, dict[str, str]] = field(default_factory=dict)
     commits: dict[str, Files] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)  # paths
+    asked: list[str] = field(default_factory=list)  # requested paths
 
     def commit(self, repository: str, files: Files, *revisions: str) -> str:
-        """Add a commit, to which the revisions ("main" if none is given) point from now on; return
-        its hash.
+        """Add a commit, point the revisions ("main" by default) to it, and return the commit's
+        hash.
         """
         commit = hashlib.sha1(
             json.dumps(
@@ -66,7 +66,7 @@ def _described(name: str, content: bytes) -> dict[str, Any]:
 
 @contextmanager
 def serve() -> Iterator[Hub]:
-    """Run a hub on a free port of this machine; HF_ENDPOINT has to be its `url`."""
+    """Run a hub on a free port of this machine; HF_ENDPOINT must be its `url`."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
@@ -216,7 +216,7 @@ def serve() -> Iterator[Hub]:
 
 
 def write_cache(cache: Path, repository: str, files: Files, commit: str, *revisions: str) -> Path:
-    """Write a commit into a cache in the layout of huggingface_hub (blobs, links and refs); return
+    """Write a commit into a cache in huggingface_hub's layout (blobs, links and refs), and return
     its snapshot.
     """
     folder = cache / repository.replace("/", "--")

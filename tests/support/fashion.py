@@ -12,8 +12,9 @@ FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 
 def read(count: int, part_of: str = "t10k") -> tuple[np.ndarray, np.ndarray]:
-    """The first pictures of the test set, or of "train", (count, 28, 28) uint8, and their classes,
-    (count,) uint8.
+    """Return the first images, (count, 28, 28) uint8, and their classes, (count,) uint8.
+
+    They come from the test set, or from the training set if `part_of` is "train".
     """
     if not FASHION.exists():
         pytest.skip("needs Debian's dataset-fashion-mnist (tests/system_packages.sh)")

@@ -1,11 +1,12 @@
-"""Sixty inputs that people give to their first run: good ones, and mistakes from the logs of
-newcomers and public reports.
+"""Sixty inputs for a first run: valid inputs, and mistakes from newcomers' logs and from public
+reports.
 """
 
 import gzip
 import json
 import shutil
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ PAIRS = [{"prompt": "where?", "chosen": text, "rejected": text[::-1]} for text i
 
 
 class Input(NamedTuple):
-    """The words of a command, and how its refusal begins; "" if the command trains.
+    """The words of a command, and the beginning of its error message ("" if the command trains).
 
     `make` writes files into the current folder.
     """
@@ -43,7 +44,7 @@ def content(name: str, of: bytes | str) -> Callable[[], Any]:
 
 
 def model(change: Callable[[Path], Any] | None = None, **config: Any) -> Callable[[], Any]:
-    """Return what copies the model to ./m, with other values in its config.json and one more
+    """Return a function that copies the model to ./m, changes its config.json, and applies
     `change`.
     """
 
@@ -147,7 +148,8 @@ MODELS = {
     ),
     "an unknown type": Input(
         "--model ./m",
-        "model = ./m: transformers 5.22.2 does not support a lama as a causal language model",
+        f"model = ./m: transformers {version('transformers')} does not support a lama"
+        " as a causal language model",
         model(model_type="lama"),
     ),
     "wider": Input(

@@ -1,5 +1,5 @@
-"""Broken DeepSpeed files without end, the same in every run: mutations of the cases of
-lint_cases.py.
+"""An unlimited number of broken DeepSpeed files: mutations of the cases in lint_cases.py. They are
+the same in every run.
 """
 
 import copy
@@ -143,7 +143,7 @@ def _change(config: dict[str, Any], draw: random.Random) -> None:
 
 
 def _cut(content: bytes, draw: random.Random) -> bytes:
-    """Cut, repeat, nest or overwrite bytes of a file."""
+    """Truncate, repeat, nest or overwrite bytes of a file."""
     start = draw.randint(0, len(content))
     end = min(len(content), start + draw.randint(0, 30))
     what = draw.randrange(8)

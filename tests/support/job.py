@@ -1,4 +1,4 @@
-"""A command as a user starts it, every process that comes of it, and what they leave behind."""
+"""A command as a user starts it, with all of its processes and the files that it writes."""
 
 import contextlib
 import fcntl
@@ -20,17 +20,19 @@ import psutil
 import pytest
 from pool import ROOT, environment, free_port
 from recipekit.spec.run_folder import CHECKPOINTS, METRICS
-from recipekit.spec.run_folder import numbers as numbers  # tests take it from here
+from recipekit.spec.run_folder import (
+    reproducible_values as reproducible_values,
+)  # tests import it from here
 from recipekit.spec.step_names import step_folders, step_of
 
-# an environment variable that every descendant of a job inherits, wherever it moves to
+# an environment variable that every descendant of a job inherits, even in a different session
 MARK = "TEST_JOB"
 NANO = ROOT / "recipes" / "llama_nano_zero2.py"
 BIN = Path(sys.executable).parent
 
 
 def deepspeed(recipe: Path, *flags: object, ranks: int = 2) -> list[str]:
-    """The command line of the `deepspeed` launcher on a port of its own."""
+    """Return the command line of the `deepspeed` launcher with a free port."""
     return [
         str(BIN / "deepspeed"),
         "--num_gpus",
@@ -43,15 +45,16 @@ def deepspeed(recipe: Path, *flags: object, ranks: int = 2) -> list[str]:
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """Its command line; none of one that has just ended."""
+    """Return the command line of a process; [] if the process has just ended."""
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
 
 
 class Job:
-    """A started command in a session of its own; with `terminal` it has a controlling terminal, on
-    which Ctrl-C can be pressed.
+    """A command that runs in a separate session.
+
+    With `terminal` the session has a controlling terminal, on which a test can press Ctrl-C.
     """
 
     def __init__(self, folder: Path, argv: list[str], terminal: bool = False, **variables: str):
@@ -89,7 +92,7 @@ class Job:
         threading.Thread(target=self._copy_screen, args=(self._keyboard,), daemon=True).start()
 
     def _copy_screen(self, keyboard: int) -> None:
-        # a terminal ends with an error
+        # Reading a closed terminal raises an error.
         with self.log.open("wb", buffering=0) as output, contextlib.suppress(OSError):
             while shown := os.read(keyboard, 4096):
                 output.write(shown)
@@ -98,8 +101,9 @@ class Job:
         os.write(self._keyboard, b"\x03")
 
     def close_terminal(self) -> None:
-        """What closing the window or losing the ssh connection does: SIGHUP, and nobody reads what
-        is printed.
+        """Close the terminal, as a closed window or a lost ssh connection does.
+
+        The job receives SIGHUP, and its output is no longer read.
         """
         assert self._keyboard is not None
         os.close(self._keyboard)
@@ -110,7 +114,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of the job, whoever its parent is now."""
+        """Return every live process of the job, including processes whose parent has ended."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -122,7 +126,7 @@ class Job:
         return found
 
     def launcher(self) -> psutil.Process:
-        """The process `deepspeed.launcher.launch`."""
+        """Return the process `deepspeed.launcher.launch`."""
         (found,) = [
             process
             for process in psutil.Process(self.process.pid).children()
@@ -139,14 +143,14 @@ class Job:
         return found
 
     def wait(self, timeout: float) -> int:
-        """The exit code; after `timeout` seconds the stacks of all ranks are in the error."""
+        """Return the exit code; after `timeout` seconds, raise an error with all ranks' stacks."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.fail(f"it did not end within {timeout} s")
 
     def wait_for(self, true: Callable[[], Any], timeout: float) -> float:
-        """Seconds until it was true."""
+        """Wait until `true()` is true, and return the seconds."""
         began = time.monotonic()
         while not true():
             if time.monotonic() - began > timeout:
@@ -155,7 +159,7 @@ class Job:
         return time.monotonic() - began
 
     def wait_gone(self, timeout: float) -> float:
-        """Seconds until no process of the job was left."""
+        """Wait until all processes of the job have ended, and return the seconds."""
         return self.wait_for(
             lambda: self.process.poll() is not None and not self.processes(), timeout
         )
@@ -170,7 +174,7 @@ class Job:
         raise AssertionError(f"{what}; processes: {left}; output:\n{self.output[-8000:]}")
 
     def close(self) -> None:
-        """Ends what is left of the job."""
+        """End the remaining processes of the job."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -180,10 +184,10 @@ class Job:
 
 
 def contention() -> float:
-    """How many times longer work takes here than on an idle machine: the wall time of a busy loop
-    over its CPU time, at least 1.
+    """Return how many times longer work takes here than on an idle machine, at least 1.
 
-    What a test promises in seconds is promised for a machine that does nothing else.
+    This is a busy loop's wall time divided by its CPU time. The time limits in tests assume an
+    otherwise idle machine.
     """
     wall, cpu = time.perf_counter(), time.thread_time()
     while time.thread_time() - cpu < 0.2:
@@ -192,7 +196,7 @@ def contention() -> float:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, the last of which may not be torn."""
+    """Return the lines of metrics.jsonl, and check that the last line is complete."""
     text = (run / METRICS).read_text()
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -203,7 +207,7 @@ def steps_done(run: Path) -> int:
 
 
 def checkpoints(run: Path) -> list[int]:
-    """The steps whose folders are there."""
+    """Return the steps that have a checkpoint folder."""
     return [
         number
         for path in step_folders(run / CHECKPOINTS)
@@ -217,8 +221,8 @@ def copy_run(run: Path, to: Path) -> Path:
 
 
 def in_mounts(script: str) -> list[str]:
-    """Runs a command in a mount namespace of its own, in which `script` has changed what is mounted
-    where.
+    """Return the prefix that runs a command in a separate mount namespace after `script` has
+    changed the mounts there.
     """
     if (
         os.geteuid() != 0
@@ -226,7 +230,7 @@ def in_mounts(script: str) -> list[str]:
         or subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("needs root and util-linux's unshare to mount")
-    # whatever PATH the command itself is given
+    # Search here, whatever PATH the command itself receives.
     programs = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
     return [
         str(shutil.which("unshare")),

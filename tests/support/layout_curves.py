@@ -39,16 +39,19 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {  # name -> ranks, JSON, 
 
 
 def train() -> dict[str, list[float]]:
-    """Return the loss of each step of plain PyTorch and of each layout."""
-    import test_parity as parity  # seconds of imports, which --help and --redraw do without
-    from recipekit.plan import make_plan
+    """Return each step's loss in plain PyTorch and in each layout."""
+    import parity  # seconds of imports, which --help and --redraw do not need
+    import shipped_jsons
+    from recipekit.plan import resolve_run
     from recipekit.spec.command import parse
     from recipekit.spec.recipe import Recipe
     from reference import train_plain
 
     recipe = parity.recipe_for("untied", attention="sdpa", **NUMBERS)
-    fields = vars(recipe) | {"ds_config": parity.strategy("zero0"), "out": "/nonexistent"}
-    plan = make_plan(parse(Recipe(**fields), Path("parity.py"), ["--tiny", *parity.pinned(recipe)]))
+    fields = vars(recipe) | {"ds_config": shipped_jsons.strategy("zero0"), "out": "/nonexistent"}
+    plan = resolve_run(
+        parse(Recipe(**fields), Path("parity.py"), ["--tiny", *parity.pinned(recipe)])
+    )
     assert plan.model_config is not None
     losses = {PLAIN: train_plain(plan.recipe, plan.model_config, STEPS).losses}
 
@@ -57,7 +60,11 @@ def train() -> dict[str, list[float]]:
         recipe = parity.recipe_for("untied", **NUMBERS, **parity.accumulating(world, **degrees))
         with tempfile.TemporaryDirectory(prefix="curves_") as out:
             codes = pools.run(
-                world, parity.train_in_layout, recipe=recipe, config=parity.strategy(file), out=out
+                world,
+                parity.train_in_layout,
+                recipe=recipe,
+                config=shipped_jsons.strategy(file),
+                out=out,
             )
             assert codes == [0] * world, name
             losses[name] = [
@@ -74,12 +81,12 @@ def train() -> dict[str, list[float]]:
 
 
 def differences(plain: list[float], other: list[float]) -> list[float]:
-    """Return the relative difference of each step's loss."""
+    """Return the relative difference of the loss at each step."""
     return [abs(theirs / ours - 1) for ours, theirs in zip(plain, other, strict=True)]
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Draw the losses, and below them their relative differences from plain PyTorch."""
+    """Plot the losses and, below them, their relative differences from plain PyTorch."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

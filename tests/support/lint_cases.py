@@ -1,8 +1,8 @@
-"""DeepSpeed JSONs as people post them, good and bad: what record_lint_verdicts.py runs and
-test_lint_verdicts.py holds lint to.
+"""DeepSpeed JSONs as people post them, both good and bad. record_lint_verdicts.py runs them, and
+test_lint_verdicts.py compares lint's reports with the results.
 
-FIRST covers the rules; POSTED, in the files posted_*.py, the forms that public repositories hold.
-What a CPU cannot run is in NOT_HERE.
+FIRST covers the lint rules. POSTED, in the files posted_*.py, covers the forms found in public
+repositories. NOT_HERE lists the requirements that cannot be tested on a CPU.
 """
 
 from ds_json import ADAM, ADAMW, BATCH, BF16, Case, adamw, plain, schedule, zero
@@ -10,8 +10,8 @@ from posted_keys import MONITORS, NUMBERS, OPTIMIZERS, SCHEDULERS
 from posted_runs import DEEPSPEED, MEGATRON, TRAINER
 from posted_texts import TEXTS
 
-# What is asked for but cannot be recorded on CPU processes, and why; the other cases are recorded
-# instead.
+# Cases that cannot be recorded with CPU processes, with the reason. The cases that are recorded
+# instead are in the other lists.
 NOT_HERE = {
     "Lamb, Lion": "FusedLamb and FusedLion are not implemented on a CPU",
     "super_offload": "needs CUDA",
@@ -21,8 +21,8 @@ NOT_HERE = {
     ),
 }
 
-# Keys and blocks whose effect a CPU process cannot show; the cases carry them, but what is seen of
-# them does not count.
+# Keys and blocks whose effect cannot be seen in a CPU process. The cases contain these keys, but
+# observations about them do not count.
 NOT_SEEN = {
     "zero_optimization.overlap_comm": "at stage 3 it chooses a CUDA stream, and a CPU has none",
     "zero_optimization.load_from_fp32_weights": "is read when a checkpoint is loaded",
@@ -51,7 +51,7 @@ NOT_SEEN = {
 
 
 def is_seen(path: str) -> bool:
-    """Return True if a CPU process can show the effect of a key."""
+    """Return True if a key's effect can be seen in a CPU process."""
     return not any(path == key or path.startswith(f"{key}.") for key in NOT_SEEN)
 
 
@@ -126,7 +126,7 @@ ZERO3_NUMBERS = {
 }
 
 FIRST: dict[str, Case] = {
-    # What works
+    # Working JSONs
     "the least": Case("DeepSpeed's getting started", {"train_batch_size": 8, "optimizer": ADAM}),
     "the old switch": Case(
         "DeepSpeed's getting started",
@@ -337,7 +337,7 @@ FIRST: dict[str, Case] = {
     "tensor parallelism": Case(
         "DeepSpeed's AutoTP tutorial", plain(1, tensor_parallel={"autotp_size": 2}), world=2
     ),
-    # What fails
+    # JSONs that fail
     "torch's cosine under ZeRO": Case(
         "users who name a schedule of PyTorch", schedule("CosineAnnealingLR", T_max=20)
     ),
@@ -473,7 +473,7 @@ FIRST: dict[str, Case] = {
     "bf16 states alone": Case(
         "low-precision states", plain(2, bf16={"enabled": True, "bf16_optimizer_states": True})
     ),
-    # What DeepSpeed ignores or replaces
+    # JSONs that DeepSpeed ignores or replaces in part
     "HF docs, ZeRO-2, batch filled": Case(
         "transformers' docs, the numbers that DeepSpeed asked for filled in",
         {
@@ -600,6 +600,6 @@ FIRST: dict[str, Case] = {
     "dtype at the top": Case("inference files", plain(1, dtype="bf16")),
 }
 
-# the forms of public repositories
+# The forms of public repositories
 POSTED = TRAINER | DEEPSPEED | MEGATRON | OPTIMIZERS | SCHEDULERS | NUMBERS | MONITORS | TEXTS
 CASES = FIRST | POSTED

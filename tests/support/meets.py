@@ -1,5 +1,5 @@
-"""A program without torch that takes its rank as a recipe does, and meets the other ranks at the
-master port; rank 0 prints who came.
+"""A program without torch that determines its rank as a recipe does, and meets the other ranks at
+the master port. Rank 0 prints the ranks that arrived.
 """
 
 import json
@@ -27,6 +27,6 @@ else:
             with socket.create_connection(place) as connection:
                 connection.sendall(json.dumps(own).encode())
             break
-        except ConnectionRefusedError:  # rank 0 has not come yet
+        except ConnectionRefusedError:  # rank 0 is not listening yet
             assert time.monotonic() < deadline
             time.sleep(0.05)

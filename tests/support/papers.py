@@ -1,6 +1,6 @@
-"""States optimizers as their papers do: one process, whole tensors, one after the other.
+"""Optimizers written as in their papers: one process, full tensors, and one tensor after the other.
 
-Nothing is shared with recipekit/optim, which is judged by this.
+They share no code with recipekit/optim, because they are the reference for it.
 """
 
 import math
@@ -10,8 +10,9 @@ import torch
 
 
 class Plain(torch.optim.Optimizer):
-    """Calls `rule(weights, gradient, state, group)` for each whole tensor; `state["t"]` counts its
-    steps from 1.
+    """An optimizer that calls `rule(weights, gradient, state, group)` for each full tensor.
+
+    `state["t"]` is the number of the tensor's current step, starting at 1.
     """
 
     rule: Any
@@ -66,11 +67,36 @@ class Lion(Plain):
         x -= group["lr"] * (c.sign() + group["weight_decay"] * x)
 
 
+class AdEMAMix(Plain):
+    """Algorithm 1 of Pagliardini et al., "The AdEMAMix Optimizer: Better, Faster, Older" (arXiv
+    2409.03137), with the schedulers of alpha and beta3 as the paper prints them.
+
+    They need a warm-up of at least one step and betas above 0.
+    """
+
+    def rule(
+        self, x: torch.Tensor, g: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        t, warmup = state["t"], group["alpha_beta3_warmup_steps"]
+        beta1, beta2, beta3 = group["betas"]
+        alpha = min(t * group["alpha"] / warmup, group["alpha"])
+        first, last = math.log(beta1), math.log(beta3)
+        decay = math.exp(first * last / ((1 - t / warmup) * last + t / warmup * first))
+        decay = min(decay, beta3)
+        state["m1"] = beta1 * state.get("m1", torch.zeros_like(x)) + (1 - beta1) * g
+        state["m2"] = decay * state.get("m2", torch.zeros_like(x)) + (1 - decay) * g
+        state["v"] = beta2 * state.get("v", torch.zeros_like(x)) + (1 - beta2) * g * g
+        m1, v = state["m1"] / (1 - beta1**t), state["v"] / (1 - beta2**t)
+        u = (m1 + alpha * state["m2"]) / (v.sqrt() + group["eps"])
+        x -= group["lr"] * (u + group["weight_decay"] * x)
+
+
 class Adafactor(Plain):
     """Algorithm 4 of Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory
-    Cost" (arXiv 1804.04235), with what torch.optim.Adafactor states in its place: means for sums,
-    lr for the constant 0.01 and as the factor of the decay, eps[0] as a floor of the mean and of
-    the root.
+    Cost" (arXiv 1804.04235), with the changes in torch.optim.Adafactor.
+
+    torch uses means instead of sums. Its lr replaces the paper's constant 0.01 and also multiplies
+    the weight decay. eps[0] is a lower bound for the mean and for the root.
     """
 
     def rule(
@@ -98,11 +124,11 @@ class Adafactor(Plain):
 
 
 class Muon(Plain):
-    """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as
-    torch.optim.Muon averages, in fp32; AdamW for what is no matrix.
+    """Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in fp32.
 
-    A group says in `matrix` what it holds, and in `adjust` whether rates are Jordan's or those of
-    Liu et al. (arXiv 2502.16982).
+    Averages are computed as in torch.optim.Muon. A group's `matrix` flag is True if its parameters
+    are matrices; the other groups use AdamW. `adjust` chooses between Jordan's learning rates and
+    the rates of Liu et al. (arXiv 2502.16982).
     """
 
     def rule(
@@ -134,13 +160,15 @@ class Muon(Plain):
 
 
 class OneBitAdam:
-    """Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888), with all workers in one process;
-    AdamW up to `freeze_step`.
+    """Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888), with all workers in one process
+    and AdamW up to `freeze_step`.
 
-    `step` takes the gradients of each worker. The second compression is of the parts that the
-    workers serve: all tensors in a row, padded to whole bytes of signs for each worker. Elements
-    whose v is zero when it is frozen take no part. A sign that flips moves a weight by as much as a
-    step does, so that sums and products are rounded here as torch's optimizers round them.
+    `step` takes the gradients of each worker. The second compression covers the part that each
+    worker serves: all tensors are concatenated, and padded so that each worker's signs fill whole
+    bytes. Elements whose v is zero at the freeze are excluded.
+
+    A flipped sign moves a weight by as much as a step does. Sums and products are therefore rounded
+    here exactly as torch's optimizers round them.
     """
 
     def __init__(
@@ -161,8 +189,8 @@ class OneBitAdam:
         self.tensors = [(weights, group) for group in groups for weights in group["params"]]
         sizes = [weights.numel() for weights, _ in self.tensors]
         part = -(-sum(sizes) // (8 * workers)) * 8
-        self.whose = torch.arange(sum(sizes)) // part  # worker that serves an element
-        # tensor that an element is of
+        self.whose = torch.arange(sum(sizes)) // part  # the worker that serves each element
+        # the tensor of each element
         self.which = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
         self.m, self.v, self.t = torch.zeros(sum(sizes)), torch.zeros(sum(sizes)), 0
         self.worker_errors, self.server_error = (
@@ -171,8 +199,8 @@ class OneBitAdam:
         )
 
     def signs(self, z: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        """Gives each element the root mean square of those that `of` numbers alike, and its
-        sign.
+        """Return each element's sign times the root mean square of the elements with the same
+        number in `of`.
         """
         live = self.v > 0
         squares, counts = (
@@ -185,8 +213,9 @@ class OneBitAdam:
         return torch.where(live, torch.where(z < 0, -roots, roots), 0.0)
 
     def freeze(self) -> None:
-        """Frees v of its bias; and what the paper has not: no v that is there is less than a
-        hundredth of the mean of those of its tensor.
+        """Remove the bias of v and raise its small values, although the paper does not raise them.
+
+        No positive v may be less than a hundredth of the mean of the positive values in its tensor.
         """
         self.v /= 1 - self.betas[1] ** self.freeze_step
         for own in self.v.split([weights.numel() for weights, _ in self.tensors]):
@@ -195,8 +224,9 @@ class OneBitAdam:
 
     @torch.no_grad()
     def step(self, gradients: list[list[torch.Tensor]], most: float = 0.0) -> float:
-        """Takes a step, with gradients clipped to the norm `most` before the freeze; returns the
-        norm, of the momentum after it.
+        """Take a step; before the freeze, gradients are clipped to the norm `most`.
+
+        Return the gradient's norm before the freeze, and the momentum's norm after it.
         """
         self.t += 1
         (beta1, beta2), own = (

@@ -1,12 +1,12 @@
-"""What the planner counts for a small model of odd sizes under every JSON that ships, in layouts
-and loads that none of these has by default.
+"""The planner's terms for a small model with odd sizes, for every shipped JSON. The layouts and
+loads are ones that no JSON has by default.
 
-    # writes planned_terms.json: after a formula was changed, and held against real ranks by
-    # test_memory.py
+    # write planned_terms.json, after a formula has changed and test_memory.py has compared it with
+    # real ranks
     python tests/support/planned_terms.py
 
-tests/planner/test_memory.py holds terms against live storages of real ranks; the numbers here show
-at once which formula a change has touched.
+tests/planner/test_memory.py compares the terms with the live storages of real ranks. The numbers
+here show at once which formula a change affects.
 """
 
 import json
@@ -15,28 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
-from recipekit.parallel.param_groups import FIRST, Group
-from recipekit.planner.load import Load
+from recipekit.parallel.param_groups import DEFAULT_GROUPS, ParamGroup
 from recipekit.planner.memory import rank_terms
-from recipekit.planner.terms import Term
+from recipekit.spec.memory_terms import MemoryRequest, Term
 from recipekit.spec.mesh import Mesh
 
 RECORDED = Path(__file__).parent / "planned_terms.json"
 JSONS = Path(__file__).resolve().parents[2] / "ds_configs"
 WIDTH, WORDS, LAYERS = 12, 101, 5
-LARGE = 3  # the layer that has more than the others, on no stage's end
-SMALL = {  # so small that each of them binds
+LARGE = 3  # the layer that is larger than the others and not at the end of a stage
+SMALL = {  # small enough that each limit takes effect
     "reduce_bucket_size": 700,
     "sub_group_size": 500,
     "stage3_max_live_parameters": 900,
     "stage3_param_persistence_threshold": 200,
 }
-LOAD = Load(micro_batch=3, seq_len=7, accumulation=2, vocabulary=WORDS)
+LOAD = MemoryRequest(micro_batch=3, seq_len=7, accumulation=2, vocabulary=WORDS)
 
 
 def tensors(matrices: bool) -> tuple[Tensor, ...]:
-    """Lists an embedding, layers of which one is wider, a frozen weight, a buffer, a norm and a
-    head.
+    """Return an embedding, several layers, a frozen weight, a buffer, a norm and a head.
+
+    One of the layers is wider than the others.
     """
     group = 2 if matrices else 0
     found = [Tensor("model.embed.weight", (WORDS, WIDTH), 0, place="first")]
@@ -62,7 +62,7 @@ def blueprint(matrices: bool = False) -> Blueprint:
         {},
         LAYERS,
         True,
-        groups=(*FIRST, Group(matrix=True)) if matrices else FIRST,
+        groups=(*DEFAULT_GROUPS, ParamGroup(matrix=True)) if matrices else DEFAULT_GROUPS,
     )
 
 
@@ -116,7 +116,7 @@ def without_half(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> dict[str, list[Term]]:
-    """Returns the terms of each case by its name."""
+    """Return each case's terms by the case's name."""
     found: dict[str, list[Term]] = {}
     for file in sorted(path.name for path in JSONS.glob("*.json")):
         config = config_of(file)
@@ -157,12 +157,12 @@ def cases() -> dict[str, list[Term]]:
 
 
 def written(terms: list[Term]) -> dict[str, str]:
-    """Writes terms by what they are of: place, bytes, moments, pinned bytes, and whether it is a
+    """Return the terms by subject: place, bytes, moments, pinned bytes, and whether the size is a
     bound.
     """
     return {
         f"{term.what} [{number}]": (
-            f"{term.place} {term.size} {'+'.join(term.when) or 'always'} {term.pinned}"
+            f"{term.place} {term.size} {'+'.join(term.moments) or 'always'} {term.pinned}"
             f" {'bound' if term.bound else 'exact'}"
         )
         for number, term in enumerate(terms)

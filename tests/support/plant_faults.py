@@ -1,25 +1,26 @@
-"""Can the tests fail? Plants one fault of faults.json after the other in a copy of this checkout,
-and runs the quick tests that must find it.
+"""Plant the faults of faults.json, one at a time, in a copy of this checkout, and run the quick
+tests that must find each.
 
     # all that have no result yet; 2 to 5 minutes each
     python tests/support/plant_faults.py
-    # the faults of a wing; or name ids
+    # the faults of a package; or name ids
     python tests/support/plant_faults.py --wing data
     # even if it has a result
     python tests/support/plant_faults.py --again wrong_weight
     # only whether each is still in its file, once
     python tests/support/plant_faults.py --check
-    # writes the files to which code has moved into faults.json
+    # correct the file of each fault whose code has moved
     python tests/support/plant_faults.py --mend
     # the named tests on the copy without a fault: all must pass
     python tests/support/plant_faults.py --unchanged
     # the results so far
     python tests/support/plant_faults.py --report
 
-A fault is `id`, `wing` (a folder of tests/), `file` (below recipes/recipekit), `old` (a text that
-occurs once in it), `new`, and `tests`: files or single tests that run first, the cheapest first.
-When they all pass, the other files of the wing run (not with --named). Results are kept in
-fault_results.json, and one counts as long as `old` and `new` stay as they were.
+A fault has an `id`, a `wing` (a folder of tests/) and a `file` (below recipes/recipekit). The text
+`old` occurs once in the file, and `new` replaces it. `tests` lists the files or single tests
+that run first, the cheapest first. If they all pass, the other files of the folder run (not with
+--named). fault_results.json stores the results. A result counts as long as `old` and `new` are
+unchanged.
 """
 
 import argparse
@@ -73,7 +74,7 @@ class Fault:
 
     @property
     def change(self) -> str:
-        """Names what is planted; a result of another change is of no use."""
+        """Return a hash of the change, because a stored result is valid for one change only."""
         return hashlib.sha256(f"{self.old}\0{self.new}".encode()).hexdigest()[:12]
 
 
@@ -95,8 +96,10 @@ def read_results() -> dict[str, dict[str, Any]]:
 
 
 def pattern(old: str) -> re.Pattern[str]:
-    """Return what matches a piece of code in every layout: with other line breaks, a comma more
-    before a closing bracket, brackets around it, or a long string in two parts.
+    """Return a pattern that matches a piece of code in every layout.
+
+    Line breaks may differ, a closing bracket may follow an additional comma, brackets may surround
+    the code, and a long string may be split into two parts.
     """
     core = old.strip()
     found = ""
@@ -111,7 +114,7 @@ def pattern(old: str) -> re.Pattern[str]:
 
 
 def holders(old: str, root: Path = ROOT) -> list[str]:
-    """Lists the files below recipekit that hold a text, each as often as it does."""
+    """Return the files below recipekit that contain a text, once for each occurrence."""
     files = sorted((root / PACKAGE).rglob("*.py"))
     return [
         str(file.relative_to(root / PACKAGE))
@@ -121,12 +124,14 @@ def holders(old: str, root: Path = ROOT) -> list[str]:
 
 
 def planted(fault: Fault, text: str) -> str:
-    """Return the text of a file with the fault in it."""
+    """Return a file's text with the fault planted."""
     return pattern(fault.old).sub(lambda _: fault.new, text)
 
 
 def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
-    """Says of each fault that can no longer be planted where its text is now."""
+    """Return an error for each fault that can no longer be planted, with the file that now contains
+    its text.
+    """
     found = []
     for fault in faults:
         file = root / PACKAGE / fault.file
@@ -157,9 +162,7 @@ def wrong(faults: list[Fault], root: Path = ROOT) -> list[str]:
 
 
 def mend(faults: list[Fault]) -> list[Fault]:
-    """Gives each fault the file in which its text occurs, where that is one other file and its own
-    holds none.
-    """
+    """Update each fault's file if exactly one file now contains the fault's text."""
     mended = []
     for fault in faults:
         there = holders(fault.old)
@@ -169,7 +172,7 @@ def mend(faults: list[Fault]) -> list[Fault]:
 
 @contextmanager
 def checkout() -> Iterator[Path]:
-    """A copy of the working tree, without what git ignores."""
+    """Create a copy of the working tree without the files that git ignores."""
     with tempfile.TemporaryDirectory(prefix="faults_") as name:
         copy = Path(name) / "copy"
         listed = subprocess.run(
@@ -186,7 +189,7 @@ def checkout() -> Iterator[Path]:
         for link in LINKED:
             if (ROOT / link).exists():
                 (copy / link).symlink_to((ROOT / link).resolve())
-        # some tests ask git which files there are
+        # Some tests ask git for the list of files.
         subprocess.run(["git", "init", "-q"], cwd=copy, check=True)
         subprocess.run(["git", "add", "-A"], cwd=copy, check=True)
         subprocess.run(
@@ -207,7 +210,9 @@ def checkout() -> Iterator[Path]:
 
 
 def others(fault: Fault, root: Path = ROOT) -> list[str]:
-    """The test files of the fault's wing that are not named whole, the smallest first."""
+    """Return the test files of the fault's area that the fault does not name in full, smallest
+    first.
+    """
     files = sorted(
         (root / "tests" / fault.wing).glob("test_*.py"), key=lambda file: file.stat().st_size
     )
@@ -215,8 +220,10 @@ def others(fault: Fault, root: Path = ROOT) -> list[str]:
 
 
 def preload(copy: Path) -> None:
-    """Imports what the tests need and no fault changes, in the environment of the copy's tests:
-    paid once, and not for each fault.
+    """Import the packages that the tests need and no fault changes, in the environment of the
+    copy's tests.
+
+    The imports then take time only once instead of once for each fault.
     """
     code = "import json, pool; print(json.dumps(pool.environment()))"
     paths = os.pathsep.join(map(str, [copy / "recipes", copy / "tests" / "support"]))
@@ -234,9 +241,9 @@ def preload(copy: Path) -> None:
 
 
 def run_tests(copy: Path, tests: list[str], seconds: float) -> tuple[str, str, str]:
-    """("passed", "failed" or "timed out", the first test that failed, the end of the output).
+    """Return ("passed", "failed" or "timed out", the first failed test, the end of the output).
 
-    `preload` must have been called.
+    Call `preload` first.
     """
     with tempfile.TemporaryFile("w+") as output:
         if (child := os.fork()) == 0:
@@ -288,8 +295,9 @@ def run_tests(copy: Path, tests: list[str], seconds: float) -> tuple[str, str, s
 
 
 def plant(fault: Fault, copy: Path, named_only: bool, seconds: float, show: bool) -> dict[str, Any]:
-    """The result for one fault: "found" with the test that failed, "survived", or "timed out"; the
-    copy is as before afterwards.
+    """Plant one fault, return the result, and restore the copy.
+
+    The result is "found" with the test that failed, "survived", or "timed out".
     """
     file, begun = copy / PACKAGE / fault.file, time.monotonic()
     text = file.read_text()
@@ -314,7 +322,7 @@ def plant(fault: Fault, copy: Path, named_only: bool, seconds: float, show: bool
 
 
 def current(faults: list[Fault], results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The results that are of a fault as it is now."""
+    """Return the results whose fault has not changed since."""
     return {
         fault.id: results[fault.id]
         for fault in faults

@@ -1,9 +1,9 @@
-"""Warm pools of real gloo workers, forked from one process that has imported torch, deepspeed and
-the loop: seconds, paid once per session.
+"""Warm pools of real gloo workers. The workers are forked from one process that has already
+imported torch, deepspeed and the training loop, so these slow imports happen only once per session.
 
-A case is a module-level function `case(**arguments)`; every rank of the pool runs it, and
-`Pool.run` returns what each returned. A case that raises or outlives its time limit ends the pool:
-the stacks of all ranks are in the error, and the next case gets a new pool.
+A case is a module-level function `case(**arguments)`. Every rank of the pool runs the case, and
+`Pool.run` returns the results of all ranks. If a case raises or exceeds its time limit, the pool
+ends. The error then contains the stacks of all ranks, and the next case gets a new pool.
 """
 
 import faulthandler
@@ -24,10 +24,10 @@ from typing import Any
 
 import psutil
 from recipekit.hosts import op_cache
-from recipekit.hosts.ports import free_port as free_port  # tests take it from here
+from recipekit.hosts.ports import free_port as free_port  # tests import it from here
 
 ROOT = Path(__file__).resolve().parents[2]
-# where tests find each other
+# the folders in which tests import each other
 FOLDERS = [
     ROOT / "tests" / "support",
     *sorted({test.parent for test in (ROOT / "tests").glob("*/test_*.py")}),
@@ -35,38 +35,41 @@ FOLDERS = [
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        "dies_with_parent",  # its workers at rest would outlive tests that are killed
+        "dies_with_parent",  # without it, idle workers would outlive killed tests
         "recipekit.train",
         "recipekit.parallel.pipeline",
         "deepspeed.runtime.zero.stage3",
-        # imported by the first step, and with it torch's compiler: two seconds
+        # The first step imports this module together with torch's compiler, which takes two
+        # seconds.
         "deepspeed.runtime.zero.muon.original_muon",
         "transformers.models.llama.modeling_llama",
         "matplotlib.figure",
     ]
 )
-LINEAR: Any = None  # torch.nn.functional.linear as it was, in a worker
-# alive at a time: each holds up to 0.9 GB, and real weights need 5 GB a rank of the 24 GB
+LINEAR: Any = None  # in a worker: torch.nn.functional.linear before any change
+# Maximum number of live workers. Each worker uses up to 0.9 GB. With real weights a rank needs 5
+# GB, and the machine has 24 GB.
 MOST_WORKERS = 10
-# bytes of a rank at which a pool ends after its case: what DeepSpeed 0.19.8 locks for swap files (4
-# GB a rank) it never gives back
+# A pool ends after a case if one of its ranks uses more bytes than this. DeepSpeed 0.19.8 never
+# frees the memory that it locks for swap files (4 GB per rank).
 HEAVY = 2 << 30
-# of one pool: each case leaves process groups with threads and sockets, and DTensor's caches keep
-# their names
+# Cases per pool. Each case leaves process groups with threads and sockets behind, and DTensor's
+# caches keep the groups' names.
 MOST_CASES = 20
 
 
-# what `environment` sets, and tests of a GPU need as it was
+# Variables that `environment` sets. Tests on a GPU need their original values.
 OF_A_GPU = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES")
-# no program here means anything else by it: a run stops at SIGUSR1 and SIGUSR2
+# This signal has no other meaning here, while SIGUSR1 and SIGUSR2 stop a run.
 STACKS = signal.SIGRTMIN
-# the variable that holds those two as JSON, for workers of pytest-xdist, too
+# The variable that stores the original values as JSON, also for workers of pytest-xdist.
 BEGAN_WITH = "TESTS_BEGAN_WITH"
 
 
 def environment() -> dict[str, str]:
-    """What every process of the tests runs with: one thread, the CPU, no network, the project's own
-    op cache.
+    """Return the environment of every process that the tests start.
+
+    The process has one thread, only the CPU, no network, and the project's own op cache.
     """
     return os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -76,14 +79,14 @@ def environment() -> dict[str, str]:
         "HF_DATASETS_CACHE": os.environ.get("HF_DATASETS_CACHE", str(ROOT / ".cache" / "datasets")),
         "WANDB_MODE": "offline",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
+        "TORCH_EXTENSIONS_DIR": str(op_cache.find_op_folder()),
         "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "recipes", *FOLDERS])),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
 
 
 class CaseFailed(AssertionError):
-    """A case raised, or did not end in time."""
+    """Raised if a case raised or did not end in time."""
 
 
 class Pool:
@@ -115,7 +118,7 @@ class Pool:
         }
 
     def run(self, case: Callable[..., Any], timeout: float = 120, **arguments: Any) -> list[Any]:
-        """Runs `case(**arguments)` on every rank; returns the ranks' results in order."""
+        """Run `case(**arguments)` on every rank, and return the ranks' results in order."""
         self.num_cases += 1
         self._signal(signal.SIGCONT)
         for connection in self.connections.values():
@@ -143,7 +146,7 @@ class Pool:
                     results[rank] = value
                 else:
                     errors.append(f"rank {rank}: {value}")
-                    # its peers hang in a collective or fail soon too
+                    # The peers of this rank hang in a collective, or fail soon as well.
                     deadline = min(deadline, time.monotonic() + 5)
             if waiting and time.monotonic() > deadline:
                 errors.append(
@@ -157,8 +160,10 @@ class Pool:
         return results
 
     def rest(self) -> None:
-        """Stops the workers until the next case: the threads of a rank's groups wake a thousand
-        times a second, which takes a tenth of two cores.
+        """Stop the workers until the next case.
+
+        Otherwise the threads of a rank's groups wake up a thousand times a second, which uses a
+        tenth of two cores.
         """
         self._signal(signal.SIGSTOP)
 
@@ -177,7 +182,7 @@ class Pool:
             return any(
                 psutil.Process(process.pid).memory_info().rss > HEAVY for process in self.processes
             )
-        except psutil.Error:  # one has just ended: the next case sees it
+        except psutil.Error:  # a process has just ended: the next case notices it
             return False
 
     def close(self) -> None:
@@ -202,7 +207,7 @@ class Pool:
 
 
 class Pools:
-    """The pools of a test session, made when first asked for."""
+    """The pools of a test session; each pool is created when it is first used."""
 
     def __init__(self) -> None:
         self.pools: dict[int, Pool] = {}
@@ -214,7 +219,7 @@ class Pools:
             self.pools.pop(world).close()
         if world not in self.pools or not self.pools[world].alive:
             self.pools[world] = Pool(world)
-        self.pools[world] = self.pools.pop(world)  # the last one used is the last
+        self.pools[world] = self.pools.pop(world)  # the most recently used pool is the last
         while sum(self.pools) > MOST_WORKERS and len(self.pools) > 1:
             self.pools.pop(next(iter(self.pools))).close()
         for other, pool in self.pools.items():
@@ -231,7 +236,7 @@ class Pools:
 
 
 def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
-    importlib.reload(importlib.import_module("dies_with_parent"))  # a fork forgets it
+    importlib.reload(importlib.import_module("dies_with_parent"))  # a fork loses it
     os.environ.clear()
     os.environ.update(own)
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -242,18 +247,19 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
     connection.send(int(os.environ["RANK"]))
     import deepspeed
     import torch
+    from recipekit.compat.deepspeed import skip_shm_op_build
     from recipekit.runtime import ending
-    from recipekit.runtime.start import do_without_shm_op
 
-    # half a second at the end of each run; tests/runtime/test_ending.py draws
-    ending.draw_picture = lambda *_: None
+    # Plotting takes half a second at the end of each run. tests/runtime/test_ending.py tests the
+    # plots.
+    ending.draw_loss_plot = lambda *_: None
     global LINEAR
     LINEAR = torch.nn.functional.linear
     torch.set_num_threads(1)
-    do_without_shm_op()
+    skip_shm_op_build()
     deepspeed.init_distributed("gloo", verbose=False)
     gc.collect()
-    gc.freeze()  # what is imported stays, and need not be looked at after every case
+    gc.freeze()  # imported objects stay, so no collection needs to check them
     while True:
         try:
             module, name, arguments = pickle.loads(connection.recv_bytes())
@@ -265,15 +271,15 @@ def _worker(address: str, own: dict[str, str], log: str, stacks: str) -> None:
             )
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
-        # plain pickle: multiprocessing's would share tensors by file descriptors that die with the
-        # worker
+        # Use plain pickle, because multiprocessing's pickle would share tensors by file descriptors
+        # that are closed when the worker ends.
         connection.send_bytes(answer)
         _forget()
     torch.distributed.destroy_process_group()
 
 
 def _forget() -> None:
-    """Puts back what DeepSpeed keeps in module globals, so that one case does not change the
+    """Reset the state that DeepSpeed keeps in module globals, so that one case cannot affect the
     next.
     """
     import torch
@@ -284,10 +290,10 @@ def _forget() -> None:
 
     groups._release_process_group_references()  # the groups and the mpu of the case
     gc.collect()
-    dist.barrier()  # no rank is in a collective of a group that another one destroys
-    # Each group of gloo has three threads, one of which wakes a hundred times a second (torch
-    # 2.13): a few hundred groups take half of two cores. DTensor's caches know a mesh by its ranks,
-    # and go on with the groups of the first one.
+    dist.barrier()  # no rank may destroy a group while another rank uses it
+    # Each gloo group has three threads, and one of them wakes up a hundred times a second (torch
+    # 2.13). A few hundred groups use half of two cores. DTensor's caches identify a mesh by its
+    # ranks, so they keep using the groups of the first mesh.
     meshes = [found for found in gc.get_objects() if isinstance(found, DeviceMesh)]
     kept = {
         dist.group.WORLD.group_name,
@@ -296,7 +302,7 @@ def _forget() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group.group_name not in kept:
             dist.destroy_process_group(group)
-    torch.nn.functional.linear = LINEAR  # zero.Init replaces it for good (DeepSpeed 0.19.8)
+    torch.nn.functional.linear = LINEAR  # zero.Init replaces it permanently (DeepSpeed 0.19.8)
     partition_parameters.Init.apply_param_persistence = False
     partition_parameters.Init.num_persisted_parameters = (
         partition_parameters.Init.num_persisted_elements

@@ -1,4 +1,4 @@
-"""DeepSpeed files that differ from a plain one in one key or block, in the forms of public
+"""DeepSpeed files that differ from a plain file in one key or block, as found in public
 repositories and forums.
 """
 

@@ -1,6 +1,6 @@
-"""Whole DeepSpeed files in the forms of public repositories, by who posts them.
+"""Complete DeepSpeed files as found in public repositories, grouped by the projects that post them.
 
-The values are ours and small.
+The values are small and were chosen for these tests.
 """
 
 from typing import Any
@@ -79,7 +79,9 @@ WARMUP = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 10}
 
 
 def auto(more: dict[str, Any], **top: Any) -> dict[str, Any]:
-    """A file whose numbers Trainer fills, given to DeepSpeed itself."""
+    """Return a file that contains values for Trainer to fill in, but is passed directly to
+    DeepSpeed.
+    """
     return {**AUTO_BATCH, "zero_optimization": more, **top}
 
 

@@ -1,5 +1,5 @@
-"""Texts of DeepSpeed files as scripts and editors leave them: Hjson, templates, cut and merged
-files.
+"""Texts of DeepSpeed files as scripts and editors write them: Hjson, templates, truncated and
+merged files.
 """
 
 from ds_json import Case

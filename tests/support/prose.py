@@ -1,5 +1,5 @@
-"""Count translated phrases and long sentences in pages, help texts, messages and recipes'
-docstrings.
+"""Count translated phrases and long sentences in pages, help texts, messages, docstrings and
+comments.
 
     # one line a file: words, hits, hits per 1,000 words, long sentences
     python tests/support/prose.py
@@ -8,26 +8,29 @@ docstrings.
     # each hit and each long sentence with its line
     python tests/support/prose.py --show FILE...
 
-The count reads Markdown outside code. In Python it reads strings of five words or more, and the
-docstrings of recipes.
+The count reads Markdown outside code. In Python it reads docstrings, comments of five words or
+more, and strings of five words or more that a user can read: none of recipes and tests.
 """
 
 import argparse
 import ast
 import inspect
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LONGEST = 28  # words of a sentence
-FEWEST = 5  # words of a string that is read as prose
-FEWEST_OF_CELL = 3  # words of a table cell that is read as prose
-CODE = "\u25a1"  # stands for a code span, which is one word of a sentence
-FIELD = "X"  # stands for a field of an f-string
+LONGEST = 28  # words per sentence
+FEWEST = 5  # minimum words of a string or comment that counts as prose
+FEWEST_OF_CELL = 3  # minimum words of a table cell that counts as prose
+CODE = "\u25a1"  # replaces a code span, which counts as one word of a sentence
+FIELD = "X"  # replaces a field of an f-string
 
-# Phrases that read as translated word for word. Each pattern is matched within one block of text.
+# Phrases that sound like word-for-word translations. Each pattern is matched within one block of
+# text.
 ANYWHERE = (
     r"\b(told|tells?) (of|by|what|how|that|it|in|at|where)\b",
     r"\b(is|are) told\b",
@@ -38,7 +41,7 @@ ANYWHERE = (
     r"\bbesides\b(?! (the|a|its|that|those)\b)",
     r"\b(is|are) to (be|come|go|have|take|read|learn)\b",
     r"\bso (many|much|few|long|wide|large|often)\b(?! that)",
-    r"\b(is|are|has) none\b",
+    r"\b(is|are|has) (?-i:none)\b",
     r"\banew\b|\bbegun\b|\bin place of\b|\bbut for\b|\bfor want of\b|\bmend(s|ed)?\b",
     r"\bgo(es)? on\b",
     (
@@ -55,12 +58,13 @@ IN_DOCSTRINGS = (r"(?-i:^(What|Which|Where|How|Whether) [a-z])",)
 FOLDERS = ("recipes", "ds_configs", "launch", "tools", "tests")
 NOT_READ = ("runs", "__pycache__", "node_modules")
 ABBREVIATIONS = r"\b(e\.g|i\.e|vs|cf|etc|approx)\."
-PAGE, STRING, DOCSTRING = "page", "string", "docstring"
+PAGE, STRING, DOCSTRING, COMMENT = "page", "string", "docstring", "comment"
+DIRECTIVES = ("noqa", "!", "type:", "pyright:", "fmt:", "ruff:")  # comments for programs
 
 
 @dataclass(frozen=True)
 class Block:
-    """A paragraph, heading, list item or table cell, without its markup."""
+    """A paragraph, a heading, a list item or a table cell, without its markup."""
 
     text: str
     lines: tuple[int, ...]  # line of each character
@@ -92,9 +96,7 @@ class Count:
 
 
 def root_of(path: Path) -> Path:
-    """Return the repository that a file or folder belongs to; raise ValueError outside a
-    repository.
-    """
+    """Return the repository of a file or folder; raise ValueError if there is no repository."""
     for folder in (path.resolve(), *path.resolve().parents):
         if (folder / "recipes" / "recipekit").is_dir():
             return folder
@@ -111,8 +113,8 @@ def pages(root: Path) -> list[Path]:
 
 
 def programs(root: Path) -> list[Path]:
-    """Return the Python files with messages and help texts, and the recipes."""
-    folders = (root / name for name in ("recipes", "launch", "tools"))
+    """Return the Python files of a repository."""
+    folders = (root / name for name in ("recipes", "launch", "tools", "tests"))
     found = [path for folder in folders for path in folder.rglob("*.py")]
     return sorted(path for path in found if _is_read(path.relative_to(root)))
 
@@ -126,13 +128,21 @@ def count_file(path: Path) -> Count:
 
 
 def blocks_of(path: Path) -> list[Block]:
-    """Return the prose of a file; of a recipe its docstring, of other Python files their
-    strings.
-    """
+    """Return the prose of a file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return markdown(text)
-    return docstring(text) if path.resolve().parent.name == "recipes" else strings(text)
+    return [
+        *(strings(text) if _has_messages(path) else []),
+        *docstrings(text),
+        *comments(text),
+    ]
+
+
+def _has_messages(path: Path) -> bool:
+    """Return False for recipes and tests, because their strings are values and programs."""
+    in_tests = path.name.startswith("test_") or "tests" in path.parts[-3:-1]
+    return path.resolve().parent.name != "recipes" and not in_tests
 
 
 def count(blocks: list[Block]) -> Count:
@@ -146,7 +156,7 @@ def count(blocks: list[Block]) -> Count:
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of two letters or more, without code, names with digits and fields."""
+    """Return the words of two or more letters, except code, names with digits, and fields."""
     return re.findall(r"(?<![\w/.-])(?:a|I|[A-Za-z][a-z'’-]*[a-z]|[A-Z]{2,})(?![\w/])", text)
 
 
@@ -174,7 +184,9 @@ def long_sentences(block: Block) -> Iterator[Hit]:
 
 
 def sentences(block: Block) -> Iterator[tuple[int, str]]:
-    """Yield each sentence with its offset. In help texts and messages a semicolon ends one."""
+    """Yield each sentence with its offset; in help texts and messages, a semicolon also ends a
+    sentence.
+    """
     text = re.sub(ABBREVIATIONS, lambda found: found[0][:-1] + "\0", block.text)
     ends = r"(?<!\.\.)[.!?][)\"”]*(?=\s|$)" + (r"|;(?=\s)" if block.kind == STRING else "")
     start = 0
@@ -187,9 +199,7 @@ def sentences(block: Block) -> Iterator[tuple[int, str]]:
 
 
 def length_of(sentence: str) -> int:
-    """Return the number of words, where a plain list of four or more short items counts as one
-    word.
-    """
+    """Return the number of words; a plain list of four or more short items counts as one word."""
     item = r"[^\s,;:()]+(?: [^\s,;:()]+)?"
     text = re.sub(
         rf"(?<=[:(] ){item}(?:, {item}){{2,}}(?:,? (?:and|or) {item}|, {item}|, \.\.\.)",
@@ -210,7 +220,7 @@ LINK = r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\](?:\(([^()\s]*(?:\([^()]*\))?)[^()]*\)|\
 
 
 def markdown(text: str, kind: str = PAGE, first: int = 1) -> list[Block]:
-    """Return the blocks of a Markdown text outside code; `first` is the number of its first
+    """Return the blocks of a Markdown text outside code; `first` is the number of the first
     line.
     """
     found: list[Block] = []
@@ -242,10 +252,10 @@ def markdown(text: str, kind: str = PAGE, first: int = 1) -> list[Block]:
 
 
 def outside_code(text: str, kind: str = PAGE) -> list[str]:
-    """Return the lines of a Markdown text, with empty ones for comments and for fenced or indented
+    """Return a Markdown text's lines, with empty lines instead of comments and fenced or indented
     code.
 
-    In strings and docstrings indented lines are code without an empty line before them as well.
+    In strings and docstrings, indented lines are code even without an empty line before them.
     """
     comment = r"<!--.*?-->"
     text = re.sub(comment, lambda found: re.sub(r"[^\n]", "", found[0]), text, flags=re.DOTALL)
@@ -279,8 +289,8 @@ def _cells(number: int, row: str, kind: str) -> list[Block]:
 
 
 def _plain(marked: Marked, kind: str) -> Block:
-    """Return a block without code spans, links, emphasis and tags; each character keeps its
-    line.
+    """Return a block without code spans, links, emphasis and tags; each character keeps its line
+    number.
     """
     text = " ".join(line.strip() for _, line in marked)
     lines = [number for number, line in marked for _ in range(len(line.strip()) + 1)][: len(text)]
@@ -311,16 +321,47 @@ def _replace(
 # Python
 
 
-def docstring(source: str) -> list[Block]:
-    """Return the blocks of a module's docstring, without the commands indented in it."""
-    return _doc(ast.parse(source), DOCSTRING)
+def docstrings(source: str) -> list[Block]:
+    """Return the blocks of all docstrings, without their indented commands."""
+    documented = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [
+        block
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, documented)
+        for block in _doc(node, DOCSTRING)
+    ]
+
+
+def comments(source: str) -> list[Block]:
+    """Return the comments of five words or more; a paragraph's lines form one comment."""
+    found: list[list[tuple[int, str]]] = []
+    above = (-1, -1)  # line and column of the previous comment
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line, column = token.start
+        text = token.string.lstrip("#").strip()
+        if text.startswith(DIRECTIVES):
+            continue
+        alone = not token.line[:column].strip()
+        if alone and above == (line - 1, column):
+            found[-1].append((line, text))
+        else:
+            found.append([(line, text)])
+        above = (line, column) if alone else (-1, -1)
+    return [
+        block
+        for comment in found
+        if len(words_of("\n".join(text for _, text in comment))) >= FEWEST
+        for block in markdown("\n".join(text for _, text in comment), COMMENT, comment[0][0])
+    ]
 
 
 def strings(source: str) -> list[Block]:
     """Return the blocks of all strings of five words or more that a user can read.
 
-    Docstrings are left out, except one of a module that is printed as `__doc__`. So are patterns,
-    paths and programs.
+    Docstrings are left out, except for a module's docstring that is printed as `__doc__`. Patterns,
+    paths and programs are left out as well.
     """
     tree = ast.parse(source)
     printed = any(isinstance(node, ast.Name) and node.id == "__doc__" for node in ast.walk(tree))
@@ -331,13 +372,18 @@ def strings(source: str) -> list[Block]:
     return found
 
 
-def _doc(tree: ast.Module, kind: str) -> list[Block]:
-    text = ast.get_docstring(tree, clean=False) or ""
-    return markdown(inspect.cleandoc(text), kind) if text else []
+def _doc(
+    node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, kind: str
+) -> list[Block]:
+    text = ast.get_docstring(node, clean=False) or ""
+    first = node.body[0].lineno if node.body else 1
+    return markdown(inspect.cleandoc(text), kind, first) if text else []
 
 
 def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the outermost strings below a node with their lines; added strings are one."""
+    """Yield the outermost strings below a node with their lines; concatenated strings count as one
+    string.
+    """
     if isinstance(node, ast.expr) and (text := _text(node)) is not None:
         yield node.lineno, text
         return
@@ -347,8 +393,8 @@ def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _text(node: ast.expr) -> str | None:
-    """Return the string that an expression makes, with a word for each field; None for other
-    expressions.
+    """Return the string that an expression evaluates to, with a word for each field; otherwise
+    None.
     """
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, whose collectives are done here in Python: what ranks compute
-with them can be seen in milliseconds.
+"""Ranks as threads of one process. Collectives are implemented in Python, so tests see the results
+of all ranks within milliseconds.
 
-The arithmetic around a collective is proved so, not the collective: real ranks are in pool.py. A
-group is a tuple of ranks; None is all of them.
+This tests the arithmetic around a collective, not the collective itself; pool.py runs real ranks. A
+group is a tuple of ranks, and None means all ranks.
 """
 
 import threading
@@ -18,13 +18,13 @@ ADD = {
     dist.ReduceOp.MAX: lambda values: values.amax(0),
     dist.ReduceOp.MIN: lambda values: values.amin(0),
 }
-SECONDS = 20.0  # after which a rank that waits alone fails
+SECONDS = 20.0  # timeout of a rank that waits alone
 
 
 class Ranks:
-    """Runs a case on several threads at a time.
+    """A runner for cases on several threads at a time.
 
-    `sizes` has the elements of each all-reduce, by rank 0.
+    `sizes` records the number of elements in each all-reduce on rank 0.
     """
 
     def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch):
@@ -35,7 +35,9 @@ class Ranks:
             monkeypatch.setattr(dist, name, getattr(self, f"_{name}"))
 
     def run(self, case: Callable[[int], Any]) -> list[Any]:
-        """Returns what `case(rank)` returns on every rank; raises what the first of them raised."""
+        """Return the result of `case(rank)` on every rank, or raise the first exception of a
+        rank.
+        """
         found: list[Any] = [None] * self.world
         failed: list[BaseException] = []
 
@@ -63,7 +65,7 @@ class Ranks:
         return found
 
     def _exchange(self, group: Any, value: Any) -> list[Any]:
-        """Gives every rank of a group what all of them have, in the order of the ranks."""
+        """Return the values of all ranks of a group, in the order of the ranks."""
         ranks = tuple(range(self.world)) if group is None else group
         with self._lock:
             barrier, given = self._meetings.setdefault(ranks, (threading.Barrier(len(ranks)), {}))

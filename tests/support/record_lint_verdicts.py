@@ -1,18 +1,21 @@
-"""Records what stock DeepSpeed does with every case of lint_cases.py; writes lint_verdicts.json.
+"""Program that runs stock DeepSpeed on every case of lint_cases.py, and records the results in
+lint_verdicts.json.
 
-Nothing of recipekit's rules is used.
+It uses no lint rule from recipekit.
 
-    # all cases (an hour on 2 busy cores), then the file
+    # run all cases (an hour on 2 busy cores), then write the file
     python tests/support/record_lint_verdicts.py
-    # these only; the others keep their record
+    # run only these cases; the other cases keep their record
     python tests/support/record_lint_verdicts.py NAME ...
 
-Real processes hand each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model
-(or a PipelineModule of its layers), train two optimizer steps and save a checkpoint. An exception
-is recorded as it is. Otherwise every key of the JSON is left out and changed in turn, and what is
-seen (losses, weights, learning rates, the state of the engine, the optimizer and the schedule,
-files, printed lines) is compared: a key that nothing follows from is one DeepSpeed ignores, and a
-value that works like another one is one it replaces.
+Real processes pass each JSON, as a file, to `deepspeed.initialize` with a small Hugging Face model
+(or a PipelineModule of its layers). They train two optimizer steps and save a checkpoint. An
+exception is recorded unchanged.
+
+If there is no exception, every key of the JSON is removed and changed in turn. The program then
+compares losses, weights, learning rates, files, printed lines, and the state of the engine, the
+optimizer and the schedule. DeepSpeed ignores a key if the key has no effect. It replaces a value if
+the value has the same effect as a different value.
 """
 
 import contextlib
@@ -37,9 +40,9 @@ from pool import CaseFailed, Pools, environment
 
 
 def leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted path of a configuration and its value; an empty block and a list are values.
+    """Yield every dotted path of a configuration with its value.
 
-    A block that is switched off is not entered.
+    An empty block and a list count as values. Disabled blocks are not entered.
     """
     for key, value in config.items():
         if config.get("enabled") is False and key != "enabled":
@@ -52,22 +55,20 @@ def leaves(config: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 RECORDED = Path(__file__).parent / "lint_verdicts.json"
-LIMIT_S = 90.0  # seconds that one look may take, two optimizer steps and a save
-DEEPEST = 4  # levels of objects that are looked at below the engine
-# one of them is another value of any key that takes a word
+LIMIT_S = 90.0  # seconds for one observation: two optimizer steps and a save
+DEEPEST = 4  # levels of objects that are read below the engine
+# For any key whose value is a word, at least one of these words differs from the key's value.
 WORDS = ("none", "cpu", "fp32", "linear", "sum", "AdamW", "WarmupLR", "other")
-# what plain files show of these holds for posted ones, too
+# The results of plain files for these keys also apply to posted files.
 ORDINARY = {path: value for path, value in leaves(plain(1)) if not path.startswith("zero_")}
-FALLBACK = {"nvme": "cpu"}  # what a value is silently taken for, if it is
+FALLBACK = {"nvme": "cpu"}  # replacements that DeepSpeed may make silently
 
 
-# What every rank runs
+# Functions that every rank runs
 
 
 def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
-    """What follows from one JSON on this rank: {"error": ...} or {path: value} of everything that
-    can be seen.
-    """
+    """Return the observable effects of one JSON on this rank: {"error": ...}, or {path: value}."""
     import deepspeed
     import torch
 
@@ -80,7 +81,7 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
     handler.addFilter(
         lambda record: "config" not in record.module and "json = {" not in record.getMessage()
     )
-    # the CPU computes in fp16, and DeepSpeed asks whether it does so fast
+    # The CPU supports fp16, but DeepSpeed checks whether the support is fast.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
     logger = deepspeed.utils.logger
     level, previous = logger.level, logger.handlers[:]
@@ -92,7 +93,7 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
             seen = train(folder / "ds.json", pp)
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-        (folder / f"error{rank}").write_text(said)  # the other ranks may wait for this one for ever
+        (folder / f"error{rank}").write_text(said)  # the other ranks may wait for this rank forever
         return {"error": said}
     finally:
         os.chdir(before)
@@ -100,7 +101,7 @@ def look(text: str, pp: int, scratch: str) -> dict[str, Any]:
         logger.setLevel(level)
     for line in printed.getvalue().splitlines():
         if re.search(r"latency|\d m?s\b", line):
-            continue  # what was measured, and the order of it, is another one each time
+            continue  # measured times, and the order of these times, differ in each run
         text = f"printed {re.sub(r'[0-9.:e+-]+', '#', line.rpartition('] ')[2])[:200]}"
         seen[text] = seen.get(text, 0) + 1
     seen["files"] = sorted(
@@ -116,7 +117,7 @@ def train(path: Path, pp: int) -> dict[str, Any]:
     import torch
 
     model = pipeline(pp) if pp > 1 else tiny_llama()
-    # the script has to know whether the JSON sets an optimizer
+    # The script must know whether the JSON sets an optimizer.
     said = Case("", path.read_text()).parsed
     client = None
     if not isinstance(said.get("optimizer"), dict) or "type" not in said["optimizer"]:
@@ -180,15 +181,16 @@ def train(path: Path, pp: int) -> dict[str, Any]:
         for name, value in checkpointing.items()
         if isinstance(value, (bool, int, str)) and not name.startswith("_")
     }
-    state["linear"] = torch.nn.functional.linear.__module__  # which zero.Init may replace
+    state["linear"] = torch.nn.functional.linear.__module__  # zero.Init may replace it
     torch.distributed.barrier()
     engine.destroy()
     return state
 
 
 def own_optimizer(said: dict[str, Any], model: Any) -> Any:
-    """The optimizer that a script passes when its JSON has none: DeepSpeed's CPU Adam where the
-    JSON offloads, else PyTorch's.
+    """Return the optimizer that a script passes to DeepSpeed if its JSON has no optimizer.
+
+    This is DeepSpeed's CPU Adam if the JSON uses offload, and PyTorch's AdamW otherwise.
     """
     import torch
 
@@ -218,7 +220,7 @@ def tiny_llama() -> Any:
 
 
 def pipeline(stages: int) -> Any:
-    """The same model cut into a PipelineModule, the way a script without recipekit does it."""
+    """Return the same model as a PipelineModule, split as in a script without recipekit."""
     import torch
     from deepspeed.pipe import PipelineModule
 
@@ -268,7 +270,7 @@ def number(value: Any) -> Any:
 
 
 def tree(thing: Any, depth: int, above: set[int]) -> Any:
-    """What a live object holds, without the configuration that it was made from."""
+    """Return a live object's contents, without the configuration that created the object."""
     import torch
     from deepspeed.runtime.config import DeepSpeedConfig
     from pydantic import BaseModel
@@ -279,7 +281,7 @@ def tree(thing: Any, depth: int, above: set[int]) -> Any:
         return str(thing)
     for kind in (str, int, float):
         if isinstance(thing, kind):
-            # and not a subclass, which would not be found again when it is unpickled
+            # This is not a subclass, because unpickling could not find a subclass.
             return kind(thing)
     if isinstance(thing, torch.Tensor):
         held = thing.detach()
@@ -322,7 +324,7 @@ def tree(thing: Any, depth: int, above: set[int]) -> Any:
     }
 
 
-# Holders of the configuration itself, and of what differs from one start to the next
+# Attributes that store the configuration itself, or that differ from one start to the next.
 HIDDEN = {
     "_config",
     "config",
@@ -348,11 +350,14 @@ def flat(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, thing
 
 
-# What decides
+# Decisions
 
 
 class Recorder:
-    """Looks at variants of one case; what changes between two looks at the same JSON is noise."""
+    """An observer that compares variants of one case.
+
+    Differences between two observations of the same JSON are noise.
+    """
 
     def __init__(self, pools: Pools, case: Case, posted: bool = False):
         self.pools, self.case, self.posted, self.looks = pools, case, posted, 0
@@ -361,7 +366,7 @@ class Recorder:
         self.warm: pool.Pool | None = None
 
     def look(self, text: str, again: bool = False) -> Any:
-        """What is seen, as a comparable value; {"error": ...} if DeepSpeed failed."""
+        """Return the observations as a comparable value; {"error": ...} if DeepSpeed failed."""
         if text in self.seen and not again:
             return self.seen[text]
         if (
@@ -369,7 +374,7 @@ class Recorder:
             or self.warm is not self.pools.pools.get(self.case.world)
             or not self.warm.alive
         ):
-            # the first look of a process sees what is printed and made once
+            # The first observation in a process includes effects that occur only once.
             self.run(self.case.text)
             self.warm = self.pools.pools.get(self.case.world)
         found = self.run(text)
@@ -437,8 +442,8 @@ class Recorder:
         } | ({"unasked": unasked} if unasked else {})
 
     def effect(self, path: str, value: Any, base: Any) -> Any:
-        """True if something follows from the value, False if nothing does, or the value that it
-        works like.
+        """Return True if the value has an effect, False if it has no effect, or the value that
+        replaces it.
         """
         config = self.case.parsed
         removed = self.look(json.dumps(without(config, path)))
@@ -461,7 +466,7 @@ class Recorder:
             return FALLBACK[value]
         for other in [] if gone else others(value):
             changed = self.look(json.dumps(put(config, path, other)))
-            # one of a wrong type or range says nothing
+            # A value of a wrong type or range proves nothing.
             if "ValidationError" not in str(changed.get("error", "")) and not self.same(
                 base, changed
             ):
@@ -469,8 +474,10 @@ class Recorder:
         return gone
 
     def culprits(self, base: Any) -> list[str]:
-        """The keys without which the failure is another one or none, or another value of which lets
-        it train.
+        """Return the keys that cause the failure.
+
+        If such a key is removed, the failure disappears or changes, or training works with a
+        different value of the key.
         """
         found = []
         for path, value in leaves(self.case.parsed):
@@ -516,14 +523,14 @@ def put(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def meaning(text: str) -> Any:
-    """The value that a string was probably meant to be; None if it is just a string."""
+    """Return the value that a string was probably meant to be; None if it is only a string."""
     with contextlib.suppress(ValueError):
         return json.loads(text.strip().lower())
     return None
 
 
 def others(value: Any) -> list[Any]:
-    """Other values of the same type."""
+    """Return other values of the same type."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -540,11 +547,12 @@ def others(value: Any) -> list[Any]:
 def record(
     names: list[str], say: Any = print, keep: Any = lambda name, verdict: None
 ) -> dict[str, dict[str, Any]]:
-    """Case -> what was seen, of the cases named."""
+    """Return case -> verdict for the named cases."""
     import deepspeed
 
     found: dict[str, dict[str, Any]] = {}
-    # a look is short and leaves little, and a new process costs more than ten of them
+    # An observation is short and leaves little state behind, and a new process costs more than ten
+    # observations.
     most, pool.MOST_CASES = pool.MOST_CASES, 150
     pools = Pools()
     try:
@@ -571,7 +579,7 @@ def record(
 
 
 def written(recorded: dict[str, Any]) -> str:
-    """The text of the record, a line a case."""
+    """Return the text of the record, one line per case."""
     return (
         "{\n"
         + ",\n".join(
@@ -588,7 +596,7 @@ def main() -> None:
         raise SystemExit(f"no such case: {', '.join(unknown)}")
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
 
-    # after each case, so that an interrupted recording goes on
+    # Write after each case, so that an interrupted recording can resume.
     def keep(name: str, verdict: dict[str, Any]) -> None:
         recorded[name] = verdict
         RECORDED.write_text(written({case: recorded[case] for case in CASES if case in recorded}))
@@ -597,7 +605,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # under its own name, by which the workers find `look`
+    # Import the module by its name, so that the workers find `look`.
     from record_lint_verdicts import main as recorded
 
     recorded()

@@ -1,8 +1,8 @@
-"""The run every layout is compared with: plain PyTorch, one process, the unmodified Hugging Face
+"""The reference run for every layout: plain PyTorch, one process, and the unmodified Hugging Face
 model.
 
-Its loss and its learning rate are written here from their definitions: nothing of recipekit's step
-is shared with what it judges.
+The loss and the learning rate are written here from their definitions. This module shares no code
+with recipekit's training step, because it is used to judge that step.
 """
 
 import contextlib
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from built_models import build_model
+from recipekit.data.batching import DataRank
 from recipekit.data.held_out import eval_rows
-from recipekit.data.lanes import DataRank
 from recipekit.data.processors import load_tokenizer
-from recipekit.data.request import request_of
+from recipekit.data.request import request_from_recipe
 from recipekit.data.stream import open_stream
-from recipekit.model import build as model_module
 from recipekit.spec.recipe import Recipe
 
 
@@ -26,15 +26,15 @@ class Trained:
     losses: list[float]
     grad_norms: list[float]
     lrs: list[float]
-    tokens: list[int]  # that had a label, up to each step
+    tokens: list[int]  # tokens with a label, up to each step
     eval_loss: float | None
     weights: dict[str, torch.Tensor]
     right: list[float]  # means over the evaluated rows
-    right_of_steps: list[list[float]]  # of each step, where that is asked for
+    right_of_steps: list[list[float]]  # for each step, if requested
 
 
 def summed_cross_entropy(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Adds up -log p(label) over the positions that have a label, in fp32."""
+    """Sum -log p(label) over the positions that have a label, in fp32."""
     # (B, T, V)
     logits = model(
         input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
@@ -49,10 +49,12 @@ def num_labels(batches: list[dict[str, torch.Tensor]]) -> int:
 
 
 def num_right(scores: torch.Tensor, labels: torch.Tensor, most: int = 1) -> int:
-    """Counts by scikit-learn the rows of scores (N, classes) whose label (N,) is among the `most`
-    largest; a label below 0 is none.
+    """Count the rows whose label is among the `most` largest scores, using scikit-learn.
+
+    `scores` has the shape (N, classes) and the labels have the shape (N,). A label below 0 means
+    that the row has no label.
     """
-    # a second of imports, which no rank needs
+    # These imports take a second, and no rank needs them.
     from sklearn.metrics import accuracy_score, top_k_accuracy_score
 
     scores, labels = scores[labels >= 0].float(), labels[labels >= 0]  # numpy has no bf16
@@ -68,11 +70,11 @@ def num_right(scores: torch.Tensor, labels: torch.Tensor, most: int = 1) -> int:
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Gives the rate of step 1, 2, ...: it rises by equal parts to lr, which step `warmup_steps`
-    has, and falls to min_lr, which the last step has.
+    """Return the learning rate of a step; the first step is 1.
 
-    A wsd schedule falls over its `decay_steps` only, by the square root of their share that is
-    gone.
+    The rate rises linearly to lr at step `warmup_steps`, and then falls to min_lr at the last step.
+    A wsd schedule falls only during its last `decay_steps`, with the square root of the elapsed
+    share.
     """
     if step < recipe.warmup_steps:
         return step * (recipe.lr / recipe.warmup_steps)
@@ -96,10 +98,11 @@ def adamw(groups: list[dict[str, Any]], recipe: Recipe) -> torch.optim.Optimizer
 
 @dataclass(frozen=True)
 class Plain:
-    """What is learned: how rows come, the sum of a micro-batch's losses, and what of an evaluation
-    is right; `decays` says of a name and its values.
+    """The components of a training task, and its optimizer.
 
-    And by what: `optimizer` takes groups that have their weight_decay.
+    `stream` yields the rows, `loss` returns the sum of a micro-batch's losses, and `right` returns
+    the number of correct predictions. `decays` is called with a parameter's name and values.
+    `optimizer` is called with parameter groups, each with a weight_decay.
     """
 
     stream: Callable[[Recipe, dict[str, Any]], Any]
@@ -107,15 +110,16 @@ class Plain:
     loss: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor]
     decays: Callable[[str, torch.Tensor], bool] = lambda name, value: value.ndim >= 2
     scale: Callable[[str], float] = lambda name: 1.0  # factor of the learning rate
-    # of a decoder, for Muon
+    # matrices of a decoder, for Muon
     matrix: Callable[[str, torch.Tensor], bool] = lambda name, value: (
         value.ndim == 2 and (".layers." in name or ".h." in name)
     )
     right: Callable[[Any, dict[str, torch.Tensor]], list[float]] = lambda model, batch: []
-    every_step: bool = False  # `right` of each step's rows, too
-    # what the loss is a mean over
+    every_step: bool = False  # call `right` for the rows of each step as well
+    # the number of items over which the loss is averaged
     count: Callable[[list[dict[str, torch.Tensor]]], int] = num_labels
-    # (the model, before it trains) -> what is called after each step
+    # A function that is called with the model before training. It returns a function that is called
+    # after each step.
     watch: Callable[[Any], Callable[[], None]] = lambda model: lambda: None
     optimizer: Callable[[list[dict[str, Any]], Recipe], torch.optim.Optimizer] = adamw
 
@@ -126,10 +130,10 @@ def tokenizer_of(recipe: Recipe) -> Any:
 
 TEXT = Plain(
     stream=lambda recipe, _: open_stream(
-        request_of(recipe), tokenizer_of(recipe), rank=DataRank(1, 0)
+        request_from_recipe(recipe), tokenizer_of(recipe), rank=DataRank(1, 0)
     ),
     held_out=lambda recipe, _: eval_rows(
-        request_of(recipe), tokenizer_of(recipe), rank=DataRank(1, 0)
+        request_from_recipe(recipe), tokenizer_of(recipe), rank=DataRank(1, 0)
     ),
     loss=summed_cross_entropy,
 )
@@ -143,15 +147,16 @@ def train_plain(
     plain: Plain = TEXT,
     whole_masters: bool = False,
 ) -> Trained:
-    """Trains `steps` optimizer steps, with torch.optim.AdamW unless `plain` names another; loss and
-    gradients are means over what has a label in the global batch.
+    """Train `steps` optimizer steps, with torch.optim.AdamW unless `plain` names a different
+    optimizer.
 
-    bf16: fp32 master weights and fp32 gradient accumulation around a bf16 model, as mixed precision
-    is defined. The masters begin with the values of the bf16 model, as DeepSpeed's do;
-    `whole_masters`: with those that were drawn in fp32, as FSDP2's.
+    The loss and the gradients are means over the labels of the global batch. With bf16, the model
+    is bf16, but the master weights and the accumulated gradients are fp32 (standard mixed
+    precision). The master weights start with the values of the bf16 model, as in DeepSpeed. With
+    `whole_masters` they start with the random fp32 values, as in FSDP2.
     """
     torch.manual_seed(0)
-    model = model_module.build_model(
+    model = build_model(
         recipe, model_config, None, {"bf16": {"enabled": bf16}}, torch.device("cpu")
     ).model
     after_step = plain.watch(model)
@@ -160,7 +165,7 @@ def train_plain(
     }
     if bf16:
         drawn = (
-            model_module.build_model(recipe, model_config, None, {}, torch.device("cpu")).model
+            build_model(recipe, model_config, None, {}, torch.device("cpu")).model
             if whole_masters
             else model
         )

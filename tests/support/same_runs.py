@@ -2,15 +2,18 @@
 working tree, compared bit for bit.
 
     python tests/support/same_runs.py COMMIT [--folder FOLDER] [--cases sft,muon] [--rtol 1e-6] \\
-        [--now "--attention sdpa --loss whole"]
+        [--now "--attention sdpa --loss whole"] [--packages_before DIR] [--packages_now DIR]
 
-Each run has 6 steps, an evaluation and a checkpoint every 3. The numbers of every step (loss,
-grad_norm, lr, tokens or samples, eval_loss) have to be equal, and the digests of every tensor of
-both checkpoints; then the working tree goes on from the commit's checkpoint of step 3, in the
-commit's own run folder, and has to come to the same end. `--folder` keeps the runs, and takes those
-of the commit from there the next time. `--rtol` compares numbers to a relative difference, and
-leaves the digests out. `--now` has flags that the commit does not know, for the runs of the working
-tree: what a new default was before.
+Each run has 6 steps, with an evaluation and a checkpoint every 3 steps. The numbers of every step
+(loss, grad_norm, lr, tokens or samples, eval_loss) must be equal. So must the digests of every
+tensor in both checkpoints. Then the working tree resumes from the commit's checkpoint of step 3, in
+a copy of the commit's run folder, and must reach the same end.
+
+`--folder` keeps the runs, and reuses the commit's runs the next time. `--rtol` allows a relative
+difference of the numbers, and does not compare digests. `--now` passes flags to the runs of the
+working tree only, for example to set a new flag to the commit's behavior. `--packages_before` and
+`--packages_now` put a folder of packages before the installed ones, for the commit's runs or for
+the working tree's. Compare HEAD with itself in this way to judge another release of a library.
 """
 
 import argparse
@@ -26,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from pool import ROOT, environment, free_port
-from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, numbers, read_metrics
+from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, read_metrics, reproducible_values
 from recipekit.spec.step_names import step_folders, step_name
 
 STEPS, SAVE_EVERY = 6, 3
@@ -63,7 +66,7 @@ NUMBERS = [
 
 
 def checked_out(commit: str, folder: Path) -> Path:
-    """The files of a commit, in a folder of their own."""
+    """Extract the files of a commit into a separate folder."""
     if not folder.exists():
         packed = subprocess.run(
             ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True
@@ -73,8 +76,12 @@ def checked_out(commit: str, folder: Path) -> Path:
     return folder
 
 
-def train(tree: Path, case: str, out: Path, more: Sequence[str] = ()) -> None:
-    """Runs a case with the code of `tree` and `more` flags, or goes on with the run in `out`."""
+def train(
+    tree: Path, case: str, out: Path, more: Sequence[str] = (), packages: Path | None = None
+) -> None:
+    """Run a case with the code in `tree` and the flags `more`; continue a run if `out` contains
+    one. `packages` is a folder that Python searches before the installed packages.
+    """
     ranks, (recipe, *flags) = CASES[case]
     flags += more
     launcher = [
@@ -92,7 +99,7 @@ def train(tree: Path, case: str, out: Path, more: Sequence[str] = ()) -> None:
     done = subprocess.run(
         command,
         cwd=out.parent,
-        env=environment() | {"PYTHONPATH": ""},
+        env=environment() | {"PYTHONPATH": str(packages.absolute()) if packages else ""},
         capture_output=True,
         text=True,
         timeout=300,
@@ -106,21 +113,21 @@ def train(tree: Path, case: str, out: Path, more: Sequence[str] = ()) -> None:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """What has to be equal: the lines of metrics.jsonl, and for each checkpoint the digests of its
-    tensors.
+    """Return the values that must be equal: the lines of metrics.jsonl, and digests of each
+    checkpoint's tensors.
     """
     manifests = {
         folder.name: json.loads((folder / "manifest.json").read_text())
         for folder in step_folders(run / CHECKPOINTS)
     }
     return {
-        "lines": numbers(read_metrics(run)),
+        "lines": reproducible_values(read_metrics(run)),
         "digests": {name: manifest["tensors"] for name, manifest in manifests.items()},
     }
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], rtol: float) -> list[str]:
-    """What differs, one line each."""
+    """Return the differences, one line each."""
     found = []
     if len(before["lines"]) != len(after["lines"]):
         found.append(f"{len(before['lines'])} steps, now {len(after['lines'])}")
@@ -158,7 +165,7 @@ def differences(before: dict[str, Any], after: dict[str, Any], rtol: float) -> l
 
 
 def without_the_end(run: Path, folder: Path) -> Path:
-    """A copy of a run folder as it was when step 3 had been saved and the process was killed."""
+    """Copy a run folder in its state after step 3 was saved and the process was killed."""
     shutil.copytree(run, folder)
     checkpoints = folder / CHECKPOINTS
     shutil.rmtree(checkpoints / step_name(STEPS))
@@ -168,7 +175,7 @@ def without_the_end(run: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Exit code: 0 nothing differs, 1 something does."""
+    """Compare the runs, and return the exit code: 0 if nothing differs, 1 otherwise."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("commit", help="what the working tree is compared with, for example HEAD~3")
     parser.add_argument(
@@ -188,6 +195,10 @@ def main() -> int:
     parser.add_argument(
         "--now", default="", help="flags of the working tree's runs alone, in one word"
     )
+    for side in ("before", "now"):
+        parser.add_argument(
+            f"--packages_{side}", type=Path, help="a folder before the installed packages"
+        )
     arguments = parser.parse_args()
     commit = subprocess.run(
         ["git", "rev-parse", "--short", arguments.commit],
@@ -207,11 +218,12 @@ def main() -> int:
             old = before / case
             if not (old / "done").exists():
                 shutil.rmtree(old, ignore_errors=True)
-                train(tree, case, old)
+                train(tree, case, old, packages=arguments.packages_before)
                 (old / "done").touch()
-            train(ROOT, case, after / case, arguments.now.split())
+            now = arguments.now.split(), arguments.packages_now
+            train(ROOT, case, after / case, *now)
             resumed = without_the_end(old, after / f"{case}_resumed")
-            train(ROOT, case, resumed, arguments.now.split())
+            train(ROOT, case, resumed, *now)
             for what, run in (("trained", after / case), ("resumed", resumed)):
                 unlike = differences(facts(old), facts(run), arguments.rtol)
                 print(f"{case}, {what}: {'differs' if unlike else 'the same'}", flush=True)

@@ -1,15 +1,19 @@
-"""A device beside the CPU on a machine that has none: `second`, torch's PrivateUse1 with a backend
-in Python.
+"""A second device on a machine that has only a CPU: `second`, torch's PrivateUse1 with a backend in
+Python.
 
-Its tensors lie in host memory and every operation is the CPU's, so all of them have their values,
-and a run on it can be compared with one on the CPU. What differs is what an operation takes. As on
-CUDA it takes tensors of one device only; but copies take any, pointwise operations also numbers of
-the host (tensors without dimensions), indices may lie on the host, `numpy()` and a generator of the
-host are refused, and so are tensors of the host in collectives, which NCCL does not take.
+The device's tensors are in host memory, and the CPU computes every operation. All tensors therefore
+have real values, and a run can be compared with a run on the CPU. The only difference is which
+tensors an operation accepts. As on CUDA, all tensors must be on one device, with these rules:
 
-FakeTensorMode over the same backend has torch's own check of devices, but no values: neither
-weights could be compared with their files, nor a checkpoint with what it saves. `install` is for
-the whole process and cannot be undone.
+- Copies accept tensors of both devices.
+- Pointwise operations also accept numbers of the host (tensors without dimensions).
+- Indices may be on the host.
+- `numpy()` and a generator of the host are rejected.
+- Collectives reject tensors of the host, as NCCL does.
+
+FakeTensorMode over the same backend uses torch's own device check, but its tensors have no values.
+Weights could not be compared with their files there, nor a checkpoint with the saved states.
+`install` affects the whole process and cannot be undone.
 """
 
 import contextlib
@@ -20,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recipekit.parallel.groups import WAITING
+from recipekit.parallel.groups import LONG_WAIT_DESC
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -49,18 +53,20 @@ INDEXED = {
     aten._unsafe_index.Tensor,
 }
 _LIBRARY = torch.library.Library("aten", "IMPL")  # its registrations end with it
-# `now`: in an operation, whose tensors are the host's; DeepSpeed's all-to-all is one
+# `now` is True inside an operation, whose tensors are on the host. DeepSpeed's all-to-all is such
+# an operation.
 _LOWERED = threading.local()
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
 class OtherDevice(RuntimeError):
-    """Tensors of two devices met where only those of one may."""
+    """Raised if an operation combines tensors of two devices that must be on one device."""
 
 
 class OnSecond(torch.Tensor):
-    """A tensor on the second device: ordinary, but for its device and for the memory, which only
-    `_on_host` looks at.
+    """A tensor on the second device.
+
+    It is an ordinary tensor except for its device and its memory. Only `_on_host` reads the memory.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -101,7 +107,7 @@ class OnSecond(torch.Tensor):
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of the CPU."""
+    """Return the same memory as a CPU tensor."""
     with torch._C._DisableTorchDispatch():
         return torch.empty(0, dtype=tensor.dtype).set_(
             tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -121,12 +127,12 @@ def _run(operation: Any, args: Any, kwargs: Any) -> Any:
             second[id(leaves[number])] = leaf
 
     def lift(value: Any) -> Any:
-        # DTensor's stand-in for what a collective has not brought yet
+        # DTensor's placeholder for a collective that has not finished.
         if isinstance(value, AsyncCollectiveTensor):
             value = value.trigger_wait()
         if not torch.is_tensor(value):
             return value
-        if (tensor := second.get(id(value))) is not None:  # changed in place, maybe with its form
+        if (tensor := second.get(id(value))) is not None:  # changed in place, maybe reshaped
             if (value.data_ptr(), value.shape, value.stride()) != (
                 _on_host(tensor).data_ptr(),
                 tensor.shape,
@@ -137,7 +143,7 @@ def _run(operation: Any, args: Any, kwargs: Any) -> Any:
         return OnSecond.of(value) if to_second else value
 
     host_args, host_kwargs = tree_unflatten(leaves, form)
-    # CUDA has it for integers, the CPU has not
+    # CUDA supports integers in this operation, but the CPU does not.
     if operation is aten.histc.default and not host_args[0].is_floating_point():
         return lift(
             operation(host_args[0].float(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
@@ -150,7 +156,7 @@ def _run(operation: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _check(operation: Any, args: Any, kwargs: Any) -> None:
-    """Raises `OtherDevice` for what CUDA would refuse."""
+    """Raise `OtherDevice` for arguments that CUDA would reject."""
     values = tree_leaves((args, kwargs))
     if any(isinstance(value, torch.Generator) and value.device.type != NAME for value in values):
         raise OtherDevice(f"{operation} on {NAME}: its generator is of the host")
@@ -177,7 +183,7 @@ def _check(operation: Any, args: Any, kwargs: Any) -> None:
 
 
 class _Module:
-    """`torch.second`: what torch asks of the module of a device."""
+    """The module `torch.second`, with the functions that torch expects in a device's module."""
 
     _is_in_bad_fork = staticmethod(lambda: False)
     is_available = staticmethod(lambda: True)
@@ -186,7 +192,7 @@ class _Module:
     current_device = staticmethod(lambda: 0)
     synchronize = staticmethod(lambda *_: None)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
-    # the CPU's generator, so that the same is drawn
+    # Use the CPU's generator, so that random values are the same.
     manual_seed_all = staticmethod(lambda _: None)
     get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
     set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
@@ -218,14 +224,17 @@ def _empty_strided(
 
 
 def _copy_from(source: torch.Tensor, to: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copies where torch leaves out `__torch_dispatch__`, as in `torch.tensor`."""
+    """Copy a tensor in the cases in which torch bypasses `__torch_dispatch__`, as in
+    `torch.tensor`.
+    """
     _on_host(to).copy_(_on_host(source))
     return to
 
 
 def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value` from one device to the other, which torch allows for the CPU and CUDA
-    but not for PrivateUse1.
+    """Assign `tensor.data = value` across devices.
+
+    torch allows this for the CPU and CUDA, but not for PrivateUse1.
     """
     if isinstance(tensor, OnSecond) == isinstance(value, OnSecond):
         _DATA.__set__(tensor, value)
@@ -238,14 +247,14 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _without_host(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, which refuses tensors of the host as NCCL does, but for the group that is
-    gloo's everywhere.
+    """Return the collective with a check that rejects host tensors, as NCCL does.
 
-    Those of objects do not come by here.
+    The group that always uses gloo is an exception. Collectives of Python objects are not checked
+    here.
     """
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if getattr(kwargs.get("group"), "group_desc", "") == WAITING:
+        if getattr(kwargs.get("group"), "group_desc", "") == LONG_WAIT_DESC:
             return collective(*args, **kwargs)
         operations = [
             value for value in tree_leaves((args, kwargs)) if isinstance(value, dist.P2POp)
@@ -260,7 +269,7 @@ def _without_host(name: str, collective: Callable[..., Any]) -> Callable[..., An
                 and not getattr(_LOWERED, "now", False)
             ):
                 raise OtherDevice(f"{name}: NCCL takes no tensor of the host")
-        # it looks for the backend of their device, and the groups are gloo's
+        # This function would look for a backend for the tensors' device, but the groups use gloo.
         for operation in operations:
             operation.tensor = _on_host(operation.tensor)
         return collective(*args, **kwargs)
@@ -269,7 +278,7 @@ def _without_host(name: str, collective: Callable[..., Any]) -> Callable[..., An
 
 
 def install() -> torch.device:
-    """Makes the device for this process, and DeepSpeed's accelerator of it; returns it."""
+    """Create the device in this process, make it DeepSpeed's accelerator, and return it."""
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
@@ -287,7 +296,7 @@ def install() -> torch.device:
     cpu: Any = CPU_Accelerator
 
     class Second(cpu):
-        """The CPU's, which needs no streams, but for where tensors lie."""
+        """The CPU accelerator, which needs no streams, but with tensors on the second device."""
 
         _name = NAME
         on_accelerator = staticmethod(lambda tensor: tensor.device.type == NAME)

@@ -6,10 +6,10 @@ last, then those that waited longest.
     # only shows the order, with the date of each file's last run
     python tests/support/slow_tests.py --minutes 0
 
-A file that fails is run once more, its failed tests only: twice is a failure. tests/slow_runs.json
-has the date of each file's last run and a hash of its slow tests as they were then; commit it, and
-what was not reached goes first the next time. Exit code 1: a test failed or was skipped, or a slow
-test that is another than the one on record was not reached.
+The failed tests of a file run once more, and fail only if they fail twice. tests/slow_runs.json
+contains the date of each file's last run and a hash of its slow tests at that time. Commit it: the
+next session starts with the files that were not reached. Exit code 1: a test failed or was skipped,
+or a file was not reached although its slow tests have changed since the record.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "slow_runs.json"
 SELECTED = "slow and not gpu and not multi_gpu"
-SOURCES = {  # folder of tests -> what else it proves, besides the package of its name
+SOURCES = {  # folder of tests -> code that it tests in addition to the package of the same name
     "loop": (
         "train.py",
         "spec/task.py",
@@ -52,8 +52,9 @@ def git(*words: str) -> str:
 
 
 def marks_slow(text: str) -> bool:
-    """Whether a file has a slow test, or a case that is; one that only speaks of the mark has
-    none.
+    """Return True if a file contains a slow test or a slow case.
+
+    A file that only mentions the mark does not count.
     """
     return any(
         (isinstance(node, ast.Attribute) and node.attr == "slow")
@@ -63,12 +64,13 @@ def marks_slow(text: str) -> bool:
 
 
 def slow_tests(text: str) -> str:
-    """Hash the slow tests of a file: the functions that are marked themselves or by a case.
+    """Hash the slow tests of a file: functions that carry the mark themselves or have a marked
+    case.
 
-    Imports, helpers, comments and the layout of the code do not count.
+    Imports, helpers, comments, docstrings and the layout of the code do not change the hash.
     """
     made = [
-        ast.dump(node)
+        ast.dump(without_docstring(node))
         for node in ast.parse(text).body
         if isinstance(node, ast.FunctionDef)
         and node.name.startswith("test_")
@@ -77,8 +79,20 @@ def slow_tests(text: str) -> str:
     return hashlib.blake2b("\n".join(made).encode(), digest_size=8).hexdigest()
 
 
+def without_docstring(function: ast.FunctionDef) -> ast.FunctionDef:
+    """Remove a function's docstring in place and return the function; a function with no other code
+    keeps it.
+    """
+    if ast.get_docstring(function, clean=False) and len(function.body) > 1:
+        del function.body[0]
+    return function
+
+
 def newest_change(folder: str) -> int:
-    """When what the tests of a folder prove was last committed, in seconds of the epoch."""
+    """Return the time of the last commit that changed the code covered by a folder of tests.
+
+    The time is in seconds since the epoch.
+    """
     kit = [f"recipes/recipekit/{name}" for name in (folder, *SOURCES.get(folder, ()))]
     more = {
         "launch": ["launch"],
@@ -89,7 +103,7 @@ def newest_change(folder: str) -> int:
 
 
 def run(words: list[str], left: float) -> int | None:
-    """The exit code of pytest; None if it did not end in time."""
+    """Return the exit code of pytest; None if it did not end in time."""
     command = [sys.executable, "-m", "pytest", "-m", SELECTED, *words]
     process = subprocess.Popen(command, cwd=ROOT)
     try:

@@ -1,5 +1,5 @@
-"""A real Slurm of two nodes on one machine: munged, slurmctld and two slurmd, with everything they
-write in one folder.
+"""A real Slurm cluster of two nodes on one machine: munged, slurmctld and two slurmd, with all
+their files in one folder.
 """
 
 import os
@@ -46,7 +46,7 @@ PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str:
-    """What this machine lacks for it; empty if nothing."""
+    """Return the reason why this machine cannot run Slurm; "" if it can."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     lacking = [
         package
@@ -59,14 +59,14 @@ def missing() -> str:
 
 
 class Slurm:
-    """The daemons: `slurm.run("sbatch", ...)` returns what it printed."""
+    """The Slurm daemons: `slurm.run("sbatch", ...)` returns a command's output."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm_"))
         self.daemons: list[subprocess.Popen[bytes]] = []
 
     def make(self) -> None:
-        # munged wants no folder above its socket that others may write
+        # munged rejects a socket below a folder that other users may write to.
         os.chmod(self.folder, 0o755)
         ports = {"control": free_port(), "first": free_port(), "second": free_port()}
         (self.folder / "slurm.conf").write_text(
@@ -134,7 +134,7 @@ class Slurm:
         return done.stdout + done.stderr
 
     def job(self, number: str) -> dict[str, str]:
-        """What scontrol says of a job."""
+        """Return the fields that scontrol prints for a job."""
         return dict(
             word.split("=", 1)
             for word in self.run("scontrol", "show", "job", "--oneliner", number).split()
@@ -159,7 +159,7 @@ class Slurm:
 
 @contextmanager
 def slurm_or_skip() -> Iterator[Slurm]:
-    """A Slurm that is up; it is taken down however the block ends."""
+    """Start Slurm, and stop it at the end of the block, even after an error."""
     if why := missing():
         pytest.skip(why)
     with closing(Slurm()) as slurm:

@@ -1,16 +1,14 @@
-"""Lists the parameters that pass through more than three functions of recipekit which hand them on
-and do not read them.
+"""List the parameters that pass unread through more than three functions of recipekit.
 
     python tests/support/threaded.py
     python tests/support/threaded.py --root OTHER_CHECKOUT --most 2
 
-A function hands a parameter on if it uses it only as an argument, as it is, of calls of recipekit:
-of functions, of methods of classes that can be told, of classes (which keep it), and of these in
-partial(...). A way is followed through the functions that read the value, too, but these are
-neither counted nor shown. What is called through a variable, a field or a table is not seen.
+A function passes a parameter on unread if it only uses it as an unchanged argument of calls into
+recipekit. Such calls are functions, methods of a known class, classes (which store the value), and
+any of these in partial(...). A path also continues through functions that read the value, but they
+are neither counted nor shown. Calls through a variable, a field or a table are not found.
 
-There are none, as in commit 521c804, whose 12,400 lines were fewer functions (through more than
-two: 14 there).
+The list is empty. Through more than two functions it had 14 entries at commit 521c804.
 """
 
 import argparse
@@ -22,30 +20,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "recipekit"
-MOST = 3  # functions that may hand a value on unread before it is listed
+# Number of functions that may pass a value on without reading it before the value is listed.
+MOST = 3
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Tree = ast.Module | ast.ClassDef | Function
-# a function by its full name, as recipekit.data.lanes.Domains.deal, and one of its parameters
+# A function's full name, such as recipekit.data.batching.Domains.deal, and one of its parameters.
 Place = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Code:
-    """Holds what a package defines and imports, by full name."""
+    """A package's definitions and imports, by full name."""
 
     modules: set[str]
     classes: set[str]
     functions: dict[str, Function]
-    stored: dict[str, set[str]]  # function -> the names that it sets
+    stored: dict[str, set[str]]  # function -> the names that it assigns
     imported: dict[str, str]
-    # (module, or "" for all; variable, parameter or attribute) -> the classes of what it holds
+    # (module, or "" for all; variable, parameter or attribute) -> the classes of its values
     values: dict[tuple[str, str], set[str]]
 
 
 @dataclass(frozen=True)
 class Thread:
-    """Holds a value's way: the name that it has first, who gives it, and the functions that hand it
-    on unread.
+    """The path of a value: its first name, the functions that supply it, and the functions that
+    pass it on without reading it.
     """
 
     name: str
@@ -97,7 +96,7 @@ def read_code(package: Path) -> Code:
 
 
 def _define(code: Code, tree: Tree, scope: str, package: tuple[str, ...]) -> None:
-    """Adds what is defined and imported in a definition, and in those inside it."""
+    """Add the definitions and imports inside a definition, including nested definitions."""
     for node in _own(tree):
         if isinstance(node, Function):
             code.functions[f"{scope}.{node.name}"] = node
@@ -123,7 +122,7 @@ def _define(code: Code, tree: Tree, scope: str, package: tuple[str, ...]) -> Non
 
 
 def _own(tree: Tree) -> Iterator[ast.AST]:
-    """Yields the nodes of a body, without the bodies of the definitions in it."""
+    """Yield the nodes of a body, except those inside nested definitions."""
     rest: list[ast.AST] = [*tree.body]
     while rest:
         yield (node := rest.pop())
@@ -138,7 +137,7 @@ def _own(tree: Tree) -> Iterator[ast.AST]:
 
 
 def _parameters(code: Code, function: str) -> tuple[list[str], list[str]]:
-    """Lists those that can be given by place, without `self`, and all of them."""
+    """Return the positional parameters without `self`, and all parameters."""
     given = code.functions[function].args
     placed = [each.arg for each in (*given.posonlyargs, *given.args)]
     placed = placed[placed[:1] in (["self"], ["cls"]) :]
@@ -146,7 +145,7 @@ def _parameters(code: Code, function: str) -> tuple[list[str], list[str]]:
 
 
 def _scopes(code: Code, scope: str) -> Iterator[str]:
-    """Yields a function, those around it, and its module."""
+    """Yield a function, its enclosing functions, and its module."""
     while scope not in code.modules:
         if scope in code.functions:
             yield scope
@@ -155,7 +154,7 @@ def _scopes(code: Code, scope: str) -> Iterator[str]:
 
 
 def _owner(code: Code, scope: str, name: str) -> str | None:
-    """Finds the function whose parameter or variable a name is."""
+    """Return the function that has this name as a parameter or a variable."""
     for each in _scopes(code, scope):
         if each in code.functions and (
             name in _parameters(code, each)[1] or name in code.stored[each]
@@ -165,7 +164,7 @@ def _owner(code: Code, scope: str, name: str) -> str | None:
 
 
 def _parameter(code: Code, scope: str, node: ast.AST) -> Place | None:
-    """Finds whose parameter an expression is, if it is one and no more."""
+    """Return the parameter if an expression consists only of a parameter; otherwise None."""
     if (
         isinstance(node, ast.Name)
         and (owner := _owner(code, scope, node.id))
@@ -176,8 +175,9 @@ def _parameter(code: Code, scope: str, node: ast.AST) -> Place | None:
 
 
 def _meant(code: Code, scope: str, node: ast.AST) -> str | None:
-    """Finds the module, class or function that an expression names; a method, where one class that
-    its receiver may have defines it.
+    """Return the module, class or function that an expression refers to.
+
+    A method is found if exactly one possible class of its receiver defines the method.
     """
     names: list[str] = []
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
@@ -212,8 +212,8 @@ def _meant(code: Code, scope: str, node: ast.AST) -> str | None:
 
 
 def _handed(code: Code, scope: str, call: ast.Call) -> Iterator[tuple[ast.expr, Place | None]]:
-    """Yields the arguments of a call of ours, or of partial(ours, ...), each with the parameter
-    that it becomes.
+    """Yield each argument of a call to recipekit (or to partial(...) of such a call), with its
+    parameter.
     """
     args, called = call.args, _meant(code, scope, call.func)
     if args and (getattr(call.func, "id", None) or getattr(call.func, "attr", None)) in (
@@ -222,7 +222,7 @@ def _handed(code: Code, scope: str, call: ast.Call) -> Iterator[tuple[ast.expr, 
     ):
         called, args = _meant(code, scope, args[0]), args[1:]
     if called in code.classes:
-        called = f"{called}.__init__"  # of a dataclass too: it keeps the value
+        called = f"{called}.__init__"  # also a parameter of a dataclass, which stores the value
     elif called not in code.functions:
         return
     placed, known = _parameters(code, called) if called in code.functions else ([], [])
@@ -237,8 +237,10 @@ def _handed(code: Code, scope: str, call: ast.Call) -> Iterator[tuple[ast.expr, 
 
 
 def threads(package: Path, most: int = MOST) -> list[Thread]:
-    """Lists the longest way of each value that more than `most` functions hand on unread, without
-    ways that lie in another.
+    """Return the longest path of each value that more than `most` functions pass on without reading
+    it.
+
+    Paths inside a longer path are left out.
     """
     code = read_code(package)
     ways: dict[Place, set[Place]] = defaultdict(set)

@@ -1,14 +1,14 @@
-"""Counts what one start enters of recipekit and the recipe: files and functions before step 1,
-files of one step, calls of each choice.
+"""Count the files and functions of recipekit and the recipe that a start enters before step 1, the
+files of one step, and the calls of each choice.
 
     # llama_nano_zero2 --tiny on one rank
     python tests/support/trace_start.py
-    # also names the files and functions
+    # also print the names of the files and functions
     python tests/support/trace_start.py recipes/NAME.py --list
 
 The recipe runs in this process, under `sys.setprofile`, for two steps without evaluation, export
-and W&B. Code of a module, of a class body and of a comprehension is no function. Files of `kernels`
-are not counted in a step.
+and W&B. The code of a module, of a class body or of a comprehension does not count as a function.
+Files of `kernels` are not counted in a step.
 """
 
 import argparse
@@ -25,13 +25,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 STEP = ("recipekit/train.py", "train_step")
-CHOICES = {  # what is decided -> the functions that decide it: (file of recipekit, name)
+CHOICES = {  # decision -> the functions that make it: (file of recipekit, name)
     "attention": (("model/attention.py", "choose_attention"),),
-    "loss path": (("model/head.py", "give_losses_where_exact"),),
-    "tp and pp plans": (("parallel/plans.py", "plans_of"),),
-    "blueprint": (("model/describe.py", "draft"),),
+    "loss path": (("model/loss_path.py", "choose_loss_path"),),
+    "tp and pp plans": (("parallel/plans.py", "resolve_plans"),),
+    "blueprint": (("model/describe.py", "draft_blueprint"),),
     "memory terms": (("planner/memory.py", "rank_terms"),),
-    "models built": (("model/empty.py", "construct"),),
+    "full empty model": (("model/empty.py", "empty_model"),),
+    "models built, small copies included": (("model/empty.py", "construct"),),
     "data opened": (("data/stream.py", "open_corpus"),),
 }
 FLAGS = (
@@ -50,15 +51,13 @@ FLAGS = (
 
 
 class Trace:
-    """The functions that were entered, in the two parts of a start: before the first step, and in
-    the second one.
-    """
+    """The functions that a start enters before the first step, and those in the second step."""
 
     def __init__(self) -> None:
         self.before: Counter[tuple[str, str]] = Counter()
         self.in_step: set[tuple[str, str]] = set()
         self.num_steps = 0
-        self.thread = 0  # which is in a step; 0: none
+        self.thread = 0  # the thread that is running a step; 0 if no thread is
         self._names: dict[CodeType, tuple[str, str] | None] = {}
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
@@ -81,19 +80,19 @@ class Trace:
 
 
 def named(code: CodeType) -> tuple[str, str] | None:
-    """Return (file, function) below recipes/ of some code, None for code that is no function
-    there.
+    """Return (file, function) for a code object, relative to recipes/; None for code that is not a
+    function there.
     """
     path = Path(code.co_filename)
     inner = code.co_qualname.rpartition(".")[2]
-    # CO_NEWLOCALS: not a module's
+    # CO_NEWLOCALS: the code is not a module's
     if not path.is_relative_to(RECIPES) or inner.startswith("<") or not code.co_flags & 0x02:
         return None
     return path.relative_to(RECIPES).as_posix(), code.co_qualname
 
 
 def traced(recipe: Path, out: Path) -> Trace:
-    """Run a recipe in this process and return what it has entered."""
+    """Run a recipe in this process, and return the trace."""
     trace = Trace()
     sys.argv = [str(recipe), *FLAGS, "--out", str(out)]
     threading.setprofile(trace)

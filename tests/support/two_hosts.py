@@ -1,5 +1,5 @@
-"""Two hosts on one machine: network namespaces joined by a cable (veth), each with a real sshd, a
-name and a hosts file of its own.
+"""Two hosts on one machine: network namespaces connected by a virtual cable (veth). Each has a real
+sshd, a host name and a hosts file.
 
 They share the file system, as the hosts of a cluster share the folder of the runs.
 """
@@ -21,7 +21,7 @@ NAMES = ("worker-1", "worker-2")
 
 
 def missing() -> str:
-    """What this machine lacks for them; empty if nothing."""
+    """Return the reason why this machine cannot run two hosts; "" if it can."""
     lacking = [
         f"{package} ({program})"
         for program, package in (
@@ -42,28 +42,28 @@ def missing() -> str:
 
 
 class TwoHosts:
-    """The pair: `hosts.on(0, argv)` is the argv that runs something on the first."""
+    """The pair of hosts: `hosts.on(0, argv)` is the argv that runs a command on the first host."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hosts_"))
         self.spaces = [f"rk{os.getpid()}{letter}" for letter in "ab"]
         self.addresses = [f"10.86.{os.getpid() % 250}.{index + 1}" for index in range(2)]
-        # of IPv6; lost once the cable is out
+        # IPv6 addresses, which are lost when the cable is unplugged
         self.addresses_6 = [f"fd86::{index + 1}" for index in range(2)]
         self.sshd: list[subprocess.Popen[bytes]] = []
 
     def make(self) -> None:
         key = self.folder / "key"
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
-        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd separates its privileges
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd separates its privileges there
         table = "".join(
             f"{address} {name}\n" for address, name in zip(self.addresses, NAMES, strict=True)
         )
         for space, name in zip(self.spaces, NAMES, strict=True):
             run("ip", "netns", "add", space)
             self.file_of(space).mkdir(parents=True)
-            # as Debian installs it: a host knows its own name at an address where no other host
-            # finds it
+            # This follows Debian's installation: a host maps its own name to an address that no
+            # other host can reach.
             (self.file_of(space) / "hosts").write_text(
                 f"127.0.0.1 localhost\n127.0.1.1 {name}\n{table}"
             )
@@ -132,7 +132,7 @@ class TwoHosts:
             )
 
     def power_off(self, host: int) -> None:
-        """End everything on a host, sshd and its connections included, as when a host reboots."""
+        """End every process on a host, including sshd and its connections, as a reboot does."""
         for pid in map(int, run("ip", "netns", "pids", self.spaces[host]).split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ class TwoHosts:
         self.sshd[host] = self.start_sshd(host)
 
     def cable(self, host: int, state: str) -> None:
-        """Take the cable out of a host (`down`), or put it in again (`up`)."""
+        """Unplug a host's cable (`down`), or plug it in again (`up`)."""
         run("ip", "-n", self.spaces[host], "link", "set", "eth0", state)
 
     @staticmethod
@@ -162,7 +162,7 @@ class TwoHosts:
         return ["ip", "netns", "exec", self.spaces[host], *argv]
 
     def processes(self, host: int) -> list[psutil.Process]:
-        """What lives on a host beside its sshd and the connections that sshd holds."""
+        """Return the processes on a host, except its sshd and sshd's connections."""
         found = []
         for pid in map(int, run("ip", "netns", "pids", self.spaces[host]).split()):
             with contextlib.suppress(psutil.Error):
@@ -172,9 +172,7 @@ class TwoHosts:
         return found
 
     def ranks(self, host: int) -> dict[int, psutil.Process]:
-        """RANK -> process, of the Python processes that a launcher started and that have become
-        their script.
-        """
+        """Return RANK -> process for a launcher's Python processes that already run a script."""
         found = {}
         for process in self.processes(host):
             with contextlib.suppress(psutil.Error):
@@ -206,7 +204,9 @@ def run(*argv: str) -> str:
 
 @contextlib.contextmanager
 def two_hosts_or_skip() -> Iterator[TwoHosts]:
-    """Two hosts that reach each other; they are taken down however the block ends."""
+    """Start two connected hosts, and take them down at the end of the block, even after an
+    error.
+    """
     if why := missing():
         pytest.skip(why)
     with contextlib.closing(TwoHosts()) as hosts:

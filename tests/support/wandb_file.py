@@ -1,4 +1,4 @@
-"""Reads `.wandb` files, which wandb 0.31 writes but has no reader for."""
+"""Reader for `.wandb` files, which wandb 0.31 writes but cannot read."""
 
 import json
 import struct
@@ -15,13 +15,13 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The whole records of a file; what a crash left incomplete at its end is skipped."""
+    """Yield a file's complete records; skip an incomplete last record, left by a crash."""
     data = path.read_bytes()
     assert data[:4] == b":W&B", f"{path} is not a .wandb file"
     position, parts = FILE_HEADER, b""
     while position + CHUNK_HEADER.size <= len(data):
         if BLOCK - position % BLOCK < CHUNK_HEADER.size:
-            position += BLOCK - position % BLOCK  # the padding of a block's end
+            position += BLOCK - position % BLOCK  # the padding at the end of a block
             continue
         _, length, kind = CHUNK_HEADER.unpack_from(data, position)
         position += CHUNK_HEADER.size
@@ -40,7 +40,7 @@ def read_records(path: Path) -> Iterator[Record]:
 
 
 def wandb_files(run_dir: Path) -> list[Path]:
-    """The `.wandb` files of a run folder, in the order of their jobs."""
+    """Return a run folder's `.wandb` files, in the order of their jobs."""
     return sorted(
         (run_dir / "wandb").glob("*run-*/*.wandb"),
         key=lambda path: path.parent.name.split("-", 1)[1].removeprefix("run-"),
@@ -48,10 +48,10 @@ def wandb_files(run_dir: Path) -> list[Path]:
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
-    """What W&B holds of a run: each step of the last file that has it, without W&B's own `_` keys.
+    """Return the history that W&B recorded for a run, without W&B's own `_` keys.
 
-    A file may have several records of a step: `save_stall_s` is known after the step, and pictures,
-    which are left out here.
+    Each step comes from the last file that contains it. A file may contain several records of a
+    step, because `save_stall_s` and images are recorded separately. Images are left out here.
     """
     steps: dict[int, dict[str, Any]] = {}
     for path in wandb_files(run_dir):
@@ -70,7 +70,7 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The config attached to the run."""
+    """Return the config attached to the run."""
     config: dict[str, Any] = {}
     for path in wandb_files(run_dir):
         for record in read_records(path):
@@ -82,7 +82,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_exit_codes(run_dir: Path) -> list[int]:
-    """The exit code of each finished job of the run."""
+    """Return the exit code of each finished job in the run."""
     return [
         record.exit.exit_code
         for path in wandb_files(run_dir)
@@ -92,7 +92,7 @@ def read_exit_codes(run_dir: Path) -> list[int]:
 
 
 def read_pictures(run_dir: Path) -> set[str]:
-    """The keys of the pictures that W&B holds."""
+    """Return the keys of the images that W&B stores."""
     items = [
         item
         for path in wandb_files(run_dir)
@@ -107,7 +107,7 @@ def read_pictures(run_dir: Path) -> set[str]:
 
 
 def read_lowest(run_dir: Path) -> set[str]:
-    """The metrics of which the summary holds the lowest value."""
+    """Return the metrics whose W&B summary is their lowest value."""
     return {
         record.metric.name
         for path in wandb_files(run_dir)
@@ -117,7 +117,7 @@ def read_lowest(run_dir: Path) -> set[str]:
 
 
 def read_artifacts(run_dir: Path) -> list[tuple[str, str, list[str]]]:
-    """(type, name, files) of each artifact of the run."""
+    """Return (type, name, files) for each artifact of the run."""
     found = [
         record.request.log_artifact.artifact
         for path in wandb_files(run_dir)

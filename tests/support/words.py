@@ -3,7 +3,8 @@
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-# No NUL, which no argument can hold; often what a shell or a template reads
+# Words contain no NUL, because an argument cannot. They often contain characters that a shell or a
+# template interprets.
 PLAIN = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=4)
 LIVE = st.sampled_from(
     [
@@ -33,7 +34,7 @@ LIVE = st.sampled_from(
     ]
 )
 WORD = st.lists(st.one_of(LIVE, PLAIN), max_size=8).map("".join)
-BYTES = "a\udcffb"  # a byte that is no text
+BYTES = "a\udcffb"  # a byte that is not text
 NASTY = [
     "",
     "two words",
@@ -64,7 +65,7 @@ QUICK = settings(
 
 
 def arbitrary_words(count: int = 200) -> list[str]:
-    """As many as one real launch takes, the nasty ones first."""
+    """Return as many words as one real launch takes; difficult words come first."""
     found: list[str] = []
 
     @settings(QUICK, max_examples=count, derandomize=True)
@@ -74,3 +75,18 @@ def arbitrary_words(count: int = 200) -> list[str]:
 
     collect()
     return [*NASTY, *found, "--"]
+
+
+def expanded(text: str) -> str:
+    """Expand a word as the kubelet does if no variable has the name.
+
+    Source: k8s.io/kubernetes/third_party/forked/golang/expansion.
+    """
+    out, index = "", 0
+    while index < len(text):
+        following = text[index + 1 : index + 2]
+        if text[index] == "$" and following == "$":
+            out, index = out + "$", index + 2
+        else:
+            out, index = out + text[index], index + 1
+    return out

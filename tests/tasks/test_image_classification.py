@@ -1,12 +1,14 @@
-"""Pictures as a model takes them: crops, values, labels; what transformers makes of our
-preprocessor_config.json; data of other classes than the model's.
+"""Images as model inputs: crops, values and labels.
+
+Other tests cover transformers with our preprocessor_config.json, and data whose classes differ from
+the model's classes.
 """
 
 import io
 import json
 import math
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +16,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from built_models import build_model
+from cases import rows
 from PIL import Image, ImageOps
 from recipekit.architectures.lookup import with_labels
 from recipekit.data.files import folder_classes
 from recipekit.data.request import Request
-from recipekit.model.build import build_model
-from recipekit.model.small import EXAMPLES
-from recipekit.model.small_files import Origin, gather
+from recipekit.model.small import EXAMPLE_INPUTS
+from recipekit.model.small_files import Origin, collect_small_files
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task import IGNORE
-from recipekit.tasks.image_classification import SHAPES, TASK, Pictures, _box, drawn, published
+from recipekit.tasks.image_classification import (
+    SHAPES,
+    TASK,
+    ImagePreprocessor,
+    _sample_crop_box,
+    draw_shape_image,
+    published_image_processor,
+)
 from transformers import AutoImageProcessor, ViTConfig, ViTForImageClassification
 
 CONFIG: dict[str, Any] = {
@@ -34,7 +44,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def pictures(config: dict[str, Any] | None = None, **fields) -> Pictures:
+def pictures(config: dict[str, Any] | None = None, **fields) -> ImagePreprocessor:
     return TASK.processor(
         Request(**({"task": "image_classification", "dataset": "nobody/nothing"} | fields)),
         CONFIG | (config or {}),
@@ -42,7 +52,7 @@ def pictures(config: dict[str, Any] | None = None, **fields) -> Pictures:
 
 
 def photo(width: int, height: int, seed: int = 0, mode: str = "RGB") -> Image.Image:
-    """Smooth colours that differ everywhere."""
+    """Return an image of smooth colours that differ everywhere."""
     small = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
@@ -61,13 +71,13 @@ def collated(
 
 
 def bytes_of(values: torch.Tensor) -> np.ndarray:
-    """(H, W, C) as whole numbers from 0 to 255 of values that were normalised with 0.5 and 0.5."""
+    """Return (H, W, C) integers from 0 to 255 for values that were normalised with 0.5 and 0.5."""
     pixels = (values.double().numpy().transpose(1, 2, 0) * 0.5 + 0.5) * 255
     assert np.abs(pixels - pixels.round()).max() < 1e-3
     return pixels.round().astype(np.uint8)
 
 
-# What is evaluated
+# Evaluation
 # --------------------------------------------------------------------------------------------------
 
 
@@ -111,7 +121,7 @@ def test_pictures_of_any_form_have_the_channels_of_the_model(tmp_path):
     ).all()
     (tmp_path / "a.png").write_bytes(encoded(image))
     turned = Image.Exif()
-    turned[0x0112] = 6  # by a quarter
+    turned[0x0112] = 6  # rotated by a quarter turn
     expected = {
         "file": (tmp_path / "a.png", image),
         "path": ({"bytes": None, "path": str(tmp_path / "a.png")}, image),
@@ -171,10 +181,11 @@ def test_what_cannot_be_used(row, says):
         assert says in str(error.value)
 
 
-@pytest.mark.filterwarnings("ignore")  # Pillow warns of odd metadata
+@pytest.mark.filterwarnings("ignore")  # Pillow warns about odd metadata
 def test_any_broken_file_is_a_value_error():
-    """400 files with a few wrong bytes, and cut ones: Pillow's decoders raise many kinds of
-    errors.
+    """400 files have a few wrong bytes or are truncated.
+
+    Pillow's decoders raise many different kinds of errors.
     """
     draw = np.random.default_rng(0)
     broken = 0
@@ -191,7 +202,7 @@ def test_any_broken_file_is_a_value_error():
     assert broken > 100
 
 
-# What is trained on
+# Training
 # --------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +212,7 @@ def test_a_crop_is_what_pillow_cuts_and_is_mirrored_every_second_time():
     batch = collated([{"image": encoded(image), "label": 0}] * 60, keys)["pixel_values"]
     for key in keys:
         draw = np.random.default_rng(key)
-        box = _box(100, 75, draw)
+        box = _sample_crop_box(100, 75, draw)
         flip = draw.random() < 0.5
         wanted = image.resize((32, 32), Image.Resampling.BILINEAR, box)
         assert (
@@ -215,14 +226,17 @@ def test_a_crop_is_what_pillow_cuts_and_is_mirrored_every_second_time():
 
 
 def test_crops_have_any_size_shape_and_place_within_the_picture():
-    """Areas are uniform from 8 to 100 %, shapes from 3:4 to 4:3; what does not fit is drawn
-    again.
+    """Areas are uniform from 8 to 100 %, and aspect ratios range from 3:4 to 4:3.
+
+    A box that does not fit is sampled again.
     """
-    boxes = np.array([_box(400, 400, np.random.default_rng(key)) for key in range(3000)])
+    boxes = np.array(
+        [_sample_crop_box(400, 400, np.random.default_rng(key)) for key in range(3000)]
+    )
     width, height = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert (boxes >= 0).all() and (boxes <= 400).all()
     areas, ratios = width * height / 160_000, np.log(width / height)
-    # large ones fit less often
+    # Large crops fit less often.
     assert 0.078 < areas.min() < 0.085 and areas.max() > 0.95 and 0.5 < np.mean(areas < 0.54) < 0.6
     assert (
         -math.log(4 / 3) - 0.02 < ratios.min() < -0.25
@@ -234,11 +248,14 @@ def test_crops_have_any_size_shape_and_place_within_the_picture():
         boxes[:, 1] / np.maximum(1, 400 - height),
     ):
         assert abs(side[(width < 390) & (height < 390)].mean() - 0.5) < 0.03
-    # nothing fits: the largest one of an allowed shape
-    assert _box(1000, 2, np.random.default_rng(0)) == (498, 0, 501, 2)
-    assert _box(2, 1000, np.random.default_rng(0)) == (0, 498, 2, 501) and _box(
-        1, 1, np.random.default_rng(0)
-    ) == (0, 0, 1, 1)
+    # If no box fits, the largest crop with an allowed shape is used.
+    assert _sample_crop_box(1000, 2, np.random.default_rng(0)) == (498, 0, 501, 2)
+    assert _sample_crop_box(2, 1000, np.random.default_rng(0)) == (
+        0,
+        498,
+        2,
+        501,
+    ) and _sample_crop_box(1, 1, np.random.default_rng(0)) == (0, 0, 1, 1)
 
 
 def test_without_augmentation_a_trained_picture_is_like_an_evaluated_one():
@@ -263,8 +280,9 @@ def test_threads_change_no_bit(threads):
 
 
 def test_a_picture_for_a_model_that_takes_no_square():
-    """Height and width keep their places in crops, in what is evaluated, and in what is written;
-    each channel has its mean and deviation.
+    """Height and width must not be swapped in crops, the evaluation and saved files.
+
+    Each channel has a separate mean and deviation.
     """
     made = pictures({"image_size": [24, 40]})
     image, mirrored = photo(100, 75), set()
@@ -275,7 +293,7 @@ def test_a_picture_for_a_model_that_takes_no_square():
     assert batch.shape == (8, 3, 24, 40)
     for key in range(8):
         draw = np.random.default_rng(key)
-        wanted = image.resize((40, 24), Image.Resampling.BILINEAR, _box(100, 75, draw))
+        wanted = image.resize((40, 24), Image.Resampling.BILINEAR, _sample_crop_box(100, 75, draw))
         mirrored.add(flip := draw.random() < 0.5)
         assert (
             bytes_of(batch[key]) == np.asarray(ImageOps.mirror(wanted) if flip else wanted)
@@ -297,10 +315,10 @@ def test_a_picture_for_a_model_that_takes_no_square():
 
 
 def test_a_crop_is_wide_and_high_as_it_is_drawn():
-    """By the formula: the area and the ratio first, then the place on the left and from the top."""
+    """The formula samples the area and the ratio first, then the left and the top position."""
     for key in range(20):
         draw, again = np.random.default_rng(key), np.random.default_rng(key)
-        left, top, right, bottom = _box(120, 95, draw)
+        left, top, right, bottom = _sample_crop_box(120, 95, draw)
         while True:
             area = 120 * 95 * again.uniform(0.08, 1.0)
             ratio = math.exp(again.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -313,15 +331,17 @@ def test_a_crop_is_wide_and_high_as_it_is_drawn():
 
 @pytest.mark.parametrize(("size", "expected"), [([16, 24], (2, 3, 16, 24)), (20, (2, 3, 20, 20))])
 def test_an_example_picture_has_the_form_of_the_models(size, expected):
-    assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size)).shape == expected  # type: ignore[arg-type]
-    assert EXAMPLES["pixel_values"](SimpleNamespace(image_size=size, num_channels=1)).shape == (
+    assert EXAMPLE_INPUTS["pixel_values"](SimpleNamespace(image_size=size)).shape == expected  # type: ignore[arg-type]
+    assert EXAMPLE_INPUTS["pixel_values"](
+        SimpleNamespace(image_size=size, num_channels=1)
+    ).shape == (
         2,
         1,
         *expected[2:],
     )  # type: ignore[arg-type]
 
 
-# How pictures are made for the model
+# Preprocessing for the model
 # ----------------------------------------------------------------------------------
 
 
@@ -329,7 +349,7 @@ def test_an_example_picture_has_the_form_of_the_models(size, expected):
     "config", [{}, {"num_channels": 1}, {"image_size": [32, 48]}], ids=["square", "grey", "wide"]
 )
 def test_transformers_makes_the_same_of_what_is_exported(tmp_path, config):
-    """With its backend on Pillow, as torchvision is not needed."""
+    """transformers uses its Pillow backend, which does not need torchvision."""
     (tmp_path / "model").mkdir()
     own = {"image_mean": [0.48, 0.46, 0.41], "image_std": [0.23, 0.22, 0.25], "resample": 3}
     (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(own))
@@ -394,42 +414,74 @@ def test_keys_of_the_models_processor_that_change_no_picture_are_exported(tmp_pa
     built = build_model(
         recipe, config, None, {"zero_optimization": {"stage": 0}}, torch.device("cpu")
     )
-    exported = gather(built, config, made, torch.float32, Origin(tmp_path), ()).contents
+    exported = collect_small_files(
+        built, config, made, torch.float32, Origin(tmp_path), ()
+    ).contents
     assert json.loads(exported["preprocessor_config.json"]) == found
     if nested:
         assert json.loads(exported["processor_config.json"]) == {"image_processor": found}
 
 
+@dataclass(frozen=True)
+class PublishedSize:
+    """A preprocessor_config.json, changes of config.json, and a crop's size and mean."""
+
+    own: dict[str, Any] | None
+    config: dict[str, Any]
+    size: tuple[int, int]
+    mean: Any
+
+
 @pytest.mark.parametrize(
     ("own", "config", "size", "mean"),
-    [
-        (None, {}, (32, 32), 0.5),
-        ({"size": 48, "image_mean": [0.4] * 3}, {"image_size": None}, (48, 48), 0.4),
-        ({"size": {"height": 40, "width": 48}}, {"image_size": None}, (40, 48), 0.5),
-        (
-            {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}},
-            {"image_size": None},
-            (224, 224),
-            0.5,
+    rows(
+        PublishedSize(own=None, config={}, size=(32, 32), mean=0.5),
+        PublishedSize(
+            own={"size": 48, "image_mean": [0.4] * 3},
+            config={"image_size": None},
+            size=(48, 48),
+            mean=0.4,
         ),
-        (
-            {"size": {"shortest_edge": 224}, "do_normalize": False},
-            {"image_size": None},
-            (224, 224),
-            0.0,
+        PublishedSize(
+            own={"size": {"height": 40, "width": 48}},
+            config={"image_size": None},
+            size=(40, 48),
+            mean=0.5,
+        ),
+        PublishedSize(
+            own={"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}},
+            config={"image_size": None},
+            size=(224, 224),
+            mean=0.5,
+        ),
+        PublishedSize(
+            own={"size": {"shortest_edge": 224}, "do_normalize": False},
+            config={"image_size": None},
+            size=(224, 224),
+            mean=0.0,
         ),
         # shrunk by --tiny
-        ({"size": 224, "image_mean": [0.1, 0.2, 0.3]}, {}, (32, 32), [0.1, 0.2, 0.3]),
-        (
-            {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}},
-            {},
-            (32, 32),
-            0.5,
+        PublishedSize(
+            own={"size": 224, "image_mean": [0.1, 0.2, 0.3]},
+            config={},
+            size=(32, 32),
+            mean=[0.1, 0.2, 0.3],
         ),
-        ({"image_mean": [0.1, 0.2, 0.3]}, {"num_channels": 1}, (32, 32), pytest.approx(0.2)),
-        ({}, {"image_size": None}, (224, 224), 0.5),
-        (None, {"image_size": [16, 24]}, (16, 24), 0.5),
-    ],
+        PublishedSize(
+            own={"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}},
+            config={},
+            size=(32, 32),
+            mean=0.5,
+        ),
+        PublishedSize(
+            own={"image_mean": [0.1, 0.2, 0.3]},
+            config={"num_channels": 1},
+            size=(32, 32),
+            mean=pytest.approx(0.2),
+        ),
+        PublishedSize(own={}, config={"image_size": None}, size=(224, 224), mean=0.5),
+        PublishedSize(own=None, config={"image_size": [16, 24]}, size=(16, 24), mean=0.5),
+    ),
 )
 def test_size_and_mean_are_those_that_the_model_publishes(tmp_path, own, config, size, mean):
     if own is not None:
@@ -449,12 +501,12 @@ def test_a_model_of_the_hub_is_looked_up_in_the_cache(tmp_path, monkeypatch):
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.25] * 3}))
     assert pictures(model="nobody/model").mean == (0.25,) * 3
     (folder / "preprocessor_config.json").write_text("{")
-    with pytest.raises(Refusal, match=r"preprocessor_config.json: cannot be read: "):
+    with pytest.raises(ConfigError, match=r"preprocessor_config.json: cannot be read: "):
         pictures(model="nobody/model")
 
 
 def test_the_files_of_main_are_taken_and_the_processors_own_first(tmp_path, monkeypatch):
-    """With random weights the cache is not looked at, and a folder is."""
+    """With random weights, the cache is ignored, but a folder is still read."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folders = [tmp_path / "models--nobody--model" / "snapshots" / name for name in ("b", "c", "a")]
     for number, folder in enumerate(folders):
@@ -467,23 +519,23 @@ def test_the_files_of_main_are_taken_and_the_processors_own_first(tmp_path, monk
     refs.mkdir()
     (refs / "main").write_text("a")
     assert (
-        published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
-        and published("nobody/model", "random") == {}
+        published_image_processor("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
+        and published_image_processor("nobody/model", "random") == {}
     )
     (folders[1] / "processor_config.json").write_text(
         json.dumps({"image_processor": {"image_mean": [0.125] * 3}})
     )
-    assert published("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
+    assert published_image_processor("nobody/model", "pretrained") == {"image_mean": [0.5] * 3}
     (folders[2] / "processor_config.json").write_text(
         json.dumps({"image_processor": {"image_mean": [0.75] * 3}})
     )
     assert (
-        published("nobody/model", "pretrained")
-        == published(str(folders[2]), "random")
+        published_image_processor("nobody/model", "pretrained")
+        == published_image_processor(str(folders[2]), "random")
         == {"image_mean": [0.75] * 3}
     )
     (folders[2] / "processor_config.json").write_text('{"processor_class": "X"}')
-    assert published(str(folders[2]), "random") == {"image_mean": [0.5] * 3}
+    assert published_image_processor(str(folders[2]), "random") == {"image_mean": [0.5] * 3}
 
 
 LEFT_OUT = (
@@ -507,10 +559,10 @@ def test_only_keys_that_no_class_acts_on_are_carried(tmp_path):
         "x_pad_size": 5,
         "size": 9,
     }
-    made = replace(pictures(), own=own)
+    made = replace(pictures(), published=own)
     made.save_pretrained(tmp_path)
     found = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    replace(made, own={}).save_pretrained(tmp_path)
+    replace(made, published={}).save_pretrained(tmp_path)
     assert found == json.loads((tmp_path / "preprocessor_config.json").read_text()) | {
         "x_pad_size": 5
     }
@@ -519,7 +571,7 @@ def test_only_keys_that_no_class_acts_on_are_carried(tmp_path):
 @pytest.mark.parametrize("own", ["[]", "3", '{"image_processor": []}', '{"image_processor": "x"}'])
 def test_a_processor_config_of_another_form_is_refused(tmp_path, own):
     (tmp_path / "processor_config.json").write_text(own)
-    with pytest.raises(Refusal, match=r"processor_config\.json: .* not a JSON object"):
+    with pytest.raises(ConfigError, match=r"processor_config\.json: .* not a JSON object"):
         pictures(model=str(tmp_path))
 
 
@@ -531,7 +583,7 @@ def test_an_image_processor_that_is_null_counts_as_missing(tmp_path):
 
 def test_a_model_of_other_channels_is_refused():
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"requires images with 4 channels, but images are read as grey \(1\) or color \(3\)",
     ):
         pictures({"num_channels": 4})
@@ -550,14 +602,15 @@ def folder_of(folder: Path, classes: int) -> Path:
 
 def test_classes_that_the_model_does_not_have_are_refused_before_it_is_built(tmp_path):
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"--dataset builtin: has 10 classes, but a/b has 2 labels\. Use --num_labels 10",
     ):
         pictures({"id2label": None}, model="a/b", dataset="builtin")
     assert pictures({"id2label": None, "num_labels": 12}, dataset="builtin").num_labels == 12
     data = folder_of(tmp_path / "data", 3)
     with pytest.raises(
-        Refusal, match=r"data: has 3 folders of classes, but a/b has 10 labels\. Use --num_labels 3"
+        ConfigError,
+        match=r"data: has 3 folders of classes, but a/b has 10 labels\. Use --num_labels 3",
     ):
         pictures(model="a/b", dataset=str(data))
     assert (
@@ -566,13 +619,13 @@ def test_classes_that_the_model_does_not_have_are_refused_before_it_is_built(tmp
         ).num_labels
         == 3
     )
-    # told where it is opened, on all ranks
+    # The problem is reported when the data are opened, on all ranks.
     assert pictures(dataset=str(tmp_path / "none")).num_labels == 10
     other = folder_of(tmp_path / "other", 2)
     (other / "zebra").mkdir()
     (other / "zebra" / "a.png").write_bytes(encoded(photo(4, 4)))
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"other: has a class zebra, which another folder of the mixture does not have\. Give"
             r" all folders the same classes"
@@ -611,7 +664,7 @@ def test_classes_that_the_model_numbers_otherwise_are_refused(tmp_path):
         == 3
     )
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"numbers its folders by name, class 0 0, and in the config.json of a/b class 1 has"
             r" this number\. Rename the folders"
@@ -634,7 +687,7 @@ def test_labels_are_counted_as_transformers_does():
         assert pictures({"id2label": None} | config).num_labels == ViTConfig(**config).num_labels
 
 
-# The loss, and what an evaluation measures
+# The loss and the metrics of an evaluation
 # ----------------------------------------------------------------------------
 
 
@@ -648,10 +701,10 @@ def test_accuracies_are_those_of_the_rows_with_a_class():
         ]
     )
     assert TASK.measure(logits, {"labels": torch.tensor([0, 5, 0, IGNORE])}).tolist() == [1, 2]
-    # the sixth, fifth and first
+    # The labels have ranks six, five and one among the logits.
     assert TASK.measure(logits[[1, 1, 1]], {"labels": torch.tensor([1, 2, 6])}).tolist() == [1, 2]
     assert TASK.measures == ("accuracy", "top5_accuracy")
-    # fewer than five classes
+    # Fewer than five classes.
     assert TASK.measure(logits[:, :2], {"labels": torch.tensor([0, 1, 0, IGNORE])}).tolist() == [
         2,
         3,
@@ -671,7 +724,7 @@ def test_a_model_of_any_dtype_takes_the_pictures(dtype):
             num_labels=10,
         )
     ).to(dtype)
-    batch = collated([drawn(0), drawn(1), None], [0, 1, 2])
+    batch = collated([draw_shape_image(0), draw_shape_image(1), None], [0, 1, 2])
     logits = TASK.forward(model, batch)
     assert logits.shape == (3, 10) and logits.dtype == dtype
     rows = TASK.loss(logits, batch, True)
@@ -683,15 +736,15 @@ def test_a_model_of_any_dtype_takes_the_pictures(dtype):
     )
 
 
-# The built-in pictures
+# The built-in images
 # ------------------------------------------------------------------------------------------------
 
 
 def test_builtin_pictures_are_drawn_from_their_number():
-    rows = [drawn(number) for number in range(200)]
+    rows = [draw_shape_image(number) for number in range(200)]
     assert [row["label"] for row in rows] == [number % 10 for number in range(200)]
     assert len({row["image"].tobytes() for row in rows}) == 200 and all(
-        (drawn(n)["image"] == rows[n]["image"]).all() for n in (0, 77)
+        (draw_shape_image(n)["image"] == rows[n]["image"]).all() for n in (0, 77)
     )
     for row in rows:
         bright = (row["image"] >= 128).all(2)
@@ -710,9 +763,9 @@ def test_builtin_pictures_are_drawn_from_their_number():
 
 
 def test_a_mirrored_shape_is_of_the_same_class():
-    """It looks as before, stripes aside, whose first and last one may differ in width."""
+    """A mirrored shape looks the same, although the first and last stripe may differ in width."""
     for number in (number for number in range(100) if SHAPES[number % 10] != "columns"):
-        bright = (drawn(number)["image"] >= 128).all(2)
+        bright = (draw_shape_image(number)["image"] >= 128).all(2)
         across, down = np.flatnonzero(bright.any(0)), np.flatnonzero(bright.any(1))
         shape = bright[down[0] : down[-1] + 1, across[0] : across[-1] + 1]
         assert np.mean(shape != shape[:, ::-1]) < 0.2, SHAPES[number % 10]

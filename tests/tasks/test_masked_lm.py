@@ -1,5 +1,7 @@
-"""Which tokens are hidden: so many, of which kinds, always the same ones of a row whatever it is
-read on; never special ones; whole words.
+"""Masking: the share and the kinds of masked tokens, and whole words. Special tokens are never
+masked.
+
+A row has the same masks on any rank.
 """
 
 import contextlib
@@ -12,18 +14,24 @@ import pytest
 import torch
 from recipekit.architectures.families import default_config
 from recipekit.architectures.lookup import model_config
-from recipekit.data.blocks import Place
+from recipekit.data.batching import DataRank
+from recipekit.data.blocks import StreamPosition
 from recipekit.data.encode import encode_sequences
 from recipekit.data.held_out import eval_rows
-from recipekit.data.lanes import DataRank
-from recipekit.data.masks import RANDOM, REPLACED, Masks, borders_of_words, masks_of
+from recipekit.data.masking import (
+    MASK_TOKEN_SHARE,
+    RANDOM_TOKEN_SHARE,
+    TokenMasker,
+    make_token_masker,
+    word_boundaries,
+)
 from recipekit.data.processors import byte_tokenizer, check_edges, check_tokenizer, edges
 from recipekit.data.request import Request
-from recipekit.data.sameness import OtherData
 from recipekit.data.stream import open_stream
+from recipekit.data.stream_state import StreamMismatch
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
-from recipekit.spec.run_folder import IDENTITY, identity
+from recipekit.spec.run_folder import IDENTITY, run_identity
 from recipekit.spec.task import IGNORE
 from recipekit.tasks.masked_lm import TASK
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -59,7 +67,7 @@ def rows_of(
     state: Any = None,
     **fields: Any,
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """The rows of some steps of one rank, one below the other, and the state after them."""
+    """Return one rank's rows for some steps, concatenated, and the state after these steps."""
     with contextlib.closing(
         open_stream(request(**fields), tokenizer, rank=DataRank(dp, dp_rank), state=state)
     ) as stream:
@@ -70,15 +78,17 @@ def rows_of(
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}, state
 
 
-def masks(**fields: Any) -> Masks:
-    found = masks_of(request(**fields), BYTES)
+def masks(**fields: Any) -> TokenMasker:
+    found = make_token_masker(request(**fields), BYTES)
     assert found is not None
     return found
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
-    """Reads lower-case text as BERT does: words of a few known ones, else letter by letter, the
-    later ones marked ##.
+    """Return a tokenizer that reads lower-case text as BERT's does.
+
+    A few words are known. Other words are split into letters, with ## before all letters except the
+    first.
     """
     letters = "abcdefghijklmnopqrstuvwxyz0123456789().,:=_"
     words = [
@@ -105,15 +115,13 @@ def wordpiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
 
 
-# What is hidden
+# Masked tokens
 # --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rate", [0.15, 0.4])
 def test_so_many_tokens_are_hidden_and_replaced_as_the_paper_says(rate):
-    """Counted on half a million tokens: the shares are those of independent draws, to five standard
-    deviations.
-    """
+    """On 500,000 tokens, the shares fit independent samples within five standard deviations."""
     ids = np.random.default_rng(0).integers(0, 256, 500_000).astype(np.int32)
     seen, labels = masks(mask_rate=rate)(ids, "key")
     hidden = labels != IGNORE
@@ -124,14 +132,14 @@ def test_so_many_tokens_are_hidden_and_replaced_as_the_paper_says(rate):
 
     share_is(count, len(ids), rate)
     assert (labels[hidden] == ids[hidden]).all() and (seen[~hidden] == ids[~hidden]).all()
-    share_is(int((seen[hidden] == MASK).sum()), count, REPLACED)
+    share_is(int((seen[hidden] == MASK).sum()), count, MASK_TOKEN_SHARE)
     others = (seen != MASK) & hidden
-    # one in 256 is drawn to be what it was
-    share_is(int((seen[others] != ids[others]).sum()), count, RANDOM * 255 / 256)
+    # One in 256 random tokens equals the original token.
+    share_is(int((seen[others] != ids[others]).sum()), count, RANDOM_TOKEN_SHARE * 255 / 256)
     drawn = seen[others & (seen != ids)]
     assert drawn.max() <= 255 and len(np.unique(drawn)) == 256, "any token but a special one"
     apart = hidden[1:] & hidden[:-1]
-    share_is(int(apart.sum()), len(ids) - 1, rate**2)  # neighbours are drawn independently
+    share_is(int(apart.sum()), len(ids) - 1, rate**2)  # neighbours are sampled independently
 
 
 def test_what_is_drawn_depends_on_key_and_place_alone():
@@ -174,10 +182,8 @@ def test_a_row_is_the_same_on_any_rank_in_any_micro_batch_and_after_a_resume():
 
 
 def test_an_epoch_hides_other_tokens_than_the_one_before(tmp_path):
-    """Of the same documents: found again in the rows of two epochs by their labels and what is not
-    hidden.
-    """
-    # 54 letters and two edges: one document in a row of 64
+    """The test finds the same documents in two epochs by their labels and unmasked tokens."""
+    # With 54 letters and two special tokens, a row of 64 tokens contains one document.
     texts = [f"{number:03d}" * 18 for number in range(200)]
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -251,9 +257,7 @@ def test_evaluations_hide_the_same_tokens_whatever_the_seed_and_the_ranks():
 
 
 def words_by_hand(tokenizer: Any, text: str) -> list[int]:
-    """The number of the word of each token, by the tokenizer's own account of where they lie in the
-    text.
-    """
+    """Return each token's word number, from the tokenizer's offsets in the text."""
     spans = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)["offset_mapping"]
     numbers, number = [], -1
     for token, (start, _) in enumerate(spans):
@@ -270,7 +274,7 @@ def test_words_of_wordpiece_are_those_of_its_pre_tokenizer():
     tokenizer = wordpiece()
     special = np.zeros(len(tokenizer), bool)
     special[:5] = True
-    begins, ends = borders_of_words(tokenizer, special)
+    begins, ends = word_boundaries(tokenizer, special)
     encoded = tokenizer("return the (reading) of x_1, 42:", add_special_tokens=False)
     ids = np.array(encoded["input_ids"])
     first = begins[ids] | np.concatenate([[True], ends[ids[:-1]]])
@@ -281,8 +285,8 @@ def test_words_of_wordpiece_are_those_of_its_pre_tokenizer():
 
 
 def test_words_of_bytes_are_runs_of_letters_with_the_space_before_them():
-    special = masks_of(request(), BYTES).special  # type: ignore[union-attr]
-    begins, ends = borders_of_words(BYTES, special)
+    special = make_token_masker(request(), BYTES).special  # type: ignore[union-attr]
+    begins, ends = word_boundaries(BYTES, special)
     text = "def größe(x_1):\n\treturn  a + 42"
     ids = np.array(BYTES(text, add_special_tokens=False)["input_ids"])
     first = begins[ids] | np.concatenate([[True], ends[ids[:-1]]])
@@ -311,7 +315,7 @@ def test_words_are_hidden_as_a_whole_at_the_same_rate(rate):
     tokenizer = wordpiece()
     text = "return the reading of the parsing, " * 20_000
     ids = np.array([2, *tokenizer(text, add_special_tokens=False)["input_ids"], 3], np.int32)
-    hide = masks_of(request(mask_rate=rate, whole_words=True), tokenizer)
+    hide = make_token_masker(request(mask_rate=rate, whole_words=True), tokenizer)
     assert hide is not None
     seen, labels = hide(ids, "key")
     hidden = labels != IGNORE
@@ -321,22 +325,22 @@ def test_words_are_hidden_as_a_whole_at_the_same_rate(rate):
         "all tokens of a word, or none"
     )
     assert abs(hidden.mean() - rate) < 0.01
-    assert abs((seen[hidden] == 4).mean() - REPLACED) < 0.01
+    assert abs((seen[hidden] == 4).mean() - MASK_TOKEN_SHARE) < 0.01
     ways = [
         (seen[place] == 4) for place in np.flatnonzero(hidden & np.concatenate([[False], same]))
     ]
     assert 0.7 < np.mean(ways) < 0.9, "how is drawn for each token"
 
 
-# Refusals
+# Config errors
 # --------------------------------------------------------------------------------------------------
 
 
 def test_what_a_tokenizer_must_have():
-    with pytest.raises(Refusal, match="has no mask token"):
+    with pytest.raises(ConfigError, match="has no mask token"):
         check_tokenizer(byte_tokenizer(), "masked_lm")
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"adds 2 special tokens to each text, which leaves no room for the text\. Use --seq_len"
             r" 3 or more"
@@ -390,16 +394,14 @@ def test_what_a_tokenizer_must_have():
 )
 def test_models_of_the_other_kind_are_refused_with_the_reason(tmp_path, config, task, says):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Refusal, match=says):
+    with pytest.raises(ConfigError, match=says):
         model_config(str(tmp_path), task)
 
 
 def test_a_model_that_is_found_to_look_back_is_refused():
-    """Whatever its config.json says: here a decoder is given, which the check finds out by running
-    a small copy.
-    """
+    """config.json does not matter, because the check runs a small copy, which is a decoder here."""
     assert TASK.check(default_config("bert", "masked_lm").to_dict(), "auto", "mine") == ""
-    with pytest.raises(Refusal, match="do not depend on the tokens behind them"):
+    with pytest.raises(ConfigError, match="do not depend on the tokens behind them"):
         TASK.check(
             default_config("bert", "masked_lm").to_dict() | {"is_decoder": True}, "auto", "mine"
         )
@@ -417,14 +419,14 @@ def test_a_step_without_a_hidden_token_has_no_loss_and_is_a_number():
 
 
 def test_places_tell_epochs_apart():
-    """A block's key begins with its place, and that with the epoch."""
-    assert next(iter(vars(Place()))) == "epoch"
+    """A block's key begins with the block's position, and the position begins with the epoch."""
+    assert next(iter(vars(StreamPosition()))) == "epoch"
 
 
 def test_what_is_hidden_belongs_to_runs_that_hide_and_to_no_other():
-    """A run of another task is made of what it was made of before, so that older ones go on."""
-    assert identity(Recipe(model="a"), None).keys() == set(IDENTITY)
-    mine = identity(Recipe(model="a", task="masked_lm", mask_rate=0.3), None)
+    """The identity of other tasks' runs is unchanged, so older runs can be resumed."""
+    assert run_identity(Recipe(model="a"), None).keys() == set(IDENTITY)
+    mine = run_identity(Recipe(model="a", task="masked_lm", mask_rate=0.3), None)
     assert mine.keys() == {*IDENTITY, "mask_rate", "whole_words"} and mine["mask_rate"] == 0.3
     with contextlib.closing(
         open_stream(request(task="pretrain"), byte_tokenizer(), rank=DataRank(1, 0))
@@ -439,5 +441,5 @@ def test_what_is_hidden_belongs_to_runs_that_hide_and_to_no_other():
             "blocks",
         }
     _, state = rows_of(1)
-    with pytest.raises(OtherData, match=r"mask_rate = 0.3: the saved data stream has 0.15"):
+    with pytest.raises(StreamMismatch, match=r"mask_rate = 0.3: the saved data stream has 0.15"):
         open_stream(request(mask_rate=0.3), BYTES, rank=DataRank(1, 0), state=state)

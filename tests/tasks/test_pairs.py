@@ -1,6 +1,4 @@
-"""Pairs in the forms in which they are published, what their losses are, and rows that cannot be
-used; of DPO and of reward models.
-"""
+"""Pairs for DPO and reward models: published formats, losses, and unusable rows."""
 
 import json
 import math
@@ -13,18 +11,19 @@ import pytest
 import torch
 from chat_templates import TOOLS, published_tokenizer
 from recipekit.architectures.families import default_config
+from recipekit.data.batching import DataRank
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_samples
-from recipekit.data.lanes import DataRank
-from recipekit.data.pairs import Pairs, drawn, encode_pair, keys_of
+from recipekit.data.pairs import PairProcessor, encode_pair, generate_pair, pair_keys
 from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request
 from recipekit.data.samples import open_samples
+from recipekit.model import probes
+from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.refusal import Refusal
 from recipekit.spec.task import IGNORE
 from recipekit.tasks import preference, reward
-from recipekit.tasks.find import task_called, with_numbers
+from recipekit.tasks.find import load_task, with_hyperparameters
 
 TOKENIZER = byte_tokenizer()
 END = "<|endoftext|>"
@@ -34,12 +33,12 @@ USER, GOOD, BAD = (
 )
 
 
-def pairs(seq_len: int = 128, whole_rows: bool = False) -> Pairs:
-    return Pairs(TOKENIZER, seq_len, whole_rows)
+def pairs(seq_len: int = 128, whole_rows: bool = False) -> PairProcessor:
+    return PairProcessor(TOKENIZER, seq_len, whole_rows)
 
 
 def read(row: dict[str, Any]) -> tuple[str, str, str]:
-    """(prompt, rest of the chosen answer, rest of the rejected one), as text."""
+    """Return (prompt, rest of the chosen answer, rest of the rejected answer) as text."""
     start, chosen, rejected = encode_pair(pairs(), row)
     assert chosen[:start] == rejected[:start]
     return (
@@ -49,7 +48,7 @@ def read(row: dict[str, Any]) -> tuple[str, str, str]:
     )
 
 
-# Forms
+# Formats
 # --------------------------------------------------------------------------------------------------
 
 CHAT = "<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
@@ -74,7 +73,7 @@ AS_CHAT = (CHAT, "Hello.<|im_end|>\n", "Go away.<|im_end|>\n")
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, AS_CHAT),
         ({"prompt": "Hi?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, AS_CHAT),
         ({"prompt": "Hi?", "chosen": [GOOD], "rejected": [BAD]}, AS_CHAT),
-        # as Parquet gives them
+        # Values as in Parquet.
         (
             {
                 "prompt": None,
@@ -107,8 +106,9 @@ def test_the_prompt_and_both_answers_are_found(row, expected):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
 def test_the_template_gets_the_tools_of_a_row(tmp_path, kind):
-    """Some rows have none; a table holds entries of other tools as nulls; `text` is JSON as
-    text.
+    """Some rows have no tools.
+
+    A table contains null entries for other rows' tools. `text` is JSON as a string.
     """
     tokenizer = published_tokenizer("Qwen2.5")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -152,7 +152,7 @@ def test_the_template_gets_the_tools_of_a_row(tmp_path, kind):
 
 
 def without_empty_objects(value: Any) -> Any:
-    """Leave out objects without a key, which Parquet cannot hold."""
+    """Remove objects without keys, because Parquet cannot store them."""
     if isinstance(value, dict):
         return {key: without_empty_objects(entry) for key, entry in value.items() if entry != {}}
     return [without_empty_objects(entry) for entry in value] if isinstance(value, list) else value
@@ -200,7 +200,7 @@ def test_roles_that_the_template_knows_are_read():
         "chosen": [GOOD],
         "rejected": [BAD],
     }
-    start, chosen, _ = encode_pair(Pairs(tokenizer, 64, False), row)
+    start, chosen, _ = encode_pair(PairProcessor(tokenizer, 64, False), row)
     assert tokenizer.decode(chosen) == "[C]user:Hi?;assistant:Hello.;" and start > 10
     with pytest.raises(ValueError, match="the role 'context'"):
         read(row)
@@ -215,8 +215,9 @@ def test_tools_that_cannot_be_read_are_named(tools):
 
 
 def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
-    """A tokenizer may join the end of a prompt and the begin of an answer: these tokens are the
-    answer's, of both answers.
+    """A tokenizer may merge the end of a prompt with the beginning of an answer.
+
+    A merged token belongs to the answer, in both answers of a pair.
     """
 
     class Joining:
@@ -238,7 +239,7 @@ def test_an_answer_begins_where_the_tokens_are_no_longer_those_of_the_prompt():
             }
 
     start, chosen, rejected = encode_pair(
-        Pairs(Joining(), 9, False), {"prompt": "2=", "chosen": "4", "rejected": "5"}
+        PairProcessor(Joining(), 9, False), {"prompt": "2=", "chosen": "4", "rejected": "5"}
     )
     assert (start, chosen, rejected) == (1, [ord("2"), 0x100, 0], [ord("2"), ord("="), ord("5"), 0])
 
@@ -285,13 +286,13 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("told", UNUSABLE)
 def test_a_row_that_cannot_be_used_is_named(tmp_path, told):
-    """Or, where bad rows are skipped, left out: the others are trained on."""
+    """With `bad_rows="skip"`, the row is skipped, and the other rows are trained on."""
     rows = [GOOD_ROW | {"prompt": f"{number}+2="} for number in range(6)]
     rows[3] |= UNUSABLE[told]
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = request_for(str(file), global_batch=6, micro_batch=2)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         first_step(request)
     assert f"{file}, row 4: cannot be used: {told}" in str(
         refused.value
@@ -307,7 +308,8 @@ def test_messages_without_a_chat_template_are_refused():
         ValueError, match="it contains messages, but the tokenizer has no chat template"
     ):
         encode_pair(
-            Pairs(tokenizer, 128, False), {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+            PairProcessor(tokenizer, 128, False),
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         )
 
 
@@ -328,7 +330,7 @@ def request_for(dataset: str, task: str = "preference", **fields: Any) -> Reques
 
 
 def first_step(request: Request) -> list[dict[str, torch.Tensor]]:
-    task = task_called(request.task)
+    task = load_task(request.task)
     assert task.samples is not None
     stream = open_samples(request, task.processor(request, {}), task.samples, rank=DataRank(1, 0))
     try:
@@ -354,7 +356,7 @@ def test_a_missing_column_is_named_with_the_flag_and_the_way_without_a_prompt(tm
     else:
         pq.write_table(pa.Table.from_pylist(rows), file)
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=(
             r"has no column 'prompt', only 'chosen', 'rejected'\. Name the column with"
             r" --prompt_field, or --prompt_field '' if"
@@ -362,7 +364,7 @@ def test_a_missing_column_is_named_with_the_flag_and_the_way_without_a_prompt(tm
     ):
         first_step(request_for(str(file)))
     with pytest.raises(
-        Refusal,
+        ConfigError,
         match=r"has no column 'worse', only .*\. Name the column with --rejected_field\. If only",
     ):
         first_step(request_for(str(file), prompt_field="", rejected_field="worse"))
@@ -408,28 +410,26 @@ def test_a_micro_batch_has_both_answers_of_a_pair():
 
 
 def test_the_key_of_a_pair_is_that_of_its_tokens_alone():
-    """Whatever the padding and the other rows; another one for other answers, and for the two
-    exchanged.
-    """
+    """Padding and other rows do not matter. Different or swapped answers have a different key."""
     row = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}
-    [key] = keys_of(batch_of([row]))
-    assert keys_of(batch_of([row], whole_rows=True)).tolist() == [key]
-    assert keys_of(batch_of([None, row | {"chosen": "four" * 20}, row])).tolist()[::2] == [0, key]
+    [key] = pair_keys(batch_of([row]))
+    assert pair_keys(batch_of([row], whole_rows=True)).tolist() == [key]
+    assert pair_keys(batch_of([None, row | {"chosen": "four" * 20}, row])).tolist()[::2] == [0, key]
     others = [
         row | {"chosen": "5"},
         row | {"rejected": "4", "chosen": "five"},
         row | {"prompt": "2+1="},
         {"prompt": "2+2", "chosen": "=4", "rejected": "=five"},
     ]
-    assert len({key, *keys_of(batch_of(others)).tolist()}) == 5
+    assert len({key, *pair_keys(batch_of(others)).tolist()}) == 5
 
 
 def test_what_the_start_said_comes_with_the_pair():
     row, own = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}, pairs()
-    keys = keys_of(preference.collate(own, [row, GOOD_ROW], None))
+    keys = pair_keys(preference.collate(own, [row, GOOD_ROW], None))
     values = torch.tensor([[-1.5, -20.25], [-3.0, -4.0]]).numpy()
     own.references.add(keys, values)
-    own.references.add(keys[:1], values[1:])  # what is there stays
+    own.references.add(keys[:1], values[1:])  # existing values stay
     own.references.complete = True
     assert preference.collate(own, [GOOD_ROW, None, row], None)["reference"].tolist() == [
         [-3.0, -4.0],
@@ -463,7 +463,7 @@ def test_the_loss_of_dpo_is_its_formula():
             rewards.append(0.3 * (own - float(batch["reference"][pair, answer])))
         said.append(rewards)
         expected.append(math.log1p(math.exp(rewards[1] - rewards[0])))
-    task = with_numbers(preference.TASK, replace(Recipe(), beta=0.3))
+    task = with_hyperparameters(preference.TASK, replace(Recipe(), beta=0.3))
     rows = task.loss(logits, batch, True)
     assert (
         rows.tolist() == pytest.approx([expected[0], 0.0, expected[1]], rel=1e-5)
@@ -517,13 +517,15 @@ def test_the_loss_of_a_reward_model_is_that_of_bradley_and_terry():
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
 def test_a_decoder_ignores_the_padding_behind_an_answer(kind):
     assert (
-        reward.check(default_config(kind, "reward").to_dict() | {"model_type": kind}, "sdpa", "m")
+        reward.check_reward_model(
+            default_config(kind, "reward").to_dict() | {"model_type": kind}, "sdpa", "m"
+        )
         == ""
     )
 
 
 def test_a_model_that_reads_padding_is_refused(monkeypatch):
-    """One that attends both ways is, by its type; here by what it computes."""
+    """Bidirectional models are rejected by type. Here the check runs a small copy."""
     import transformers
 
     config = default_config("bert", "reward").to_dict() | {
@@ -531,7 +533,7 @@ def test_a_model_that_reads_padding_is_refused(monkeypatch):
         "is_decoder": False,
     }
     monkeypatch.setattr(
-        reward,
+        probes,
         "small_copy",
         lambda *given: transformers.BertForSequenceClassification(
             transformers.BertConfig(
@@ -545,24 +547,25 @@ def test_a_model_that_reads_padding_is_refused(monkeypatch):
         ),
     )
     with pytest.raises(
-        Refusal, match="the score of a bert for an answer changes with the padding after it"
+        ConfigError, match="the score of a bert for an answer changes with the padding after it"
     ):
-        reward.check(config, "sdpa", "m")
+        reward.check_reward_model(config, "sdpa", "m")
 
 
 def test_a_decoder_that_is_read_at_its_first_token_is_refused():
-    """BERT as a decoder pools the first place, which sees itself alone: every answer would get one
-    number.
+    """As a decoder, BERT pools the first position, which sees only itself.
+
+    Every answer would therefore get the same score.
     """
     config = default_config("bert", "reward").to_dict() | {"model_type": "bert", "is_decoder": True}
     with pytest.raises(
-        Refusal, match="the score of a bert for an answer does not depend on its last token"
+        ConfigError, match="the score of a bert for an answer does not depend on its last token"
     ):
-        reward.check(config, "sdpa", "m")
+        reward.check_reward_model(config, "sdpa", "m")
 
 
 def test_the_padding_is_named_in_the_config_also_in_that_of_the_language_model():
-    assert reward.configured({"a": 1, "text_config": {"b": 2}}, pairs()) == {
+    assert reward.with_pad_token({"a": 1, "text_config": {"b": 2}}, pairs()) == {
         "a": 1,
         "pad_token_id": TOKENIZER.pad_token_id,
         "text_config": {"b": 2, "pad_token_id": TOKENIZER.pad_token_id},
@@ -574,8 +577,8 @@ def test_the_padding_is_named_in_the_config_also_in_that_of_the_language_model()
 
 
 def test_drawn_pairs_are_right_and_wrong_answers():
-    rows = [drawn(number) for number in range(500)]
-    assert rows == [drawn(number) for number in range(500)]
+    rows = [generate_pair(number) for number in range(500)]
+    assert rows == [generate_pair(number) for number in range(500)]
     for row in rows:
         one, other = (int(word) for word in row["prompt"].removesuffix("? ").split(" > "))
         assert (row["chosen"], row["rejected"]) == (("yes", "no") if one > other else ("no", "yes"))
@@ -587,7 +590,7 @@ def test_drawn_pairs_are_right_and_wrong_answers():
 
 def test_no_prompt_is_both_trained_on_and_held_out():
     request = request_for("builtin", eval_rows=64)
-    task = task_called("preference")
+    task = load_task("preference")
     batches = eval_samples(request, task.processor(request, {}), task.samples, rank=DataRank(1, 0))
     told = {
         TOKENIZER.decode(ids[: int((labels != IGNORE).nonzero()[0]) + 1])

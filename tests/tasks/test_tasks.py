@@ -1,6 +1,4 @@
-"""Each task is a row of facts and a file; what its code says of a micro-batch agrees with what the
-stream makes.
-"""
+"""Each task has a row of facts and a file, and its code agrees with the stream's micro-batches."""
 
 import contextlib
 from functools import partial
@@ -8,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipekit.data.lanes import DataRank
+from recipekit.data.batching import DataRank
 from recipekit.data.request import Request
 from recipekit.data.samples import open_samples
 from recipekit.data.stream import open_stream
@@ -16,11 +14,12 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.task import IGNORE, MicroBatch
 from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import find
-from recipekit.tasks.find import task_called
+from recipekit.tasks.find import load_task
 
-# what a task reads of config.json
+# Keys of config.json that a task reads.
 MODELS = {
-    "image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")}
+    "image_classification": {"image_size": 16, "id2label": dict.fromkeys(map(str, range(10)), "")},
+    "token_classification": {"num_labels": 3},
 }
 
 
@@ -33,8 +32,9 @@ def first_batch(name: str) -> MicroBatch:
             seq_len=64,
             micro_batch=2,
             global_batch=2,
+            documents=load_task(name).documents,
         ),
-        task_called(name),
+        load_task(name),
     )
     opened = partial(open_samples, samples=task.samples) if task.samples else open_stream
     with contextlib.closing(
@@ -48,19 +48,19 @@ def test_a_task_is_a_row_and_a_file():
     assert files == TASKS.keys()
     assert Recipe.__dataclass_fields__["task"].metadata["choices"] == tuple(TASKS)
     for name, row in TASKS.items():
-        assert task_called(name).facts is row
+        assert load_task(name).spec is row
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_micro_batch_holds_what_the_model_and_the_loss_take(name):
-    task, batch = task_called(name), first_batch(name)
-    told = {"document_starts"} if task.facts.masked else set()  # for a mask
-    assert {*task.facts.inputs, *task.targets, *told} == batch.keys()
+    task, batch = load_task(name), first_batch(name)
+    told = {"document_starts"} if task.spec.bidirectional else set()  # for a mask
+    assert {*task.spec.inputs, *task.targets, *told} == batch.keys()
     assert {tensor.shape[0] for tensor in batch.values()} == {2}
 
 
 def output_of(name: str, batch: MicroBatch) -> torch.Tensor:
-    """What a model of the task would say of the micro-batch, drawn."""
+    """Return random outputs with the shape that the task's model returns."""
     labels, facts = batch["labels"], TASKS[name]
     places = (
         (len(labels) * 2,)
@@ -72,11 +72,11 @@ def output_of(name: str, batch: MicroBatch) -> torch.Tensor:
     return torch.randn(*places, facts.labels or 264, generator=torch.Generator().manual_seed(0))
 
 
-# whose losses are in test_preference.py
+# test_preference.py covers the losses of the other tasks.
 @pytest.mark.parametrize("name", [name for name in TASKS if not TASKS[name].pairs])
 def test_the_loss_is_a_sum_over_what_is_counted(name):
-    """Of each row and of all; a row without a label adds nothing to either."""
-    task, batch = task_called(name), first_batch(name)
+    """The loss is a sum for each row and over all rows. A row without a label adds zero."""
+    task, batch = load_task(name), first_batch(name)
     batch["labels"][1] = IGNORE
     logits = output_of(name, batch).bfloat16()
     counts, rows, whole = (
@@ -99,7 +99,7 @@ def test_the_loss_is_a_sum_over_what_is_counted(name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_measures_have_a_sum_each_and_a_row_without_label_adds_none(name):
-    task, batch = task_called(name), first_batch(name)
+    task, batch = load_task(name), first_batch(name)
     logits = output_of(name, batch)
     assert task.measure(logits, batch).shape == (len(task.measures),)
     batch |= {"labels": torch.full_like(batch["labels"], IGNORE)} | (

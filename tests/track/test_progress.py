@@ -1,4 +1,4 @@
-"""The progress line: its fields in every width, in a terminal under each starter, and in a file."""
+"""The progress line: its fields at every width, in terminals under each launcher, and in files."""
 
 import fcntl
 import json
@@ -17,35 +17,24 @@ from typing import Any
 import pytest
 from job import BIN, NANO
 from pool import ROOT, environment, free_port
+from progress_steps import of_step
 from recipekit.track import progress
 from recipekit.track.progress import (
-    Part,
     Progress,
+    ProgressField,
     ProgressLine,
-    clock,
-    duration,
-    fitted,
-    parts_of,
-    short_duration,
+    fit_line,
+    format_duration,
+    format_end_time,
+    format_short_duration,
+    progress_fields,
 )
 
 NOON = time.mktime((2026, 11, 27, 12, 0, 0, 0, 0, -1))  # a Friday
 
 
-def of_step(step: int, **more: Any) -> dict[str, Any]:
-    numbers = {
-        "loss": 2.34567,
-        "lr": 3e-4,
-        "tokens": 10**9,
-        "step_s": 2.0,
-        "tokens_per_s": 12345.6,
-        "peak_mem_bytes": int(71.2 * 2**30),
-    }
-    return {"step": step, "epoch": 0.31, **numbers, **more}
-
-
 def after(num_steps: int, last: int = 20000, first: int = 1200, **more: Any) -> Progress:
-    """A start that has taken some steps of two seconds, the first ones much longer."""
+    """Return a start's progress after some steps of two seconds; the first two are slower."""
     made = Progress(last)
     for number in range(num_steps):
         made.step(of_step(first + number, **{"step_s": 60.0 if number < 2 else 2.0} | more), NOON)
@@ -53,7 +42,7 @@ def after(num_steps: int, last: int = 20000, first: int = 1200, **more: Any) -> 
 
 
 def shown(made: Progress, columns: int, now: float = NOON) -> str:
-    return fitted(parts_of(made, now), columns)
+    return fit_line(progress_fields(made, now), columns)
 
 
 def test_every_field_stands_in_80_columns_and_in_100() -> None:
@@ -62,7 +51,7 @@ def test_every_field_stands_in_80_columns_and_in_100() -> None:
         "step 1209/20000  6%  epoch 0.31  loss 2.3457  lr 3.00e-04  12,346 tokens/s  71.2 GiB  ETA"
         " 10:26:22  at 22:26"
     )
-    assert "  ".join(part.words for part in parts_of(made, NOON)) == words
+    assert "  ".join(part.text for part in progress_fields(made, NOON)) == words
     assert shown(made, 100) == words.replace("  ", " ") and len(shown(made, 100)) == 100
     assert (
         shown(made, 79)
@@ -85,7 +74,7 @@ def test_every_field_stands_in_80_columns_and_in_100() -> None:
             "epoch": 123456.789,
         },
         {"loss": math.nan, "lr": 0.0, "tokens_per_s": 0.0},
-        # with "tokens", as lines of images were until November 2026
+        # With "tokens", as in lines of image tasks until November 2026.
         {"loss": math.inf, "samples": 5, "samples_per_s": 0.123},
         {"loss": 0.0, "step_s": 1e7},
     ],
@@ -128,7 +117,11 @@ def test_the_eta_ignores_the_first_steps_and_counts_pauses() -> None:
     ],
 )
 def test_durations_and_the_clock(seconds: float, lasts: str, short: str, ends: str) -> None:
-    assert (duration(seconds), short_duration(seconds), clock(NOON, seconds)) == (
+    assert (
+        format_duration(seconds),
+        format_short_duration(seconds),
+        format_end_time(NOON, seconds),
+    ) == (
         lasts,
         short,
         ends,
@@ -146,8 +139,12 @@ def test_what_runs_between_steps_is_named() -> None:
 
 
 def test_fields_that_matter_least_go_first() -> None:
-    parts = [Part("aaaa", "aa", 0), Part("bbbb", "bb", 2), Part("cccc", "cc", 1)]
-    assert [fitted(parts, columns) for columns in (16, 14, 10, 8, 5, 2, 1)] == [
+    parts = [
+        ProgressField("aaaa", "aa", 0),
+        ProgressField("bbbb", "bb", 2),
+        ProgressField("cccc", "cc", 1),
+    ]
+    assert [fit_line(parts, columns) for columns in (16, 14, 10, 8, 5, 2, 1)] == [
         "aaaa  bbbb  cccc",
         "aaaa bbbb cccc",
         "aa  bb  cc",
@@ -161,11 +158,13 @@ def test_fields_that_matter_least_go_first() -> None:
 def test_plain_lines_where_stderr_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step, evaluations, a phase that lasts, a step every PLAIN_EVERY seconds, and the
+    """Lines appear only for certain events.
+
+    These are the first step, evaluations, a long phase, a step every PLAIN_EVERY seconds, and the
     last step.
     """
     monkeypatch.setattr(progress, "PLAIN_EVERY", 0.4)
-    monkeypatch.setattr(progress.Plain, "every", 0.05)
+    monkeypatch.setattr(progress.PlainScreen, "every", 0.05)
     line = ProgressLine(40)
     line.show(of_step(1))
     line.show(of_step(2) | {"eval_loss": 1 / 3, "eval_s": 2.0})
@@ -186,7 +185,8 @@ def test_plain_lines_where_stderr_is_no_terminal(
 
 BODY = """
 import time
-from test_progress import ProgressLine, of_step
+from progress_steps import of_step
+from recipekit.track.progress import ProgressLine
 line = ProgressLine(2)
 line.show(of_step(1))
 time.sleep(0.6)
@@ -200,9 +200,7 @@ print("below", flush=True)
 def on_a_terminal(
     argv: list[str], columns: int, folder: Path, **variables: str
 ) -> tuple[int | None, str]:
-    """Run a command on a pseudo-terminal; return its exit code and all that came to the screen,
-    without colours.
-    """
+    """Run a command on a pseudo-terminal; return its exit code and its output without colours."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     place = environment() | {"TERM": "xterm"} | variables
@@ -221,14 +219,14 @@ def on_a_terminal(
             while chunk := os.read(ours, 4096):
                 seen += chunk
         except OSError:
-            pass  # the other end of a terminal closes with an error
+            pass  # a terminal whose other end is closed raises an error
         job.wait(60)
     os.close(ours)
     return job.returncode, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
 
 
 def frames(seen: str) -> list[str]:
-    """Every state of the progress line."""
+    """Return every state of the progress line."""
     return [part for part in re.split(r"[\r\n]+", seen) if re.match(r"(step )?\d+/\d+ +\d+%", part)]
 
 
@@ -261,7 +259,7 @@ def test_a_terminal_that_cannot_redraw_gets_plain_lines(
 
 
 def test_a_redirected_stdout_stays_where_it_is(tmp_path: Path) -> None:
-    """rich takes what a program prints to the terminal of the line."""
+    """rich would redirect a program's output to the terminal that shows the line."""
     body = BODY.replace("time.sleep(0.6)", "print('beside', flush=True)")
     shell = f'"{sys.executable}" -c "$BODY" > "{tmp_path}/out"'
     code, seen = on_a_terminal(["bash", "-c", shell], 80, tmp_path, BODY=body)
@@ -274,7 +272,7 @@ TRACKED = """
 import sys
 from pathlib import Path
 from recipekit.track.tracking import open_tracker
-from test_progress import of_step
+from progress_steps import of_step
 tracker = open_tracker(
     run_dir=Path(sys.argv[1]), is_main=True, start_step=0, last_step=2, wandb=None
 )

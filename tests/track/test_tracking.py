@@ -1,5 +1,6 @@
-"""Tracking: `metrics.jsonl` reads as one unbroken run, W&B holds the same numbers, and neither W&B
-nor a terminal can fail a step.
+"""Tracking: `metrics.jsonl` reads like one unbroken run, and W&B receives the same numbers.
+
+Neither W&B nor a terminal can cause a step to fail.
 """
 
 import contextlib
@@ -22,10 +23,12 @@ from typing import Any
 import psutil
 import pytest
 from disks import fill, small_disk
+from parity import recipe_for, train_in_layout
 from recipekit.spec.recipe import Recipe
 from recipekit.track import tracking
-from recipekit.track.metrics_file import MetricsFile, cut_metrics
-from test_parity import recipe_for, strategy, train_in_layout
+from recipekit.track.metrics_file import MetricsFile, truncate_metrics
+from shipped_jsons import strategy
+from tracked_runs import CONFIG, of_run, open_tracker, read_metrics, step_metrics, wandb_core
 from wandb_file import (
     read_artifacts,
     read_config,
@@ -36,84 +39,27 @@ from wandb_file import (
     wandb_files,
 )
 
-RECIPE = Recipe(model="some/model", steps=100)
-CONFIG = {
-    "recipe": {"lr": 3e-4, "model": "some/model"},
-    "ds_config": {"zero_optimization": {"stage": 2}},
-    "mesh": {"dp": 2},
-}
-
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
 
 
-def step_metrics(step: int, job: int = 0) -> dict[str, Any]:
-    """Numbers whose shortest decimal form is long, tiny or huge; another job sees other times."""
-    return {
-        "step": step,
-        "loss": 10 / (step + 2 / 3) + job * 1e-15,
-        "grad_norm": math.pi * 10.0 ** (step % 40 - 20),
-        "lr": 5e-324 * step,
-        "tokens": step * 2**40 + 1,
-        "step_s": 0.1 + job / 3,
-        "tokens_per_s": 1e6 / 7,
-        "data_wait_s": 0.0,
-        "peak_mem_bytes": 2**36 + step,
-    } | ({"eval_loss": 1 / step} if step % 5 == 0 else {})
-
-
-def open_tracker(run_dir: Path, start_step: int = 0, recipe: Recipe = RECIPE) -> Any:
-    return tracking.open_tracker(
-        run_dir=run_dir, is_main=True, start_step=start_step, **of_run(recipe)
-    )
-
-
-def of_run(recipe: Recipe = RECIPE, **wandb: Any) -> dict[str, Any]:
-    run = tracking.WandbRun(**{"name": "name", "config": CONFIG, "project": recipe.project} | wandb)
-    return {"last_step": recipe.steps, "wandb": run if recipe.wandb else None}
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def wandb_core(
-    run_dir: Path, process: psutil.Process | None = None, start: int = 1
-) -> psutil.Process:
-    """The wandb-core that a process (this one) started, once it records the run for the `start`-th
-    time.
-    """
-    # only a wait: on two cores with four busy processes a start took more than 20 s
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        recording = len(wandb_files(run_dir)) == start
-        # that of an earlier test, which is ending: the newest is this run's
-        with contextlib.suppress(psutil.NoSuchProcess):
-            children = sorted(
-                (process or psutil.Process()).children(),
-                key=lambda child: child.create_time(),
-                reverse=True,
-            )
-            cores = [
-                child
-                for child in children
-                if child.name() == "wandb-core" and child.status() != psutil.STATUS_ZOMBIE
-            ]
-            if recording and cores:
-                return cores[0]
-        time.sleep(0.05)
-    raise AssertionError("wandb-core did not start")
+IMPORTS = """
+import time
+from pathlib import Path
+from recipekit.track import tracking
+from tracked_runs import open_tracker, step_metrics, wandb_core
+"""
 
 
 @contextlib.contextmanager
 def start_script(body: str, *arguments: object, **more: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run `body` in another process, with this file's helpers at hand.
+    """Run `body` in a separate process that can use this file's helpers.
 
-    A test that fails within the `with` ends the process.
+    If a test fails within the `with` block, the process is ended.
     """
-    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom test_tracking import *\n" + body
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{IMPORTS}{body}"
     with subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)], text=True, **more
     ) as job:
@@ -156,14 +102,14 @@ def test_wandb_holds_the_numbers_of_metrics_jsonl_across_a_resume(tmp_path: Path
 def test_resume_cuts_what_lies_after_the_checkpoint(tmp_path: Path, tail: str) -> None:
     whole = "".join(json.dumps({"step": step, "loss": 1 / 3}) + "\n" for step in (1, 2, 3))
     (tmp_path / "metrics.jsonl").write_text(whole + tail)
-    cut_metrics(tmp_path / "metrics.jsonl", 3)
+    truncate_metrics(tmp_path / "metrics.jsonl", 3)
     assert (tmp_path / "metrics.jsonl").read_text() == whole
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_last_line_without_its_newline_is_completed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
-    cut_metrics(tmp_path / "metrics.jsonl", 2)
+    truncate_metrics(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
@@ -172,23 +118,23 @@ def test_a_last_line_without_its_newline_is_completed(tmp_path: Path) -> None:
     ["\0" * 30 + "\n", '{"step": 2\n', "null\n", '{"step": 3, "loss": 0.5}\n{"step": 1}\n'],
 )
 def test_a_damaged_line_costs_no_other_line(tmp_path: Path, damage: str) -> None:
-    """Also a step that comes a second time. The steps whose lines are lost are reported."""
+    """A repeated step is also handled. Steps whose lines are lost are reported."""
     lines = ['{"step": 1}\n', '{"step": 3, "loss": 0.5}\n', '{"step": 4}\n']
     (tmp_path / "metrics.jsonl").write_text(
         lines[0] + damage + "".join(lines[1:]) + '{"step": 6}\n'
     )
-    said = cut_metrics(tmp_path / "metrics.jsonl", 5)
+    said = truncate_metrics(tmp_path / "metrics.jsonl", 5)
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
     assert "the lines of 2 steps (the first is step 2) are missing or damaged" in said
     assert (
-        cut_metrics(tmp_path / "metrics.jsonl", 1) == ""
+        truncate_metrics(tmp_path / "metrics.jsonl", 1) == ""
         and (tmp_path / "metrics.jsonl").read_text() == lines[0]
     )
 
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 16 pages."""
+    """Yield a disk of 16 pages."""
     with small_disk(tmp_path / "disk", "64k") as disk:
         yield disk
 
@@ -198,7 +144,7 @@ def pages(tmp_path: Path) -> Iterator[Path]:
 def test_lines_that_a_full_disk_does_not_take_are_written_later(
     pages: Path, length: int, begun: int
 ) -> None:
-    """The disk fills in the middle of a line: a page ends there."""
+    """The disk becomes full in the middle of a line, at the end of a page."""
     said: list[str] = []
     file, lines = (
         MetricsFile(pages / "metrics.jsonl", said.append),
@@ -269,7 +215,7 @@ for step in range(1, 10**9):
 def test_a_damaged_wandb_id_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
-    """W&B refuses such an id, and the run would have no record there."""
+    """W&B rejects such an id, so the run would have no W&B record."""
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     (tmp_path / "wandb_id").write_text(content)
     found = tracking._wandb_id(tmp_path / "wandb_id", print)
@@ -287,7 +233,7 @@ def ids(folder: Path, said: list[str]) -> str:
 
 @pytest.fixture
 def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
-    """A run folder with its id."""
+    """Return a run folder with its id."""
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     (tmp_path / "a").mkdir()
     return tmp_path / "a", ids(tmp_path / "a", [])
@@ -318,9 +264,9 @@ def linked(run: Path) -> Path:
 
 
 def restored(run: Path) -> Path:
-    """From a backup, to its old place."""
+    """Restore a run folder from a backup at its old path."""
     shutil.copytree(run, run.with_name("backup"))
-    # so that the new folder cannot have the number of the old one
+    # The new folder then cannot reuse the old folder's inode.
     (run.with_name("backup") / "inode").touch()
     run.rename(run.with_name("gone"))
     return run.with_name("backup").rename(run)
@@ -391,9 +337,7 @@ def test_non_finite_numbers_are_valid_json(tmp_path: Path) -> None:
 def test_a_killed_wandb_starts_again_and_loses_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int
 ) -> None:
-    """`deepspeed.launcher.launch` sends SIGTERM to all descendants of a rank, wandb-core among
-    them.
-    """
+    """`deepspeed.launcher.launch` sends SIGTERM to a rank's descendants, including wandb-core."""
     tracker = open_tracker(tmp_path)
     for step in range(1, 300):
         tracker.log(step_metrics(step))
@@ -418,7 +362,7 @@ def test_a_wandb_killed_during_a_long_step_loses_nothing(
     monkeypatch.setattr(tracking, "WANDB_REPEAT", 0.2)
     tracker = open_tracker(tmp_path)
     core = wandb_core(tmp_path)
-    time.sleep(0.7)  # the thread is past its start
+    time.sleep(0.7)  # the thread has started
     for step in range(1, 6):
         tracker.log(step_metrics(step))
     time.sleep(0.05)
@@ -470,8 +414,8 @@ def test_a_hung_wandb_does_not_delay_a_step(
     core = wandb_core(tmp_path)
     core.suspend()
     try:
-        # several times what the socket holds, which nobody reads: a step that waited for it would
-        # never end
+        # Several times the size of the socket buffer, which is never read. A step that waited for
+        # the buffer would never end.
         for step in range(1, 5001):
             tracker.log(step_metrics(step))
         began = time.monotonic()
@@ -508,7 +452,7 @@ def test_unreachable_server_falls_back_to_offline(
     tracker = open_tracker(tmp_path)
     began = time.monotonic()
     tracker.log(step_metrics(1))
-    assert time.monotonic() - began < 3  # it does not wait for the four seconds
+    assert time.monotonic() - began < 3  # it must not wait for the four seconds
     tracker.finish(0)
     assert "W&B cannot be reached" in capfd.readouterr().err
     assert read_history(tmp_path) == [step_metrics(1)]
@@ -516,7 +460,7 @@ def test_unreachable_server_falls_back_to_offline(
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """The address of a server that answers as W&B's does to a key that it does not know."""
+    """Yield the address of a server that answers as W&B's server does for an unknown key."""
 
     class Refusing(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -594,7 +538,7 @@ def test_a_refused_key_is_told_with_the_way_to_another(
 def test_a_key_that_is_missing_is_no_server_that_cannot_be_reached(
     tmp_path: Path, refusing: str
 ) -> None:
-    """WANDB_MODE=online without a login; HOME is empty, so that no key of this machine is found."""
+    """WANDB_MODE is online without a login. HOME is empty, so no key on this machine is found."""
     place = {
         name: value for name, value in os.environ.items() if name not in ("WANDB_API_KEY", "NETRC")
     }
@@ -615,7 +559,7 @@ def test_a_key_that_is_missing_is_no_server_that_cannot_be_reached(
 
 def test_a_refused_login_is_mended_by_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    assert "wandb login --relogin --host https://a.b takes another" in tracking._trouble(
+    assert "wandb login --relogin --host https://a.b takes another" in tracking._wandb_problem(
         "returned error 401: user is not logged in", "https://a.b"
     )
 
@@ -655,7 +599,10 @@ def test_a_wandb_that_a_launcher_ends_with_the_run_is_started_again_silently(
 
 
 def test_without_a_home_wandb_core_tells_nothing(tmp_path: Path) -> None:
-    """Its log, which it writes below HOME, came to the terminal."""
+    """wandb-core normally writes its log below HOME.
+
+    Without HOME it used to print the log to the terminal.
+    """
     body = (
         "tracker ="
         " open_tracker(Path(sys.argv[1]))\ntracker.log(step_metrics(1))\ntracker.finish(0)\n"
@@ -695,9 +642,7 @@ def test_the_command_that_uploads_can_be_pasted(
 
 
 def test_the_end_of_a_run_in_wandb(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The lowest eval_loss in the summary, the picture, the export as an artifact, and numbers that
-    are known after their step.
-    """
+    """W&B receives the lowest eval_loss, the plot, the export as an artifact, and late metrics."""
     from PIL import Image
 
     (tmp_path / "hf" / "more").mkdir(parents=True)
@@ -743,7 +688,7 @@ def test_no_secret_and_no_code_is_recorded(tmp_path: Path, monkeypatch: pytest.M
 
 
 def fail_in_the_second_step(out: str) -> list[str]:
-    """Runs on the one rank of a pool; returns its threads after the failure."""
+    """Run on a pool's only rank; return the rank's threads after the failure."""
     passes = []
 
     def fail(*_: object) -> None:
@@ -762,7 +707,7 @@ def fail_in_the_second_step(out: str) -> list[str]:
 
 
 def test_the_record_of_a_job_of_one_rank_that_fails_is_closed(pools: Any, tmp_path: Path) -> None:
-    """Its W&B run is a failed one, and no thread is left, beside which Python would abort."""
+    """The W&B run is marked as failed, and no thread remains that would cause Python to abort."""
     threads = pools.run(1, fail_in_the_second_step, out=str(tmp_path / "run"))[0]
     assert not {"wandb copy", "data"} & set(threads), threads
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]

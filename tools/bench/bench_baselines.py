@@ -11,26 +11,32 @@ in random order. Flags that are not listed here go to the recipe.
 """
 
 import argparse
-import datetime
 import math
-import os
-import platform
-import random
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-from recipekit.hosts import op_cache
-from recipekit.hosts.ports import free_port
+from harness import (
+    ROOT,
+    deepspeed_command,
+    exit_with_log,
+    flags,
+    fold,
+    heading,
+    job_environment,
+    load_average,
+    median_interval,
+    own_command,
+    parser_of,
+    ratios,
+    say,
+    shuffled,
+    software_and_machine,
+)
 from recipekit.spec.run_folder import read_metrics
 
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
@@ -41,19 +47,15 @@ WAYS = {
     "zero2": ("DeepSpeed, ZeRO-2", ["--deepspeed_config", "zero2.json"]),
     "zero3": ("DeepSpeed, ZeRO-3", ["--deepspeed_config", "zero3.json"]),
 }
-BESIDE = "zero2"  # what the ratios are to
-WARM_UP = 3  # steps of a job before the first one that is measured
-ENOUGH_ROUNDS = 6  # from which on order statistics enclose a median with 95 %
+BESIDE = "zero2"  # the way that the ratios compare with
+WARM_UP = 3  # steps of a job before the first measured step
+ENOUGH_ROUNDS = 6  # with fewer, order statistics do not enclose a median with 95 % confidence
 LIMIT = 300  # seconds of a job
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Parse the bench's own flags; return them and the remaining flags, which the recipe reads."""
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rounds",
         type=int,
@@ -91,52 +93,28 @@ def main() -> int:
     arguments, rest = arguments_of(sys.argv[1:])
     import torch
 
-    gpus = torch.cuda.device_count()
-    ranks, load, found = gpus or 2, os.getloadavg()[0], {way: [] for way in arguments.ways}
-    shuffle = random.Random(0)
+    load, gpus = load_average(), torch.cuda.device_count()
+    ranks, rounds = gpus or 2, arguments.rounds
+    own = flags({"steps": arguments.steps, "warmup_steps": 0, "eval_every": 0})
+    found = {way: [] for way in arguments.ways}
     with tempfile.TemporaryDirectory(prefix="bench_baselines_") as folder:
-        for number in range(1, arguments.rounds + 1):
-            order = list(arguments.ways)
-            shuffle.shuffle(order)
+        for number, order in enumerate(shuffled(arguments.ways, rounds), 1):
             for way in order:
-                flags = [
-                    "--steps",
-                    str(arguments.steps),
-                    "--warmup_steps",
-                    "0",
-                    "--eval_every",
-                    "0",
-                    "--no-export",
-                    "--no-wandb",
-                ]
-                measured = job(
-                    Path(folder) / f"{way}_{number}", ranks, [*WAYS[way][1], *flags, *rest]
-                )
+                words = [*WAYS[way][1], *own, "--no-export", "--no-wandb", *rest]
+                measured = job(Path(folder) / f"{way}_{number}", ranks, words)
                 found[way].append(measured)
-                shown = (
-                    f"{1000 * measured['step_s']:.0f} ms a step, start-up"
-                    f" {measured['start_s']:.1f} s"
+                say(
+                    f"round {number} of {rounds}, {way}: {1000 * measured['step_s']:.0f} ms a step,"
+                    f" start-up {measured['start_s']:.1f} s"
                 )
-                print(
-                    f"round {number} of {arguments.rounds}, {way}: {shown}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["tools/bench/bench_baselines.py", *sys.argv[1:]]),
-        "machine": (
-            f"{os.cpu_count()} CPU cores,"
-            f" {torch.cuda.get_device_name() if gpus else 'no accelerator'}"
-        ),
-        "load": (load, os.getloadavg()[0]),
-        "versions": (
-            {"Python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-        ),
+
+    report = software_and_machine("torch", "deepspeed", "transformers") | {
+        "command": own_command("bench_baselines.py"),
+        "load_before": load,
+        "load_after": load_average(),
         "ranks": ranks,
         "on_gpu": bool(gpus),
-        "rounds": arguments.rounds,
+        "rounds": rounds,
         "steps": arguments.steps,
         "found": found,
     }
@@ -144,27 +122,24 @@ def main() -> int:
     return 0
 
 
-def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
-    """Run one command to its end; return its times, its memory and its traffic.
+def job(out: Path, ranks: int, words: list[str]) -> dict[str, Any]:
+    """Run the recipe with these flags to its end; return its times, memory and traffic.
 
-    End the bench, with the log of the command, if it fails.
+    If the command fails, exit with its log.
     """
-    command = command_of(out, ranks, flags)
+    command = deepspeed_command(ranks, str(RECIPE), "--out", str(out), *words)
     log = out.with_suffix(".log")
-    own = environment()
+    environment = job_environment()
     with log.open("wb") as output:
-        begun = time.perf_counter()
+        began = time.perf_counter()
         process = subprocess.Popen(
-            command, cwd=out.parent, env=own, stdout=output, stderr=subprocess.STDOUT
+            command, cwd=out.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
-        marks = watch(process, out, begun)
+        marks = watch(process, out, began)
 
     lines = read_metrics(out)
     if process.wait() or len(lines) <= WARM_UP:
-        sys.exit(
-            f"{' '.join(command)} ended with exit code"
-            f" {process.returncode}:\n{log.read_text()[-3000:]}"
-        )
+        exit_with_log(command, process.returncode, log)
 
     measured_steps = len(lines) - WARM_UP
     first, last = (marks.get(step) for step in (WARM_UP, len(lines)))
@@ -179,50 +154,27 @@ def job(out: Path, ranks: int, flags: list[str]) -> dict[str, Any]:
 
 
 def watch(
-    process: subprocess.Popen[bytes], out: Path, begun: float
+    process: subprocess.Popen[bytes], out: Path, began: float
 ) -> dict[int, tuple[float, int]]:
-    """Watch a run until its end or `LIMIT`; return steps done -> (seconds, bytes that the host had
-    received from itself), when these steps were first seen.
+    """Watch a run until it ends or `LIMIT` is reached.
+
+    For each number of finished steps, return two values: the seconds since `began`, and the bytes
+    that the host had received from itself. Both are read when the number first appears.
     """
     marks: dict[int, tuple[float, int]] = {}
-    while process.poll() is None and time.perf_counter() - begun < LIMIT:
+    while process.poll() is None and time.perf_counter() - began < LIMIT:
         steps = len(read_metrics(out))
-        marks.setdefault(steps, (time.perf_counter() - begun, loopback()))
+        marks.setdefault(steps, (time.perf_counter() - began, loopback()))
         time.sleep(0.005)
     if process.poll() is None:
         process.kill()
     return marks
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a job: one thread per rank, and the recipes' compiled ops."""
-    import torch
-
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
-
-
-def command_of(out: Path, ranks: int, flags: list[str]) -> list[str]:
-    launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
-    return [
-        launcher,
-        "--num_gpus",
-        str(ranks),
-        "--master_port",
-        str(free_port()),
-        str(RECIPE),
-        "--out",
-        str(out),
-        *flags,
-    ]
-
-
 def loopback() -> int:
-    """Reads how many bytes this host has received from itself; 0 where that cannot be read."""
+    """Return the bytes that this host has received from itself, or 0 if the kernel does not report
+    them.
+    """
     try:
         lines = Path("/proc/net/dev").read_text().splitlines()
     except OSError:
@@ -237,27 +189,16 @@ def loopback() -> int:
     )
 
 
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Returns (median, low, high): low and high are the order statistics that hold the median with
-    95 % (normal approximation of the binomial).
-    """
-    ordered, half = sorted(ratios), 0.98 * math.sqrt(len(ratios))
-    low = max(0, math.floor(len(ratios) / 2 - half))
-    return statistics.median(ordered), ordered[low], ordered[-1 - low]
-
-
 def table_row(way: str, found: dict[str, list[dict[str, Any]]], on_gpu: bool) -> str:
-    """Write the medians of a way over its starts."""
+    """Write a way's medians over its starts."""
     starts = found[way]
     middle = {key: statistics.median(start[key] for start in starts) for key in starts[0]}
     beside = found.get(BESIDE, starts)
-    ratios = [
-        theirs["step_s"] / ours["step_s"] for ours, theirs in zip(starts, beside, strict=True)
-    ]
+    faster = ratios(*([start["step_s"] for start in one] for one in (starts, beside)))
     cells = [
         f"{middle['loss']:.4f}",
         f"{middle['tokens'] / middle['step_s']:,.0f}",
-        "1" if beside is starts else "{:.3f} ({:.3f} to {:.3f})".format(*interval(ratios)),
+        "1" if beside is starts else "{:.3f} ({:.3f} to {:.3f})".format(*median_interval(faster)),
         f"{middle['peak'] / 2**20:,.0f}",
         "not measured" if on_gpu else f"{middle['sent'] / 2**20:.1f}",
         f"{middle['start_s']:.1f}",
@@ -273,73 +214,63 @@ def page(report: dict[str, Any]) -> str:
         if report["rounds"] >= ENOUGH_ROUNDS
         else f"\n**Fewer than {ENOUGH_ROUNDS} rounds: a trial, not a measurement.**"
     )
-    before, after = report["load"]
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    return f"""# DDP, FSDP or ZeRO?
+    return fold(f"""# DDP, FSDP or ZeRO?
 
-Written by `python {report["command"]}` on {report["date"]}: {report["machine"]}.
-Load average before the start {before:.1f}, at the end {after:.1f}.
-{versions}.
+{heading(report, report["command"])}.
 
-The table compares the five engines on the same run: the nano recipe in bf16 on {report["ranks"]} \
-ranks. In each round, every engine
-starts once and trains for {report["steps"]} steps, in random order. The figures are medians of \
-{report["rounds"]} rounds.{few}
+The table compares the five engines on the same run: the nano recipe in bf16 on {report["ranks"]}
+    ranks. In each round, every engine starts once and trains for {report["steps"]} steps, in random
+    order. The figures are medians of {report["rounds"]} rounds.{few}
 
-| engine | last loss | tokens/s | x {BESIDE} (95 %) | peak MiB a rank | MiB sent a step | start-up \
-s |
+| engine | last loss | tokens/s | x {BESIDE} (95 %) | peak MiB a rank | MiB sent a step |
+    start-up s |
 |---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
-{WORDS}"""
+{WORDS}""")
 
 
-WORDS = """This was not measured on GPUs.
+WORDS = fold("""This was not measured on GPUs.
 
-- **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master \
-weights. DDP runs
-  under autocast, which keeps norms in fp32.
-- **Tokens/s:** computed from the median step after the warm-up. The interval is computed from the \
-ratios of the rounds.
-- **Peak:** the resident size of the rank that uses the most memory. In every engine, imports \
-account for about 500 MiB.
-- **Sent:** the bytes that all ranks together sent over the loopback device, from the warm-up to \
-the last step. Nothing
-  else may use this device during the bench.
+- **Loss:** every engine trains on the same rows. ZeRO and FSDP2 compute in bf16 from fp32 master
+  weights. DDP runs under autocast, which keeps norms in fp32.
+- **Tokens/s:** computed from the median step after the warm-up. The interval is computed from the
+  ratios of the rounds.
+- **Peak:** the resident size of the rank that uses the most memory. In every engine, imports
+  account for about 500 MiB.
+- **Sent:** the bytes that all ranks together sent over the loopback device, from the warm-up to the
+  last step. Nothing else may use this device during the bench.
 - **Start-up:** the time from the command to the beginning of the first step.
 
 ## Which do I take?
 
-1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** use DDP, \
-because there is
-   nothing to tune.
+1. **The whole model fits on one GPU (16 to 18 bytes a parameter, and the activations):** use DDP,
+   because there is nothing to tune.
 2. **Only weights and activations fit:** use ZeRO-2, which sends no weights in the forward pass.
-3. **The weights do not fit:** use FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only \
-torch, and no JSON.
-   Choose ZeRO-3 if you also want to offload states to the host or to NVMe, to train adapters, or \
-to use tp or sp.
-4. **A layer does not fit, rows are too long, or the network is too slow:** use tp, pp, sp or ep. \
-Only DeepSpeed's
-   engine supports them here ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
+3. **The weights do not fit:** use FSDP2 or ZeRO-3, which shard the same tensors. FSDP2 needs only
+   torch, and no JSON. Choose ZeRO-3 if you also want to offload states to the host or to NVMe, to
+   train adapters, or to use tp or sp.
+4. **A layer does not fit, rows are too long, or the network is too slow:** use tp, pp, sp or ep.
+   Only DeepSpeed's engine supports them here
+   ([recipes/PARALLELISM.md](../../recipes/PARALLELISM.md)).
 
-You can change the engine of a run later, with `--engine` or `--deepspeed_config`, because each of \
-the five resumes from
-the checkpoints of the others. Training continues as before, and the export is equal bit for bit
-(`tests/loop/test_engines.py`).
+You can change the engine of a run later, with `--engine` or `--deepspeed_config`, because each of
+    the five resumes from the checkpoints of the others. Training continues as before, and the
+    export is equal bit for bit (`tests/loop/test_engines.py`).
 
-The table shows the bytes that one of N ranks holds for each parameter, without activations \
-(`--dry_run` prints them):
+The table shows the bytes that one of N ranks holds for each parameter, without activations
+    (`--dry_run` prints them):
 
-| engine | weights | gradients | optimizer states | sent and received a step, in fp32 (4) or bf16 \
-(2) |
+| engine | weights | gradients | optimizer states | sent and received a step, in fp32 (4) or bf16
+    (2) |
 |---|---|---|---|---|
 | DDP | 4, and 2 while it computes | 4 | 8 | gradients once: 2 x 4 |
 | ZeRO-0 | 2, and 4 for master weights | 2 | 8 | gradients once: 2 x 2 |
 | ZeRO-2 | 2, and 4/N for master weights | 4/N | 8/N | gradients each micro-batch, weights once |
-| ZeRO-3 | 2/N, and 4/N for master weights | 4/N | 8/N | weights twice and gradients once, each \
-micro-batch |
+| ZeRO-3 | 2/N, and 4/N for master weights | 4/N | 8/N | weights twice and gradients once, each
+    micro-batch |
 | FSDP2 | 4/N, and a layer | 4/N | 8/N | weights twice and gradients once, each micro-batch |
-"""
+""")
 
 
 if __name__ == "__main__":

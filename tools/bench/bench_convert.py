@@ -12,11 +12,8 @@ the median over the rounds.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import random
 import resource
 import shutil
 import subprocess
@@ -25,16 +22,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-from recipekit.spec.paths import path_of
+from harness import (
+    COLUMNS,
+    ROOT,
+    TRIAL,
+    add_folder,
+    add_json,
+    exit_with_log,
+    fold,
+    folder_bytes,
+    heading,
+    load_average,
+    parser_of,
+    ratios,
+    say,
+    shuffled,
+    software_and_machine,
+)
 from recipekit.spec.run_folder import CHECKPOINTS, LATEST
 from recipekit.spec.step_names import step_name
 
@@ -73,17 +82,13 @@ CP = {
     "zero_to_fp32_safe": "cp_fp32",
 }
 ENOUGH_ROUNDS, ENOUGH_BYTES = 5, 4e9
-SAMPLE = 0.05  # seconds between two looks at the memory
+SAMPLE = 0.05  # seconds between two samples of the memory
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TOOL = [sys.executable, str(ROOT / "tools" / "convert_checkpoint.py")]
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rounds",
         type=int,
@@ -109,19 +114,8 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         metavar="N",
         help="Layers of the model. Each adds 0.21 GB to the checkpoint. (default: %(default)s)",
     )
-    parser.add_argument(
-        "--folder",
-        type=path_of,
-        default=Path(tempfile.gettempdir()),
-        metavar="PATH",
-        help="Working folder, on the disk to measure. (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--json",
-        type=path_of,
-        metavar="OUT",
-        help="JSON file to which all measurements are written as well. (default: none)",
-    )
+    add_folder(parser)
+    add_json(parser)
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -151,8 +145,9 @@ def main() -> int:
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
-    """Make a run folder `run` with a ZeRO-2 checkpoint of 8 ranks, every byte of its tensors
-    written (a hole would cost nothing to copy).
+    """Create a run folder `run` with a ZeRO-2 checkpoint of 8 ranks.
+
+    Every byte of the tensors is written, because copying a hole in a file would cost no time.
     """
     from recipekit.checkpoints import step_folder
     from recipekit.convert.hugging_face import from_hf
@@ -176,7 +171,7 @@ def make(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def save_zeros(folder: Path, shape: dict[str, Any]) -> None:
-    """Save a Llama with weights of zero as Hugging Face files."""
+    """Save a Llama whose weights are zero as Hugging Face files."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -195,7 +190,7 @@ def save_zeros(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def fill(step: Path, blueprint: Any, layout: Any, states: Iterable[str]) -> None:
-    """Write random numbers into every tensor of a checkpoint, and its manifest."""
+    """Write random numbers into every tensor of a checkpoint, and update its manifest."""
     import numpy as np
     from recipekit.storage import copying, manifest, tensor_files
 
@@ -205,16 +200,20 @@ def fill(step: Path, blueprint: Any, layout: Any, states: Iterable[str]) -> None
         for role in ("master", *states):
             values = np.float32(0.02) * draw.standard_normal(tensor.numel, dtype=np.float32)
             bits = values.view(np.uint32)
-            # The second moment must not be negative: clear its sign bit.
+            # The second moment must not be negative, so clear its sign bit.
             written = bits & np.uint32(0x7FFFFFFF) if role == "exp_avg_sq" else bits
             files.write(tensor, role, 0, written)
             if role == "master":
                 files.write(tensor, "weight", 0, copying.cast(bits, "float32", layout.dtype))
 
-    digests, _ = copying.run(copying.copies(blueprint, files, None), files, copying.Effort())
+    digests, _ = copying.run_copies(
+        copying.plan_copies(blueprint, files, None), files, copying.Effort()
+    )
     files.close()
-    names = [name for name in manifest.read(step)["files"]]
-    manifest.write(step, 0, {name: manifest.facts(step / name) for name in names}, digests)
+    names = [name for name in manifest.read_manifest(step)["files"]]
+    manifest.write_manifest(
+        step, 0, {name: manifest.file_entry(step / name) for name in names}, digests
+    )
 
 
 # The measurement
@@ -222,7 +221,7 @@ def fill(step: Path, blueprint: Any, layout: Any, states: Iterable[str]) -> None
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    load = os.getloadavg()[0]
+    load = load_average()
     say(f"making a checkpoint in {folder}")
     size = ["--layers", arguments.layers, *(["--tiny"] if arguments.tiny else [])]
     run([sys.executable, __file__, "--make", folder, *size], folder / "log")
@@ -236,9 +235,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         for row in TITLES
         if row in arguments.only
     }
-    order, shuffle = list(rows), random.Random(0)
-    for number in range(1, arguments.rounds + 1):
-        shuffle.shuffle(order)
+    for number, order in enumerate(shuffled(list(rows), arguments.rounds), 1):
         for row in order:
             settle([fp32] if row == "cp_fp32" else [step])
             run_into(rows[row], commands[row], folder / "log", out)
@@ -247,27 +244,32 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             + ", ".join(f"{row} {rows[row]['seconds'][-1]:.1f} s" for row in rows)
         )
 
-    return software_and_machine(load) | {
+    memory = os.sysconf("SC_PHYS_PAGES") * PAGE / 2**30
+    return software_and_machine("torch", "deepspeed", hardware=f"{memory:.0f} GiB") | {
+        "load_before": load,
+        "load_after": load_average(),
         "rounds": arguments.rounds,
-        "checkpoint_bytes": size_of(step),
+        "checkpoint_bytes": folder_bytes(step),
         "rows": rows,
     }
 
 
 def run_into(row: dict[str, Any], command: list[Any], log: Path, out: Path) -> None:
-    """Run a command, add the measurements to its row, and remove its output."""
+    """Run a command, add the measurements to its row, and remove the output."""
     seconds, cpu, resident, anonymous = run(command, log)
     row["seconds"].append(seconds)
     row["cpu"].append(cpu)
-    row["bytes"] = size_of(out)
+    row["bytes"] = folder_bytes(out)
     row["resident"] = max(row["resident"], resident)
     row["anonymous"] = max(row["anonymous"], anonymous)
     shutil.rmtree(out, ignore_errors=True)
 
 
 def commands_of(step: Path, fp32: Path, out: Path) -> dict[str, list[Any]]:
-    """Return the command of each row; they read a checkpoint, or `cp_fp32` its fp32 export, and
-    write `out`.
+    """Return the command of each row.
+
+    The commands read the checkpoint `step` and write `out`. The row cp_fp32 reads the checkpoint's
+    export `fp32` instead.
     """
     copied = "cp -r --reflink=never $0 $1 && find $1 -exec sync {} +"
     universal = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
@@ -292,47 +294,17 @@ def commands_of(step: Path, fp32: Path, out: Path) -> dict[str, list[Any]]:
     }
 
 
-def software_and_machine(load_before: float) -> dict[str, Any]:
-    """Return the part of the report that names the date, the machine and the code."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    memory = os.sysconf("SC_PHYS_PAGES") * PAGE / 2**30
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, {memory:.0f} GiB",
-        "load_before": load_before,
-        "load_after": os.getloadavg()[0],
-        "versions": {
-            "Python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "deepspeed")},
-        },
-        "commit": commit or "unknown",
-    }
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def settle(folders: list[Path]) -> None:
-    """Writes everything to the disk, and reads the files of `folders` into memory."""
+    """Flush all pending writes to the disk, and read the files in `folders` into memory."""
     os.sync()
     for folder in folders:
         subprocess.run(f"cat {folder}/*.* > /dev/null", shell=True, check=True)
 
 
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
 def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
-    """Runs a command; returns (seconds, CPU seconds, peak of resident bytes, peak of anonymous
-    bytes), its children included.
+    """Run a command; return its seconds, CPU seconds, peak resident bytes and peak anonymous bytes.
+
+    The values are sums over the process and its children.
     """
     own = {
         "DS_ACCELERATOR": "cpu",
@@ -347,32 +319,31 @@ def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
             peaks[:] = max(peaks[0], resident), max(peaks[1], anonymous)
 
     with log.open("w") as output:
-        begun, worked = time.perf_counter(), cpu_seconds()
+        began, worked = time.perf_counter(), cpu_seconds()
         process = subprocess.Popen(
             list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | own
         )
         watcher = threading.Thread(target=watch)
         watcher.start()
         code = process.wait()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - began
         ended.set()
         watcher.join()
     if code:
-        raise SystemExit(
-            f"{' '.join(map(str, command))} ended with {code}:\n{log.read_text()[-4000:]}"
-        )
+        exit_with_log(command, code, log)
     return seconds, cpu_seconds() - worked, peaks[0], peaks[1]
 
 
 def cpu_seconds() -> float:
-    """Returns the CPU seconds of all children that have ended, and of their children."""
+    """Return the CPU seconds of all ended child processes and their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Returns (resident bytes, anonymous bytes among them) of a process and its children; memory
-    that two of them map counts twice.
+    """Return the resident bytes of a process and its children, and how many of them are anonymous.
+
+    Memory that two processes map counts twice.
     """
     try:
         resident, shared = (
@@ -393,26 +364,24 @@ def memory_of(pid: int) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------
 
 
-def speed(report: dict[str, Any], row: str, beside: str) -> float:
-    """Returns the ratio of bytes written per second to those of the row `beside`, the median over
-    the rounds.
+def relative_speed(report: dict[str, Any], row: str, beside: str) -> float:
+    """Return a row's write speed relative to the row `beside`, as the median over the rounds.
+
+    The speed is measured in bytes per second.
     """
     own, other = report["rows"][row], report["rows"][beside]
-    return median(
-        own["bytes"] / mine / (other["bytes"] / theirs)
-        for mine, theirs in zip(own["seconds"], other["seconds"], strict=True)
-    )
+    return own["bytes"] / other["bytes"] * median(ratios(own["seconds"], other["seconds"]))
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
-    """Writes each target with the result."""
+    """Write each target with the result."""
     rows, lines = report["rows"], []
 
     def target(reached: bool, text: str) -> None:
         lines.extend(
             wrap(
                 f"- {'reached' if reached else '**missed**'}: {text}",
-                120,
+                COLUMNS,
                 subsequent_indent="  ",
                 break_on_hyphens=False,
             )
@@ -420,7 +389,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
 
     for row in ("reshape", "reshape_3d", "to_hf"):
         if row in rows and CP[row] in rows:
-            ratio = speed(report, row, CP[row])
+            ratio = relative_speed(report, row, CP[row])
             target(
                 ratio >= 0.8,
                 f"{TITLES[row]} has {ratio:.0%} of `cp`'s speed for equal bytes (target: at least"
@@ -428,10 +397,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
             )
     for row in ("zero_to_fp32", "zero_to_fp32_safe"):
         if row in rows and "to_hf" in rows:
-            ratio = median(
-                theirs / ours
-                for ours, theirs in zip(rows["to_hf"]["seconds"], rows[row]["seconds"], strict=True)
-            )
+            ratio = median(ratios(rows["to_hf"]["seconds"], rows[row]["seconds"]))
             target(
                 ratio >= 1,
                 f"{TITLES['to_hf']} takes {1 / ratio:.2f} of the time of {TITLES[row]} (target:"
@@ -439,12 +405,7 @@ def verdicts(report: dict[str, Any]) -> list[str]:
             )
     for row in ("reshape", "reshape_3d"):
         if row in rows and "universal" in rows:
-            ratio = median(
-                theirs / ours
-                for ours, theirs in zip(
-                    rows[row]["seconds"], rows["universal"]["seconds"], strict=True
-                )
-            )
+            ratio = median(ratios(rows[row]["seconds"], rows["universal"]["seconds"]))
             target(
                 ratio >= 5,
                 f"{TITLES[row]} is {ratio:.1f} times as fast as `ds_to_universal.py` (target: 5)",
@@ -459,34 +420,29 @@ def verdicts(report: dict[str, Any]) -> list[str]:
 
 
 def page(report: dict[str, Any]) -> str:
-    """Writes the result as Markdown."""
+    """Write the result as Markdown."""
     lines = []
     for row, own in report["rows"].items():
         seconds = own["seconds"]
-        beside = f"{speed(report, row, CP[row]):.0%}" if CP.get(row) in report["rows"] else ""
+        beside = (
+            f"{relative_speed(report, row, CP[row]):.0%}" if CP.get(row) in report["rows"] else ""
+        )
         lines.append(
             f"| {TITLES[row]} | {own['bytes'] / 1e9:.2f} | {median(seconds):.2f}"
             f" ({min(seconds):.2f} to {max(seconds):.2f}) | {median(own['cpu']):.1f} |"
             f" {own['bytes'] / median(seconds) / 1e6:,.0f} | {beside} | {own['resident'] / 1e9:.2f}"
             f" | {own['anonymous'] / 1e9:.2f} |"
         )
-    few = (
-        ""
-        if report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES
-        else " **A trial, not a measurement.**"
-    )
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
-    return f"""# How fast is the converter, compared with cp and DeepSpeed's converters?
+    enough = report["rounds"] >= ENOUGH_ROUNDS and report["checkpoint_bytes"] >= ENOUGH_BYTES
+    few = "" if enough else TRIAL
+    return fold(f"""# How fast is the converter, compared with cp and DeepSpeed's converters?
 
-Written by `python tools/bench/bench_convert.py` on {report["date"]}: {report["machine"]}.
-Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
-{versions}; commit {report["commit"]}.
+{heading(report, "tools/bench/bench_convert.py")}; commit {report["commit"]}.
 
-All commands read the same source, a ZeRO-2 bf16 checkpoint of 8 ranks with \
-{report["checkpoint_bytes"] / 1e9:.2f} GB, from the page cache.
-In each of {report["rounds"]} rounds, every command runs once, in random order. The seconds in the \
-table are medians, with the range
-in parentheses.{few}
+All commands read the same source, a ZeRO-2 bf16 checkpoint of 8 ranks with
+    {report["checkpoint_bytes"] / 1e9:.2f} GB, from the page cache.
+In each of {report["rounds"]} rounds, every command runs once, in random order. The seconds in the
+    table are medians, with the range in parentheses.{few}
 
 | command | GB written | seconds | CPU seconds | MB/s | of `cp`'s speed | GB resident | anonymous |
 |---|---|---|---|---|---|---|---|
@@ -494,28 +450,21 @@ in parentheses.{few}
 
 {chr(10).join(verdicts(report))}
 
-- **Time** is the time of the whole process, including imports. To see the cost of our imports, \
-look at the row
-  start-up; DeepSpeed's two converters import torch. Before each command, the bench flushes all \
-pending writes and reads
-  the source once, so that every command starts alike.
-- **Work:** our commands and `cp` end only after fsync of every file. Our commands also check the \
-digest of every tensor
-  that they read, and write the sha256 of every file (except safetensors) and a digest of every \
-tensor.
-- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this, so part \
-of their output is
-  still in memory when they end. The comparison does not correct for this.
-- **Page cache:** our commands bypass it, so their output must later be read from the disk. The \
-output of the other
-  commands may still be in memory.
-- **CPU seconds** are the CPU time of the process and its children. They include the kernel's own \
-writing to the disk
-  only if fsync does it.
-- **Memory:** resident pages (anonymous and mapped files), summed over the process and its \
-children. The figure is the
-  maximum of all rounds, sampled every {1000 * SAMPLE:.0f} ms.
-"""
+- **Time** is the time of the whole process, including imports. To see the cost of our imports, look
+  at the row start-up; DeepSpeed's two converters import torch. Before each command, the bench
+  flushes all pending writes and reads the source once, so that every command starts alike.
+- **Work:** our commands and `cp` end only after fsync of every file. Our commands also check the
+  digest of every tensor that they read, and write the sha256 of every file (except safetensors) and
+  a digest of every tensor.
+- **DeepSpeed's converters:** `zero_to_fp32.py` and `ds_to_universal.py` do none of this, so part of
+  their output is still in memory when they end. The comparison does not correct for this.
+- **Page cache:** our commands bypass it, so their output must later be read from the disk. The
+  output of the other commands may still be in memory.
+- **CPU seconds** are the CPU time of the process and its children. They include the kernel's own
+  writing to the disk only if fsync does it.
+- **Memory:** resident pages (anonymous and mapped files), summed over the process and its children.
+  The figure is the maximum of all rounds, sampled every {1000 * SAMPLE:.0f} ms.
+""")
 
 
 if __name__ == "__main__":

@@ -14,38 +14,47 @@ prefetching). A ratio is the median over the rounds.
 
 import argparse
 import contextlib
-import datetime
 import io
 import itertools
 import json
 import os
-import platform
-import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
 os.environ |= {"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from recipekit.spec.paths import path_of
+from harness import (
+    ROOT,
+    TRIAL,
+    add_json,
+    bootstrap_interval,
+    build,
+    engine_of,
+    fold,
+    heading,
+    load_average,
+    parser_of,
+    ratios,
+    say,
+    shuffled,
+    software_and_machine,
+)
+from recipekit.spec.paths import path_argument
 
 SEQ_LEN, FILES, GROUP = 512, 8, 1000  # tokens of a row; files of each kind; rows of a row group
 BATCH = 32  # rows
 VOCABULARY = 49152
-TARGETS = {  # reader -> (reader to compare with, kind of files, least ratio)
+TARGETS = {  # reader -> (reader to compare with, kind of files, minimum ratio)
     "ours": (
         ("raw", "arrow", 0.5),
         ("raw", "parquet", 0.6),
@@ -72,11 +81,7 @@ THREADS = (1, 2)
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rounds",
         type=int,
@@ -116,7 +121,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--folder",
-        type=path_of,
+        type=path_argument,
         default=Path(tempfile.gettempdir()),
         metavar="PATH",
         help="Folder for the data files. (default: %(default)s)",
@@ -126,12 +131,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         choices=("pictures",),
         help="Measure only this section of the page, and print it. (default: all sections)",
     )
-    parser.add_argument(
-        "--json",
-        type=path_of,
-        metavar="OUT",
-        help="JSON file to which all measurements are written as well. (default: none)",
-    )
+    add_json(parser)
     arguments = parser.parse_args(argv)
     for name, least in (("rounds", 1), ("rows", FILES * 8), ("steps", 10), ("pairs", 2)):
         if getattr(arguments, name) < least:
@@ -139,11 +139,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# The files and their readers: each reader is an endless iterator of token counts
+# The files and their readers. Each reader is an endless iterator of token counts.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -193,8 +189,9 @@ def raw(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 def bare(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
-    """Makes only the passes over the tokens that a shuffle with checked tokens needs: no packing,
-    no labels, no state.
+    """Read the tokens in the passes that a shuffle with checked tokens needs.
+
+    The reader creates no labels, packs no rows and keeps no state.
     """
     from recipekit.data.request import Sizes
 
@@ -217,7 +214,7 @@ def bare(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
 
 
 def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
-    from recipekit.data import blocks, lanes, stream
+    from recipekit.data import batching, blocks, stream
     from recipekit.data.request import Request
 
     request = Request(
@@ -228,27 +225,27 @@ def ours(kind: str, files: list[Path], rows: int = 8 * BATCH) -> Iterator[int]:
         micro_batch=BATCH,
     )
     corpus = stream.open_corpus(request, tokenizer_of(VOCABULARY))
-    join, limit = partial(blocks.packed, SEQ_LEN, 0), request.sizes.tokens_of_block(SEQ_LEN)
+    join, limit = partial(blocks.pack_chunks, SEQ_LEN, 0), request.sizes.tokens_of_block(SEQ_LEN)
     [reader] = corpus.readers()
-    start = stream.start(corpus.domains, corpus.identity)
-    domains = lanes.Domains(
+    start = stream.initial_stream_state(corpus.domains, corpus.identity)
+    domains = batching.RowDealer(
         corpus.domains,
-        lambda number, place: blocks.blocks(reader, request.seed, limit, join, place),
+        lambda number, place: blocks.iter_blocks(reader, request.seed, limit, join, place),
         SEQ_LEN,
         start,
     )
-    for batches, _ in lanes.steps(
+    for batches, _ in batching.iter_steps(
         domains,
-        lanes.packed_batches(BATCH, SEQ_LEN),
+        batching.packed_batch_builder(BATCH, SEQ_LEN),
         request,
         corpus.identity,
-        lanes.DataRank(1, 0),
+        batching.DataRank(1, 0),
     ):
         yield sum(batch["input_ids"].numel() for batch in batches)
 
 
 def tokenizer_of(vocabulary: int) -> Any:
-    """Makes the byte-level tokenizer, as large as the tokens of the files need."""
+    """Return the byte-level tokenizer whose vocabulary has this size."""
     from recipekit.architectures.shrink import BYTE_VOCAB
     from recipekit.data.processors import byte_tokenizer
 
@@ -291,8 +288,9 @@ def stateful(kind: str, files: list[Path]) -> Iterator[int]:
 
 
 def grain(kind: str, files: list[Path]) -> Iterator[int]:
-    """Reads by grain, which needs random access: so the rows lie in memory as a numpy array, for
-    Parquet decoded beforehand.
+    """Read with Grain, which needs random access.
+
+    The rows are therefore a numpy array in memory. Parquet is decoded beforehand.
     """
     import grain as library
 
@@ -325,9 +323,9 @@ READERS: dict[str, Callable[[str, list[Path]], Iterator[int]]] = {
 
 
 def rate(reader: Iterator[int], seconds: float) -> float:
-    """Returns tokens a second."""
-    tokens, begun = 0, time.perf_counter()
-    while (spent := time.perf_counter() - begun) < seconds:
+    """Return a reader's speed in tokens (or images) per second."""
+    tokens, began = 0, time.perf_counter()
+    while (spent := time.perf_counter() - began) < seconds:
         tokens += next(reader)
     return tokens / spent
 
@@ -335,21 +333,19 @@ def rate(reader: Iterator[int], seconds: float) -> float:
 def throughput(
     files: dict[str, list[Path]], rounds: int, seconds: float = SECONDS
 ) -> dict[str, dict[str, list[float]]]:
-    """Measures kind -> reader -> tokens a second in each round."""
+    """Return kind -> reader -> tokens per second in each round."""
     found: dict[str, dict[str, list[float]]] = {}
     for kind, of_kind in files.items():
-        tell(f"{kind}: opening {len(READERS)} readers")
+        say(f"{kind}: opening {len(READERS)} readers")
         readers = {name: make(kind, of_kind) for name, make in READERS.items()}
         for reader in readers.values():
             rate(reader, seconds / 4)
         found[kind] = {name: [] for name in readers}
-        for number in range(rounds):
-            order = list(readers)
-            random.Random(number).shuffle(order)
+        for number, order in enumerate(shuffled(list(readers), rounds), 1):
             for name in order:
                 found[kind][name].append(rate(readers[name], seconds))
-            tell(
-                f"{kind}, round {number + 1} of {rounds}:"
+            say(
+                f"{kind}, round {number} of {rounds}:"
                 f" {', '.join(f'{name} {found[kind][name][-1] / 1e6:.1f}' for name in readers)}"
                 " Mtok/s"
             )
@@ -357,8 +353,8 @@ def throughput(
 
 
 def tokenising(seconds: float = SECONDS) -> dict[str, float]:
-    """Measures tokens and bytes a second of one core: the built-in text, through each tokenizer on
-    this machine.
+    """Return the tokens per second that one core produces from the built-in text, for each
+    tokenizer on this machine.
     """
     from recipekit.data.encode import Encoder
     from recipekit.data.files import standard_library
@@ -372,12 +368,12 @@ def tokenising(seconds: float = SECONDS) -> dict[str, float]:
     found = {}
     for name, tokenizer in tokenizers.items():
         encode, tokens = Encoder(tokenizer, "pretrain", SEQ_LEN), 0
-        begun = time.perf_counter()
+        began = time.perf_counter()
         for text in itertools.cycle(texts):
             tokens += sum(len(ids) for ids, _ in encode([(text, "")]))
-            if time.perf_counter() - begun > seconds * 3:
+            if time.perf_counter() - began > seconds * 3:
                 break
-        found[name] = tokens / (time.perf_counter() - begun)
+        found[name] = tokens / (time.perf_counter() - began)
     return found
 
 
@@ -386,10 +382,11 @@ def tokenising(seconds: float = SECONDS) -> dict[str, float]:
 
 
 def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
-    """Measures the seconds that each step of `STEP` seconds waits in `next`: for ready tokens, and
-    for text that is tokenised on the way.
+    """Return the seconds that each step of `STEP` seconds waits in `next`.
+
+    The waits are measured for ready tokens and for text that is tokenised at the same time.
     """
-    from recipekit.data.lanes import DataRank
+    from recipekit.data.batching import DataRank
     from recipekit.data.processors import byte_tokenizer
     from recipekit.data.request import Request
     from recipekit.data.stream import open_stream
@@ -410,53 +407,52 @@ def waits(files: dict[str, list[Path]], steps: int) -> dict[str, list[float]]:
             found[name] = []
             for _ in range(steps):
                 time.sleep(STEP)
-                begun = time.perf_counter()
+                began = time.perf_counter()
                 next(stream)
-                found[name].append(time.perf_counter() - begun)
+                found[name].append(time.perf_counter() - began)
     return found
 
 
 def differential(pairs: int, folder: Path) -> dict[str, Any]:
-    """Measure seconds of training steps of the quickstart's recipe on the stream, and on batches
-    kept in memory, in turns.
+    """Measure the seconds per training step of the quickstart's recipe.
+
+    The steps alternate between the stream and batches that are kept in memory.
     """
-    from recipekit.data.lanes import DataRank
+    from recipekit.data.batching import DataRank
     from recipekit.data.processors import load_tokenizer
-    from recipekit.data.request import request_of
+    from recipekit.data.request import request_from_recipe
     from recipekit.data.stream import open_stream
-    from recipekit.runtime.sums import StepCounters
-    from recipekit.tasks.find import task_called
+    from recipekit.runtime.step_metrics import StepCounters
+    from recipekit.tasks.find import load_task
     from recipekit.train import train_step
 
     plan = quickstart_plan(folder)
-    recipe, engine = plan.recipe, engine_of(plan)
+    recipe, engine = plan.recipe, start_engine(plan)
     found: dict[str, list[float]] = {"stream": [], "kept": []}
     tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
     with contextlib.closing(
-        open_stream(request_of(recipe), tokenizer, rank=DataRank(1, 0))
+        open_stream(request_from_recipe(recipe), tokenizer, rank=DataRank(1, 0))
     ) as stream:
         kept = [next(stream)[0] for _ in range(4)]
-        for number in range(pairs + 2):
-            for name in random.Random(number).sample(list(found), 2):
-                begun = time.perf_counter()
+        for number, order in enumerate(shuffled(list(found), pairs + 2)):
+            for name in order:
+                began = time.perf_counter()
                 batches = next(stream)[0] if name == "stream" else kept[number % len(kept)]
                 counters = StepCounters(plan.mesh)
-                train_step(engine, task_called(recipe.task), batches, 1e-4, counters)
+                train_step(engine, load_task(recipe.task), batches, 1e-4, counters)
                 if number >= 2:
-                    found[name].append(time.perf_counter() - begun)
+                    found[name].append(time.perf_counter() - began)
             if number % 10 == 0:
-                tell(f"training, pair {number} of {pairs}")
+                say(f"training, pair {number} of {pairs}")
     engine.destroy()
 
-    ratios = [one / other for one, other in zip(found["stream"], found["kept"], strict=True)]
-    draw = random.Random(0)
-    medians = sorted(median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return found | {"ratio": median(ratios), "interval": [medians[49], medians[-50]]}
+    ratio, *interval = bootstrap_interval(ratios(found["kept"], found["stream"]))
+    return found | {"ratio": ratio, "interval": interval}
 
 
 def quickstart_plan(folder: Path) -> Any:
     """Plan the quickstart's recipe on one rank."""
-    from recipekit.plan import make_plan
+    from recipekit.plan import resolve_run
     from recipekit.spec.command import parse
     from recipekit.spec.recipe import Recipe
 
@@ -474,20 +470,16 @@ def quickstart_plan(folder: Path) -> Any:
         ROOT / "recipes" / "bench_data.py",
         [],
     )
-    return make_plan(command)
+    return resolve_run(command)
 
 
-def engine_of(plan: Any) -> Any:
-    """Start a process group of one rank, and make the engine of a plan."""
-    import deepspeed
-    from recipekit.engine.deepspeed_engine import repaired
+def start_engine(plan: Any) -> Any:
+    """Start a process group of one rank, and create a plan's engine."""
+    from recipekit.engine.deepspeed_engine import apply_workarounds
     from recipekit.hosts.ports import free_port
-    from recipekit.model.build import build_model
-    from recipekit.optim.groups import parameter_groups
-    from recipekit.parallel.groups import Groups
-    from recipekit.runtime.start import start
+    from recipekit.parallel.groups import ProcessGroups
+    from recipekit.runtime.start import initialize_distributed
 
-    assert plan.model_config is not None, "its shape lies in architectures/"
     os.environ |= {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -495,28 +487,20 @@ def engine_of(plan: Any) -> Any:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    device = start(plan)
-    groups = Groups(plan.mesh, device.type)
-    model = build_model(plan.recipe, plan.model_config, groups, plan.ds_config, device).model
-    # a list of groups, which DeepSpeed takes but does not annotate
-    trained: Any = parameter_groups(model)
-    engine: Any = deepspeed.initialize(
-        model=model,
-        model_parameters=trained,
-        config=plan.ds_config,
-        mpu=groups.mpu,
-        dist_init_required=False,
-    )[0]
-    repaired(engine)
+    device = initialize_distributed(plan)
+    groups = ProcessGroups(plan.mesh, device.type)
+    _, built = build(plan, device, groups)
+    engine = engine_of(built.model, plan.ds_config, groups.mpu)
+    apply_workarounds(engine)
     return engine
 
 
-# Pictures
+# Images
 # --------------------------------------------------------------------------------------------------
 
 
 def make_pictures(count: int) -> list[bytes]:
-    """JPEG files of soft shapes under a little noise, about 48 KB each."""
+    """Return JPEG files of soft shapes with a little noise, about 48 KB each."""
     from PIL import Image
 
     draw, found = np.random.default_rng(0), []
@@ -536,8 +520,9 @@ def make_pictures(count: int) -> list[bytes]:
 
 
 def crops(files: list[bytes], threads: int) -> Iterator[int]:
-    """Counts the pictures of each micro-batch that the task makes: decoded, cropped, mirrored, as
-    normalised floats.
+    """Yield the number of images in each micro-batch of the task.
+
+    The images are decoded, cropped and mirrored, and become normalised floats.
     """
     from recipekit.data.request import Request
     from recipekit.tasks.image_classification import TASK
@@ -554,8 +539,10 @@ def crops(files: list[bytes], threads: int) -> Iterator[int]:
 
 
 def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
-    """Pictures a second, and pictures a second of the processor, in each round by the number of
-    threads; the mean bytes of a file.
+    """Measure the images per second and the images per second of CPU time.
+
+    Both are lists over the rounds, for each number of threads. The result also contains the mean
+    file size in bytes and the waits.
     """
     files = make_pictures(PICTURES)
     readers = {threads: crops(files, threads) for threads in THREADS}
@@ -563,15 +550,15 @@ def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
         rate(reader, seconds)
     found: dict[int, list[float]] = {threads: [] for threads in readers}
     of_processor: dict[int, list[float]] = {threads: [] for threads in readers}
-    for number in range(rounds):
-        for threads in random.Random(number).sample(THREADS, len(THREADS)):
-            begun, used = time.perf_counter(), time.process_time()
+    for number, order in enumerate(shuffled(THREADS, rounds), 1):
+        for threads in order:
+            began, used = time.perf_counter(), time.process_time()
             found[threads].append(rate(readers[threads], seconds))
             of_processor[threads].append(
-                found[threads][-1] * (time.perf_counter() - begun) / (time.process_time() - used)
+                found[threads][-1] * (time.perf_counter() - began) / (time.process_time() - used)
             )
-        tell(
-            f"pictures, round {number + 1} of {rounds}:"
+        say(
+            f"pictures, round {number} of {rounds}:"
             f" {', '.join(f'{threads}: {own[-1]:.0f}/s' for threads, own in found.items())}"
         )
     return {
@@ -583,10 +570,11 @@ def pictures(rounds: int, seconds: float = SECONDS / 4) -> dict[str, Any]:
 
 
 def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
-    """Measures the seconds that each step of `STEP` seconds waits for 16 pictures, which two
-    threads decode and crop meanwhile.
+    """Return the seconds that each step of `STEP` seconds waits for 16 images.
+
+    Two threads decode and crop the images at the same time.
     """
-    from recipekit.data.lanes import DataRank
+    from recipekit.data.batching import DataRank
     from recipekit.data.request import Request
     from recipekit.data.samples import open_samples
     from recipekit.tasks.image_classification import TASK
@@ -612,9 +600,9 @@ def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
             next(stream)
             for _ in range(steps):
                 time.sleep(STEP)
-                begun = time.perf_counter()
+                began = time.perf_counter()
                 next(stream)
-                waited.append(time.perf_counter() - begun)
+                waited.append(time.perf_counter() - began)
     return waited
 
 
@@ -622,68 +610,61 @@ def picture_waits(files: list[bytes], steps: int = 200) -> list[float]:
 # --------------------------------------------------------------------------------------------------
 
 
-def ratio(found: dict[str, list[float]], one: str, other: str) -> float:
-    return median(a / b for a, b in zip(found[one], found[other], strict=True))
+def median_ratio(found: dict[str, list[float]], one: str, other: str) -> float:
+    """Return the median over the rounds of one reader's speed divided by a second reader's."""
+    return median(ratios(found[other], found[one]))
 
 
 def pictures_section(found: dict[str, Any]) -> str:
-    """What was measured of pictures as Markdown, "" if nothing was."""
+    """Write the section about images, or return "" if images were not measured."""
     if "pictures" not in found:
         return ""
     rates, of_processor, waited = (
         found["pictures"][name] for name in ("rates", "of_processor", "waits")
     )
-    ratios = {
-        threads: median(a / b for a, b in zip(own, rates[1], strict=True))
-        for threads, own in rates.items()
-    }
     rows = [
-        f"| {threads} | {median(own):.0f} | {ratios[threads]:.2f} |"
+        f"| {threads} | {median(own):.0f} | {median(ratios(rates[1], own)):.2f} |"
         f" {median(of_processor[threads]):.0f} |"
         for threads, own in rates.items()
     ]
     packages = ("Python", "pillow", "numpy", "torch")
-    versions = ", ".join(f"{name} {found['versions'][name]}" for name in packages)
+    shown = found | {"versions": {name: found["versions"][name] for name in packages}}
     busy = (
         "\n**Other work used the cores: a trial. Only the last column is a measurement.**\n"
         if found["load_before"] > 1
         else ""
     )
-    return f"""
+    return fold(f"""
 ## Images
 
-Written by `python tools/bench/bench_data.py --only pictures` on {found["date"]}: \
-{found["machine"]}.
-Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
-{versions}; commit {found["commit"]}.
+{heading(shown, "tools/bench/bench_data.py --only pictures")}; commit {found["commit"]}.
 
-The bench reads {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels and \
-{found["pictures"]["bytes"] / 1000:.0f} KB each from memory.
-The task image_classification turns them into micro-batches of {BATCH}. To do so, it decodes each \
-image, takes a random
-crop of {CROP} x {CROP} pixels, mirrors it and converts it to floats. The figures are medians of \
-{found["rounds"]} rounds.
+The bench reads {PICTURES} JPEG files of {PICTURE[0]} x {PICTURE[1]} pixels and
+    {found["pictures"]["bytes"] / 1000:.0f} KB each from memory.
+The task image_classification turns them into micro-batches of {BATCH}. To do so, it decodes each
+    image, takes a random crop of {CROP} x {CROP} pixels, mirrors it and converts it to floats. The
+    figures are medians of {found["rounds"]} rounds.
 {busy}
 | threads | images / s | ratio to one thread | images / s of one core's time |
 |---|---|---|---|
 {chr(10).join(rows)}
 
-If a step sleeps {STEP * 1000:.0f} ms and then takes 16 images, it waits \
-{median(waited) * 1000:.2f} ms for them (median). The 99th percentile of the wait
-is {quantiles(waited, n=100)[98] * 1000:.2f} ms, {quantiles(waited, n=100)[98] / STEP:.1%} of the \
-step.
-"""
+If a step sleeps {STEP * 1000:.0f} ms and then takes 16 images, it waits {median(waited) * 1000:.2f}
+    ms for them (median). The 99th percentile of the wait is
+    {quantiles(waited, n=100)[98] * 1000:.2f} ms, {quantiles(waited, n=100)[98] / STEP:.1%} of the
+    step.
+""")
 
 
 def throughput_rows(throughput: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Write a row for each kind of files and reader."""
+    """Write a row for each kind of files and each reader."""
     lines = []
     for kind, readers in throughput.items():
         for name in readers:
-            mine = median(readers[name]) / 1e6
+            mine, of_raw = median(readers[name]) / 1e6, median_ratio(readers, name, "raw")
             lines.append(
-                f"| {kind} | {TITLES[name]} | {mine:.1f} | {ratio(readers, name, 'raw'):.3f} |"
-                f" {ratio(readers, 'ours', name):.1f} |"
+                f"| {kind} | {TITLES[name]} | {mine:.1f} | {of_raw:.3f} |"
+                f" {median_ratio(readers, 'ours', name):.1f} |"
             )
     return lines
 
@@ -693,8 +674,8 @@ def verdicts(throughput: dict[str, dict[str, list[float]]]) -> list[str]:
     lines = []
     for name, targets in TARGETS.items():
         for other, kind, least in targets:
-            reached = ratio(throughput[kind], name, other)
-            of_raw = ratio(throughput[kind], "raw", other)
+            reached = median_ratio(throughput[kind], name, other)
+            of_raw = median_ratio(throughput[kind], "raw", other)
             limit = f" (the raw read itself is {of_raw:.1f} x)" if of_raw < least else ""
             lines.append(
                 f"- {kind}: {reached:.2f} x {TITLES[other]}; the target is {least}:"
@@ -717,23 +698,20 @@ def waiting_rows(waits: dict[str, list[float]]) -> list[str]:
 
 def page(found: dict[str, Any]) -> str:
     """Write the result as Markdown."""
-    versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     train = found["differential"]
     low, high = train["interval"]
-    few = "" if found["rounds"] >= ENOUGH_ROUNDS else " **A trial, not a measurement.**"
+    few = "" if found["rounds"] >= ENOUGH_ROUNDS else TRIAL
     tokenised = ", ".join(
         f"{name} {speed / 1e6:.2f}" for name, speed in found["tokenising"].items()
     )
-    return f"""# How fast is the data stream?
+    return fold(f"""# How fast is the data stream?
 
-Written by `python tools/bench/bench_data.py` on {found["date"]}: {found["machine"]}.
-Load average before the start {found["load_before"]:.1f}, at the end {found["load_after"]:.1f}.
-{versions}; commit {found["commit"]}.
+{heading(found, "tools/bench/bench_data.py")}; commit {found["commit"]}.
 
-Every reader reads the same data, once from Arrow and once from Parquet files: {found["rows"]} \
-rows of {SEQ_LEN} tokens in {FILES} files.
-The files are in the page cache, so the disk plays no part. The figures are medians of \
-{found["rounds"]} rounds.{few}
+Every reader reads the same data, once from Arrow and once from Parquet files: {found["rows"]} rows
+    of {SEQ_LEN} tokens in {FILES} files.
+The files are in the page cache, so the disk plays no part. The figures are medians of
+    {found["rounds"]} rounds.{few}
 
 | files | reader | Mtok/s | of raw | ours / this |
 |---|---|---|---|---|
@@ -741,66 +719,39 @@ The files are in the page cache, so the disk plays no part. The figures are medi
 
 {chr(10).join(verdicts(found["throughput"]))}
 
-The readers do not all do the same work, which limits the comparison. The raw read and our reader \
-write 8 bytes a token.
-In this data every row is one piece of a document, so its labels need no additional memory. They \
-share the memory of the
-ids, shifted by one token, and all rows share their positions. Grain reads its rows from memory, \
-whereas the other
-readers read files.
+The readers do not all do the same work, which limits the comparison. The raw read and our reader
+    write 8 bytes a token.
+In this data every row is one piece of a document, so its labels need no additional memory. They
+    share the memory of the ids, shifted by one token, and all rows share their positions. Grain
+    reads its rows from memory, whereas the other readers read files.
 
 Tokenising on one core, in Mtok/s: {tokenised}.
 
 ## How long a step waits
 
-To see whether training waits for data, the bench simulates {found["steps"]} steps. Each step \
-sleeps {STEP * 1000:.0f} ms instead of computing,
-then takes the next global batch of 16 rows from the prefetch thread. The target is that the 99th \
-percentile (p99) of
-this wait is at most 1 % of the step.
+To see whether training waits for data, the bench simulates {found["steps"]} steps. Each step sleeps
+    {STEP * 1000:.0f} ms instead of computing, then takes the next global batch of 16 rows from the
+    prefetch thread. The target is that the 99th percentile (p99) of this wait is at most 1 % of the
+    step.
 
 | data | median, ms | p99, ms | p99 of the step | |
 |---|---|---|---|---|
 {chr(10).join(waiting_rows(found["waits"]))}
 
-To measure the cost of the stream in real training, the quickstart's recipe ran {found["pairs"]} \
-pairs of steps on one rank.
-In each pair, one step reads from the stream and the other uses batches that are already in \
-memory, in random order.
-A step takes {median(train["kept"]) * 1000:.0f} ms from memory, and {train["ratio"]:.4f} times as \
-long from the stream (95 % interval {low:.4f} to {high:.4f}).
-{pictures_section(found)}"""
+To measure the cost of the stream in real training, the quickstart's recipe ran {found["pairs"]}
+    pairs of steps on one rank.
+In each pair, one step reads from the stream and the other uses batches that are already in memory,
+    in random order.
+A step takes {median(train["kept"]) * 1000:.0f} ms from memory, and {train["ratio"]:.4f} times as
+    long from the stream (95 % interval {low:.4f} to {high:.4f}).
+{pictures_section(found)}""")
 
 
 def main() -> None:
     arguments = arguments_of(sys.argv[1:])
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} CPU cores, no accelerator",
-        "versions": (
-            {"Python": platform.python_version()}
-            | {
-                name: version(name)
-                for name in (
-                    "datasets",
-                    "pyarrow",
-                    "torch",
-                    "torchdata",
-                    "grain",
-                    "pillow",
-                    "numpy",
-                )
-            }
-        ),
-        "commit": git.stdout.strip() or "unknown",
-        "load_before": os.getloadavg()[0],
+    packages = ("datasets", "pyarrow", "torch", "torchdata", "grain", "pillow", "numpy")
+    found = software_and_machine(*packages, hardware="no accelerator") | {
+        "load_before": load_average(),
         "rounds": arguments.rounds,
         "rows": arguments.rows,
         "steps": arguments.steps,
@@ -808,25 +759,25 @@ def main() -> None:
     }
     if arguments.only == "pictures":
         found["pictures"] = pictures(arguments.rounds)
-        found["load_after"] = os.getloadavg()[0]
+        found["load_after"] = load_average()
         print(pictures_section(found).strip())
         return
-    # DeepSpeed prints when it compiles
+    # DeepSpeed prints to stdout when it compiles.
     with (
         tempfile.TemporaryDirectory(dir=arguments.folder) as name,
         contextlib.redirect_stdout(sys.stderr),
     ):
         folder = Path(name)
         os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
-        tell(f"writing {arguments.rows} rows to {folder}")
+        say(f"writing {arguments.rows} rows to {folder}")
         files = make_files(folder, arguments.rows)
         found["throughput"] = throughput(files, arguments.rounds)
         found["tokenising"] = tokenising()
-        tell(f"waiting, {arguments.steps} steps of each kind")
+        say(f"waiting, {arguments.steps} steps of each kind")
         found["waits"] = waits(files, arguments.steps)
         found["differential"] = differential(arguments.pairs, folder)
         found["pictures"] = pictures(arguments.rounds)
-    found["load_after"] = os.getloadavg()[0]
+    found["load_after"] = load_average()
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))
     print(page(found))

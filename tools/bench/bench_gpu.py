@@ -17,12 +17,10 @@ rows are packed random tokens. Exit code: 0 if every row passes, else 1.
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import hashlib
 import json
 import math
 import os
-import platform
 import re
 import runpy
 import shutil
@@ -33,20 +31,39 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
+from gpu_models import (
+    LONGEST,
+    LORA,
+    LORA_FLAGS,
+    MEDIAN,
+    MODELS,
+    QWEN,
+    SHORTEST,
+    SPREAD,
+    config_of,
+)
+from harness import (
+    COLUMNS,
+    ROOT,
+    commit,
+    flags,
+    fold,
+    parser_of,
+    ratios,
+    shown_versions,
+    today,
+    versions_of,
+)
 from recipekit import Recipe
 from recipekit.architectures.safetensors_files import read_header
 from recipekit.hosts.ports import free_port
-from recipekit.spec.paths import path_of
-from recipekit.spec.refusal import Problem, Refusal, exit_refused, refuse
+from recipekit.spec.errors import ConfigError, Problem, config_error, exit_with_error
+from recipekit.spec.paths import path_argument
 from recipekit.spec.run_folder import EXPORT, read_metrics
 
 Line = dict[str, Any]  # of metrics.jsonl
@@ -57,49 +74,6 @@ PARTS = {
     "D": "Costs outside matmuls: checkpoints, the loop, the data",
     "E": "The gain of each optimization: 1.3 billion parameters as in B, ZeRO-2",
 }
-QWEN, LORA = "recipes/qwen3_0_6b_zero2.py", "recipes/qwen3_0_6b_lora_zero3.py"
-# What differs from Llama 3.1 8B, whose shape is shipped. With --tiny the last three are shrunk to a
-# tiny Llama.
-MODELS = {
-    "small": (
-        {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": 2,
-        }
-        | {
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-    ),
-    "1b": (
-        {
-            "vocab_size": 50368,
-            "hidden_size": 2048,
-            "intermediate_size": 5504,
-            "num_hidden_layers": 24,
-        }
-        | {
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "tie_word_embeddings": True,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        }
-    ),
-    "3b": {
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 24,
-        "tie_word_embeddings": True,
-    },
-    "8b": {},
-}
 MEASURES = {
     "attention": "attention by documents (`--attention varlen`) instead of a dense mask",
     "loss": "the chunked loss (`--loss chunked`) instead of full logits",
@@ -108,14 +82,15 @@ MEASURES = {
     "compile": "compiled layers and loss (`--compile on`)",
     "overlap": "gradient sums overlap with the backward pass (overlap_comm)",
 }
-NONE_ON = "measures_off"  # the row that the others of part E are compared with
+NONE_ON = "measures_off"  # the row that part E's other rows are compared with
 SAME_LOSS = 5e-3  # relative: bf16 on two devices
 MFU = {"1b": 0.38, "3b": 0.40}
-LORA_TOKENS = 13_000  # a second; AutoModel reaches 12,473 on an H100 with these settings
+LORA_TOKENS = 13_000  # per second; AutoModel reaches 12,473 on an H100 with these settings
 NEAR_PLAN = 0.05  # relative
-# seconds of a save in the background, seconds of a step outside the engine, part of a step
-STALL, OUTSIDE, WAIT = 1.0, 0.005, 0.01
-# Only this flag makes a run deterministic; recipes from before the flag are compared as they are.
+STALL = 1.0  # seconds that a background save may stall training
+OUTSIDE = 0.005  # seconds of a step outside the engine
+WAIT = 0.01  # fraction of a step that may be spent waiting for data
+# Only this flag makes a run deterministic. Recipes from before the flag are compared unchanged.
 DETERMINISTIC = (
     ["--deterministic"]
     if "deterministic" in {item.name for item in dataclasses.fields(Recipe)}
@@ -124,17 +99,15 @@ DETERMINISTIC = (
 
 
 class RowFailed(Exception):
-    """Says in one line why a row has no figures."""
+    """The reason, in one line, why a row has no figures."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Holds what a row measured, in words and numbers, and its bars: (bar, reached or not, None
-    where it does not apply).
-    """
+    """The result of a row."""
 
     measured: str
-    bars: list[tuple[str, bool | None]]
+    bars: list[tuple[str, bool | None]]  # (criterion, reached); None if it does not apply here
     figures: dict[str, Any] = field(default_factory=dict)
 
 
@@ -142,11 +115,11 @@ class Found:
 class Row:
     part: str
     name: str
-    limit: int  # seconds, a first compile of DeepSpeed's ops included
+    limit: int  # seconds, including a first compile of DeepSpeed's ops
     runs: str
     bar: str
     measure: Callable[["Bench", "Row"], Found]
-    needs: tuple[str, ...] = ()  # rows with whose figures this row is compared
+    needs: tuple[str, ...] = ()  # rows that this row is compared with
 
 
 # Running a row
@@ -155,12 +128,12 @@ class Row:
 
 @dataclass
 class Bench:
-    """Holds where the bench works, on what, and its records so far, by the name of the row."""
+    """The bench's folder and the records so far."""
 
     out: Path
     tiny: bool
-    key: dict[str, Any]
-    kept: dict[str, dict[str, Any]]
+    key: dict[str, Any]  # the device, the code and the versions
+    kept: dict[str, dict[str, Any]]  # the records by name of the row
     deadline: float = 0.0  # of the running row
 
     @property
@@ -168,23 +141,16 @@ class Bench:
         return self.out / ("inputs_tiny" if self.tiny else "inputs")
 
     def folder(self, name: str) -> Path:
-        """Makes an empty folder for one run."""
+        """Free the space for one run; return its folder, which does not exist yet."""
         folder = self.out / "runs" / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         return folder
 
     def rows(self, full: tuple[int, int, int], tiny: tuple[int, int, int]) -> list[str]:
-        """Returns the flags for (seq_len, micro_batch, global_batch)."""
-        return flags(
-            dict(
-                zip(
-                    ("seq_len", "micro_batch", "global_batch"),
-                    tiny if self.tiny else full,
-                    strict=True,
-                )
-            )
-        )
+        """Return the flags for (seq_len, micro_batch, global_batch)."""
+        names = ("seq_len", "micro_batch", "global_batch")
+        return flags(dict(zip(names, tiny if self.tiny else full, strict=True)))
 
     def corpus(self) -> list[str]:
         return flags(
@@ -196,7 +162,7 @@ class Bench:
         )
 
     def data(self) -> list[str]:
-        """Returns the flags that every recipe of the bench gets."""
+        """Return the flags that every recipe in the bench receives."""
         return [
             *self.corpus(),
             *flags({"token_cache": "off", "warmup_steps": 0, "eval_every": 0, "save_every": 0}),
@@ -211,9 +177,9 @@ class Bench:
         cpu: bool = False,
         until: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Run a command, on several ranks of one device, to its end or until `until`.
+        """Run a command, on several ranks of one device, to its end or until `until` is True.
 
-        Raise `RowFailed` with the last line of its log.
+        Raise `RowFailed` with the last line of the command's log.
         """
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
         logs = [
@@ -224,7 +190,7 @@ class Bench:
         started: list[subprocess.Popen[Any]] = []
         try:
             for rank, log in enumerate(logs):
-                # LOCAL_RANK 0 for all: the ranks share the device
+                # All ranks have LOCAL_RANK 0, because they share one device.
                 own = env | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
                 started.append(self._start(argv, log, own))
             self._wait(started, logs, until)
@@ -235,7 +201,7 @@ class Bench:
                 process.wait()
 
     def _start(self, argv: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[Any]:
-        """Start one rank in a process group of its own."""
+        """Start one rank in a new process group."""
         with log.open("wb") as output:
             return subprocess.Popen(
                 [sys.executable, *argv],
@@ -253,7 +219,7 @@ class Bench:
         logs: list[Path],
         until: Callable[[], bool],
     ) -> None:
-        """Wait for the end of all ranks, or until `until`. Raise `RowFailed`."""
+        """Wait until all ranks have ended, or until `until` is True. Raise `RowFailed`."""
         while not until():
             codes = [process.poll() for process in started]
             failed = next((rank for rank, code in enumerate(codes) if code), None)
@@ -276,9 +242,9 @@ class Bench:
         cpu: bool = False,
         enough: int = 0,
     ) -> list[Line]:
-        """Trains; returns the lines of metrics.jsonl.
+        """Run a recipe; return the lines of metrics.jsonl.
 
-        After `enough` steps the run is killed, so that nothing large is saved.
+        After `enough` steps the run is killed, so that it does not save a large checkpoint.
         """
         out = self.folder(row.name)
         tool = [str(ROOT / recipe)] if ranks == 1 else [__file__, "--gloo", str(ROOT / recipe)]
@@ -294,9 +260,9 @@ class Bench:
 
 
 def environment(ranks: int, cpu: bool) -> dict[str, str]:
-    """Returns the environment of a job: one device, no network, W&B off.
+    """Return a job's environment: one device, no network, and W&B offline.
 
-    RANK and the like are set for each rank.
+    RANK and the other variables of a rank are removed.
     """
     cache = os.environ.get("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
     visible = "" if cpu else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -317,23 +283,19 @@ def environment(ranks: int, cpu: bool) -> dict[str, str]:
     return os.environ | own | ({"DS_ACCELERATOR": "cpu"} if cpu else {})
 
 
-def flags(values: dict[str, Any]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
 def last_line(log: Path) -> str:
-    """Returns the last line of a log that is no warning of torch at exit."""
+    """Return a log's last line, without the warnings that torch prints at exit."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line and not re.match(r"(\[rank\d+\]:)?\[[WI]\d", line)]
     return lines[-1][-300:] if lines else "(an empty log)"
 
 
 # Part A: is it right?
-# ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def small(bench: Bench) -> list[str]:
-    """Returns the flags of part A: a small model from its published weights."""
+    """Return part A's flags: a small model with its published weights."""
     steps = 8 if bench.tiny else 20
     model = flags(
         {"model": bench.inputs / "small", "init": "pretrained", "steps": steps, "lr": 3e-3}
@@ -342,13 +304,14 @@ def small(bench: Bench) -> list[str]:
 
 
 def numbers(lines: list[Line]) -> list[list[float]]:
-    """Returns [step, loss, gradient norm] of each line."""
+    """Return [step, loss, gradient norm] for each line."""
     return [[line["step"], line["loss"], line["grad_norm"]] for line in lines]
 
 
 def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """Returns the largest relative difference of two runs' losses; infinite unless the runs took
-    the same steps.
+    """Return the largest relative difference between two runs' losses.
+
+    The result is infinity if the runs did not take the same steps.
     """
     if not ours or [line[0] for line in ours] != [line[0] for line in theirs]:
         return math.inf
@@ -356,7 +319,7 @@ def furthest(ours: list[list[float]], theirs: list[list[float]]) -> float:
 
 
 def other_bits(ours: list[list[float]], theirs: list[list[float]]) -> str:
-    """Says where two runs differ in the bits of a loss or a gradient norm; "" if nowhere."""
+    """Return where two runs' losses or gradient norms differ in a bit, or "" if they are equal."""
     if ours == theirs and ours:
         return ""
     step = next((b[0] for a, b in zip(ours, theirs, strict=False) if a != b), None)
@@ -386,8 +349,9 @@ def beside_the_cpu(bench: Bench, row: Row, more: Sequence[str] = (), ranks: int 
 
 
 def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = False) -> Found:
-    """Compares a run with the row zero2, whose bits it should have: the same again, after a stop
-    and a resume, or with other flags.
+    """Compare a run with the row zero2, bit for bit.
+
+    The run is a repetition, a stopped and resumed run (`stop`), or a run with `more` flags.
     """
     argv = [*small(bench), *DETERMINISTIC, *more]
     if stop:
@@ -407,7 +371,7 @@ def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = Fal
 
 
 def exported(bench: Bench, row: Row) -> Found:
-    """Compares the run's export with what the converter makes of its checkpoint."""
+    """Compare a run's export with the files that the converter writes from the run's checkpoint."""
     bench.train(row, QWEN, [*small(bench), "--steps", "4", "--export"])
     run, again = bench.out / "runs" / row.name, bench.folder(f"{row.name}_again")
     bench.run(
@@ -426,7 +390,7 @@ def exported(bench: Bench, row: Row) -> Found:
 
 
 def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """Reads a folder's safetensors files: name -> (dtype, shape, sha256 of the bytes)."""
+    """Read a folder's safetensors files: name -> (dtype, shape, sha256 of the bytes)."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         content, header = path.read_bytes(), read_header(folder, path.name)
@@ -454,8 +418,8 @@ class TimedRun:
 
 
 def speed(bench: Bench, row: Row, run: TimedRun) -> Found:
-    """Time steps of a recipe as it is, after two that warm up, and compare its peak with the
-    prediction of --dry_run.
+    """Time a recipe's steps after two warm-up steps, and compare its peak memory with --dry_run's
+    prediction.
     """
     argv = flags({"model": bench.inputs / run.model, "init": "random", "steps": 1000, "lr": 1e-4})
     argv += [*bench.rows(run.shape, (64, 2, 4)), "--no-export", *run.flags]
@@ -487,7 +451,10 @@ def speed(bench: Bench, row: Row, run: TimedRun) -> Found:
 
 
 def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, bool | None]:
-    """Judges a model's speed by its bar: tokens/s for the adapter on 8B, else MFU."""
+    """Return the criterion for a model's speed and whether it is met.
+
+    The criterion is tokens/s for the adapter on 8B, and MFU otherwise.
+    """
     if model == "8b":
         bar, reached = f"more than {LORA_TOKENS:,} tokens/s", figures["tokens_per_s"] > LORA_TOKENS
     else:
@@ -499,7 +466,9 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
 
 
 def one_measure(bench: Bench, row: Row, on: Sequence[str]) -> Found:
-    """Times the 1.3B model with some measures on and all others off, beside none of them."""
+    """Time the 1.3B model with only the measures `on`, and compare it with the run without any
+    measure.
+    """
     run = TimedRun(QWEN, "1b", (2048, 8, 64), measure_flags(bench.out, on), steps=6)
     found = speed(bench, row, run)
     if not on:
@@ -514,8 +483,9 @@ def one_measure(bench: Bench, row: Row, on: Sequence[str]) -> Found:
 
 
 def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
-    """Returns the flags of a run with these of MEASURES on and the others off; writes its JSON,
-    ds_configs/zero2.json with three settings, to `folder`.
+    """Return the flags of a run with only the measures `on`.
+
+    Its JSON is written to `folder`. It is ds_configs/zero2.json with three settings.
     """
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     config.setdefault("timers", {})["throughput"] = {"enabled": "timer" not in on}
@@ -532,19 +502,21 @@ def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
 
 
 def read_plan(printed: str) -> dict[str, Any]:
-    """Reads what `--dry_run` printed: {"bytes": the most at a time on the accelerator or None,
-    "activations": whether they are counted}.
+    """Read the output of `--dry_run`.
+
+    Return {"bytes": the accelerator's largest prediction or None, "activations": True if
+    activations are counted}.
     """
     counted = re.search(
         r"^memory +predicted activations of a micro-batch: [^\n]*", printed, re.MULTILINE
     )
-    told = counted or re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
+    line = counted or re.search(r"^memory\b[^\n]*\baccelerator\b[^\n]*", printed, re.MULTILINE)
     sizes = (
         [
             float(size) / (1 if unit == "G" else 1024)
-            for size, unit in re.findall(r"([\d.]+) ([GM])iB", told[0])
+            for size, unit in re.findall(r"([\d.]+) ([GM])iB", line[0])
         ]
-        if told
+        if line
         else []
     )
     return {"bytes": max(sizes) * 2**30 if sizes else None, "activations": bool(counted)}
@@ -553,8 +525,10 @@ def read_plan(printed: str) -> dict[str, Any]:
 def beside_plan(
     plan: dict[str, Any], peak: float, applies: bool
 ) -> tuple[str, tuple[str, bool | None]]:
-    """Compares the peak with the plan, and judges it: near a plan of everything, not below a plan
-    of the states alone.
+    """Compare the peak memory with the plan.
+
+    Return the words for the page, and the criterion. The peak must be near a plan with activations,
+    and must not be below a plan without them.
     """
     measured = f"peak {peak / 2**30:.2f} GiB"
     if plan["bytes"] is None:
@@ -573,8 +547,9 @@ def beside_plan(
 
 
 def beside_trainer(bench: Bench, row: Row) -> Found:
-    """Times blocks of our loop and of Trainer in turn, in one process: the same model, rows and
-    JSON.
+    """Time blocks of our loop and of Trainer in turn, in one process.
+
+    Both use the same model, rows and JSON.
     """
     folder = bench.folder(row.name)
     folder.mkdir()
@@ -600,9 +575,7 @@ def beside_trainer(bench: Bench, row: Row) -> Found:
         report["tokens_per_step"] * report["steps_per_block"] / median(report["seconds"][loop])
         for loop in ("ours", "trainer")
     )
-    ratio = median(
-        b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["trainer"], strict=True)
-    )
+    ratio = median(ratios(report["seconds"]["ours"], report["seconds"]["trainer"]))
     words = (
         f"{ours:,.0f} tokens/s beside {theirs:,.0f} of Trainer, ratio {ratio:.3f} in"
         f" {report['pairs']} pairs; the same losses to 1 %"
@@ -610,8 +583,8 @@ def beside_trainer(bench: Bench, row: Row) -> Found:
     return Found(words, [], {"report": report, "ratio": ratio})
 
 
-# Part D: what is not a matmul
-# ---------------------------------------------------------------------------------------
+# Part D: costs outside matmuls
+# --------------------------------------------------------------------------------------------------
 
 
 def loop_costs(bench: Bench, row: Row) -> Found:
@@ -635,9 +608,7 @@ def loop_costs(bench: Bench, row: Row) -> Found:
     bench.run(row.name, [str(ROOT / "tools" / "bench" / "bench_loop.py"), *argv])
     report = json.loads((folder / "report.json").read_text())
     outside, wait = report["outside"]["ours"]["outside_s"], report["data_wait_s"] / report["step_s"]
-    ratio = median(
-        b / a for a, b in zip(report["seconds"]["ours"], report["seconds"]["bare"], strict=True)
-    )
+    ratio = median(ratios(report["seconds"]["ours"], report["seconds"]["bare"]))
     words = (
         f"{1000 * outside:.2f} ms of a step of {1000 * report['step_s']:.1f} ms outside the engine,"
         f" {wait:.2%} of it waiting for data"
@@ -689,24 +660,18 @@ def stall_of_a_save(bench: Bench, row: Row) -> Found:
 # The rows
 # --------------------------------------------------------------------------------------------------
 
-BESIDE = f"losses within {SAME_LOSS:g} of the CPU's"
+NEAR_CPU = f"losses within {SAME_LOSS:g} of the CPU's"
 SAME = "the same bits"
 FAST = "MFU of {:.0%}; peak beside the plan"
-LORA_FLAGS = [
-    "--task",
-    "pretrain",
-    "--deepspeed_config",
-    "zero2.json",
-    "--no-activation_checkpointing",
-]
 
 
 def one_device(name: str, runs: str, *more: str) -> Row:
-    """Makes a row of part A: a ZeRO stage by the name of its JSON. A JSON with offload may first
-    compile CPU Adam.
+    """Return a row of part A: a ZeRO stage, identified by the name of its JSON.
+
+    A run whose JSON uses offload may first compile CPU Adam.
     """
     measure = partial(beside_the_cpu, more=["--deepspeed_config", f"{name}.json", *more])
-    return Row("A", name, 200 if name.endswith("cpu") else 90, runs, BESIDE, measure, ("cpu",))
+    return Row("A", name, 200 if name.endswith("cpu") else 90, runs, NEAR_CPU, measure, ("cpu",))
 
 
 def two_ranks(name: str, runs: str, *more: str) -> Row:
@@ -715,7 +680,7 @@ def two_ranks(name: str, runs: str, *more: str) -> Row:
         name,
         120,
         f"{runs}; two ranks",
-        BESIDE,
+        NEAR_CPU,
         partial(beside_the_cpu, more=more, ranks=2),
         ("cpu",),
     )
@@ -834,13 +799,15 @@ ROWS = [
 BY_NAME = {row.name: row for row in ROWS}
 
 
-# What is kept
+# The records
 # --------------------------------------------------------------------------------------------------
 
 
 def kept_rows(file: Path, key: dict[str, Any], any_code: bool = False) -> dict[str, dict[str, Any]]:
-    """Reads the newest record of each row with this key, or with another code, too; torn lines and
-    lines with another key count for nothing.
+    """Return the newest record of each row with this key.
+
+    With `any_code`, the key may belong to different code. Torn lines and lines with other keys are
+    ignored.
     """
     found: dict[str, dict[str, Any]] = {}
     for record in records(file):
@@ -858,7 +825,7 @@ def records(file: Path) -> list[dict[str, Any]]:
 
 
 def keep(file: Path, record: dict[str, Any]) -> None:
-    """Adds a line, also behind a line that a kill has torn."""
+    """Add a line, even after a line that a kill has torn."""
     torn = file.exists() and not file.read_bytes().endswith(b"\n") and file.stat().st_size > 0
     with file.open("a") as stream:
         stream.write(("\n" if torn else "") + json.dumps(record) + "\n")
@@ -867,7 +834,7 @@ def keep(file: Path, record: dict[str, Any]) -> None:
 
 
 def verdict(found: Found) -> tuple[str, str]:
-    """Returns (pass or fail, the bars that were missed or do not apply)."""
+    """Return "pass" or "fail", and the criteria that were missed or do not apply."""
     missed = [bar for bar, reached in found.bars if reached is False]
     open_bars = [bar for bar, reached in found.bars if reached is None]
     said = [f"missed: {bar}" for bar in missed] + [f"no bar here: {bar}" for bar in open_bars]
@@ -877,8 +844,10 @@ def verdict(found: Found) -> tuple[str, str]:
 def chosen(
     parts: Sequence[str], names: Sequence[str], kept: dict[str, dict[str, Any]]
 ) -> list[Row]:
-    """Returns the rows to run, in their order: the rows asked for, and unmeasured rows with which
-    these are compared.
+    """Return the rows to run, in order.
+
+    These are the chosen rows, and the rows that they are compared with and that have no figures
+    yet.
     """
     wanted = {row.name for row in ROWS if (row.name in names if names else row.part in parts)}
     missing = {need for name in wanted for need in needed(name) if not done(kept.get(need))}
@@ -890,14 +859,14 @@ def needed(name: str) -> set[str]:
 
 
 def done(record: dict[str, Any] | None) -> bool:
-    """Returns True for a row that has its figures, whether it reached its bar or not; a row that
-    broke is run again.
+    """Return True if a row has its figures, even if it missed its criterion; a broken row runs
+    again.
     """
     return record is not None and record["status"] != "broke"
 
 
 def code_digest() -> str:
-    """Digests the code that the rows run, committed or not."""
+    """Return a digest of the code that the rows run, including uncommitted code."""
     files = [
         *(ROOT / "recipes").rglob("*.py"),
         *(ROOT / "recipes").rglob("*.json"),
@@ -909,6 +878,8 @@ def code_digest() -> str:
             "bench/bench_gpu.py",
             "bench/bench_loop.py",
             "bench/bench_checkpoint.py",
+            "bench/gpu_models.py",
+            "bench/harness.py",
             "convert_checkpoint.py",
         )
     ]
@@ -964,7 +935,7 @@ def main(argv: list[str]) -> int:
             )
         )
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
     file = arguments.out.resolve() / "rows.jsonl"
     if arguments.no_run:
         last = next(reversed(records(file)), None)
@@ -978,11 +949,7 @@ def main(argv: list[str]) -> int:
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--parts",
         nargs="+",
@@ -1004,7 +971,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
-        type=path_of,
+        type=path_argument,
         default=Path("runs/bench_gpu"),
         metavar="PATH",
         help="Folder for runs, logs and the results in rows.jsonl. (default: %(default)s)",
@@ -1029,7 +996,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--page",
-        type=path_of,
+        type=path_argument,
         metavar="FILE.md",
         help="Write the stored results as a page to this Markdown file. (default: no page)",
     )
@@ -1050,7 +1017,7 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Run the missing rows; return (the rows of this device, code and versions, exit code)."""
+    """Measure the missing rows; return (the rows of this device, code and versions, exit code)."""
     bench = Bench(file.parent, arguments.tiny, {}, {}, time.monotonic() + 300)
     prepare_inputs(bench)
     bench.key = json.loads((bench.inputs / "machine.json").read_text()) | {
@@ -1076,7 +1043,7 @@ def measure(arguments: argparse.Namespace, file: Path) -> tuple[dict[str, dict[s
 
 
 def prepare_inputs(bench: Bench) -> None:
-    """Write the models and the data in a process of its own; exit with its log if that fails."""
+    """Write the models and the data in a separate process; if that fails, exit with its log."""
     tiny = ["--tiny"] if bench.tiny else []
     try:
         bench.run("prepare", [__file__, "--prepare", str(bench.inputs), *tiny])
@@ -1086,8 +1053,8 @@ def prepare_inputs(bench: Bench) -> None:
 
 
 def run_part(bench: Bench, rows: list[Row], seconds: float, file: Path) -> None:
-    """Run the rows of a part that have no figures yet, as long as its time lasts; keep the records
-    in `file`.
+    """Run a part's rows that have no figures yet, as long as time remains; store the records in
+    `file`.
     """
     began = time.monotonic()
     for row in rows:
@@ -1095,7 +1062,7 @@ def run_part(bench: Bench, rows: list[Row], seconds: float, file: Path) -> None:
             show(bench.kept[row.name], kept=True)
             continue
 
-        # The first row of a part always runs.
+        # A part's first row always runs.
         left = began + seconds - time.monotonic()
         if left < row.limit and time.monotonic() - began > 1:
             print(
@@ -1111,7 +1078,7 @@ def run_part(bench: Bench, rows: list[Row], seconds: float, file: Path) -> None:
 
 
 def run_row(bench: Bench, row: Row) -> dict[str, Any]:
-    """Runs one row; returns its record. An error breaks the row, not the bench."""
+    """Run one row; return its record. An error ends the row, but not the bench."""
     began = time.monotonic()
     bench.deadline = began + row.limit
     status, measured, bars, figures = "broke", "", "", {}
@@ -1122,12 +1089,12 @@ def run_row(bench: Bench, row: Row) -> dict[str, Any]:
         found = row.measure(bench, row)
         measured, figures = found.measured, found.figures
         status, bars = verdict(found)
-    except Exception as error:  # whatever the error, the other rows have their turn
+    except Exception as error:  # the other rows still run after an error of any kind
         measured = (
             str(error) if isinstance(error, RowFailed) else f"{type(error).__name__}: {error}"
         )
     seconds = round(time.monotonic() - began, 1)
-    told = {
+    record = {
         "row": row.name,
         "part": row.part,
         "status": status,
@@ -1135,8 +1102,8 @@ def run_row(bench: Bench, row: Row) -> dict[str, Any]:
         "measured": measured,
         "bars": bars,
     }
-    return told | {
-        "date": datetime.date.today().isoformat(),
+    return record | {
+        "date": today(),
         "commit": commit(),
         "key": bench.key,
         "figures": figures,
@@ -1153,23 +1120,12 @@ def show(record: dict[str, Any], kept: bool = False) -> None:
     )
 
 
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    return found or "unknown"
-
-
 # The page
 # --------------------------------------------------------------------------------------------------
 
 
 def page(kept: dict[str, dict[str, Any]]) -> str:
-    """Writes the kept records as Markdown; a row without figures is named as one."""
+    """Write the records as Markdown; a row without figures is shown as "not measured"."""
     measured = [record for record in kept.values() if done(record)]
     codes, tables = {record["key"]["code"] for record in kept.values()}, []
     for part, title in PARTS.items():
@@ -1184,7 +1140,7 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
                 bars = f" ({record['bars']})" if record["bars"] else ""
                 bars += f" [code {record['key']['code']}]" if len(codes) > 1 else ""
                 found += wrap(
-                    f"- {row.name}: {record['measured']}{bars}", 120, subsequent_indent="  "
+                    f"- {row.name}: {record['measured']}{bars}", COLUMNS, subsequent_indent="  "
                 )
         head = "| row | what runs | bar | result |\n|---|---|---|---|"
         tables.append(
@@ -1194,56 +1150,45 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
         )
     return f"""# Are the recipes right and fast on one GPU?
 
-{heading(kept, len(measured))}
+{heading_of(kept, len(measured))}
 
 {chr(10).join(tables)}
-- **A** shows whether training on the device is right: it compares losses on the device with \
-losses on the CPU, as
-  relative differences. The model has two layers, published weights and bf16. "The same bits" \
-means that every loss and
-  gradient norm is equal bit for bit. The rows with two ranks run both ranks on one GPU. Because \
-NCCL before 2.30
-  refuses this, they use gloo with tensors on the device.
-- **B and C** measure speed and memory. They use the recipe's own loop and JSON, random weights, \
-and packed documents of
-  random tokens (median 545). Times are medians of the steps after the second. The peak is the \
-largest `peak_mem_bytes`,
-  and the plan is the figure of `--dry_run`. If a plan counts activations, the peak must be within \
-{NEAR_PLAN:.0%} of it.
-  Otherwise the peak must not be below the plan. Each run is killed after its last timed step, so \
-it saves no
-  checkpoint.
-- **D** measures the time that training spends outside computation, by running \
-[bench_loop.py](bench_loop.py) and
-  [bench_checkpoint.py](bench_checkpoint.py) with larger models. On a GPU, the pass that times \
-engine calls waits for
-  the device after each call, so the milliseconds outside the engine are time that no computation \
-hides.
-- **E** shows the gain of each optimization: it runs the model and rows of B with no optimization, \
-with each one alone,
-  and with all of them. `--parts E` measures these rows side by side. On one GPU nothing is summed \
-over ranks, so
-  overlap_comm can only cost time there.
+{WORDS}"""
+
+
+WORDS = fold(f"""- **A** shows whether training on the device is right: it compares losses on the
+  device with losses on the CPU, as relative differences. The model has two layers, published
+  weights and bf16. "The same bits" means that every loss and gradient norm is equal bit for bit.
+  The rows with two ranks run both ranks on one GPU. Because NCCL before 2.30 refuses this, they use
+  gloo with tensors on the device.
+- **B and C** measure speed and memory. They use the recipe's own loop and JSON, random weights, and
+  packed documents of random tokens (median 545). Times are medians of the steps after the second.
+  The peak is the largest `peak_mem_bytes`, and the plan is the figure of `--dry_run`. If a plan
+  counts activations, the peak must be within {NEAR_PLAN:.0%} of it. Otherwise the peak must not be
+  below the plan. Each run is killed after its last timed step, so it saves no checkpoint.
+- **D** measures the time that training spends outside computation, by running
+  [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models.
+  On a GPU, the pass that times engine calls waits for the device after each call, so the
+  milliseconds outside the engine are time that no computation hides.
+- **E** shows the gain of each optimization: it runs the model and rows of B with no optimization,
+  with each one alone, and with all of them. `--parts E` measures these rows side by side. On one
+  GPU nothing is summed over ranks, so overlap_comm can only cost time there.
 - [roofline.md](roofline.md) has the upper bounds of an H100 for the rows 1b, 3b_4096 and 8b_lora.
-"""
+""")
 
 
-def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
+def heading_of(kept: dict[str, dict[str, Any]], measured: int) -> str:
     if not kept:
-        today = datetime.date.today().isoformat()
         return (
             "Written by `python tools/bench/bench_gpu.py --no-run --page tools/bench/bench_gpu.md`"
-            f" on {today}:\nno GPU was available, nothing is measured yet."
+            f" on {today()}:\nno GPU was available, nothing is measured yet."
         )
     key = next(iter(kept.values()))["key"]
     dates, commits = (
         sorted({record[name] for record in kept.values()}) for name in ("date", "commit")
     )
-    versions = ", ".join(
-        f"{name} {key[name]}"
-        for name in ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers")
-        if key.get(name)
-    )
+    packages = ("driver", "Python", "torch", "cuda", "nccl", "deepspeed", "transformers")
+    versions = shown_versions({name: key[name] for name in packages if key.get(name)})
     passed = sum(record["status"] == "pass" for record in kept.values())
     tiny = (
         " **Tiny shapes: a trial that every row runs. Its figures say nothing about a GPU.**"
@@ -1251,21 +1196,22 @@ def heading(kept: dict[str, dict[str, Any]], measured: int) -> str:
         else ""
     )
     when = " and ".join(dict.fromkeys((dates[0], dates[-1])))
-    return f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
+    return fold(f"""Written by `python tools/bench/bench_gpu.py` on {when}: {key["device"]}.
 Versions: {versions}.
-Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed} \
-pass.{tiny}
-A row is one job of the bench, such as a short training run. The bar of a row is the target that \
-it must reach to pass."""
+Measured at commit {", ".join(commits)}. {measured} of {len(ROWS)} rows measured, {passed}
+    pass.{tiny}
+A row is one job of the bench, such as a short training run. The bar of a row is the target that it
+    must reach to pass.""")
 
 
-# Processes of their own
-# ---------------------------------------------------------------------------------------------
+# Separate processes
+# --------------------------------------------------------------------------------------------------
 
 
 def on_gloo(argv: list[str]) -> int:
-    """Runs a recipe whose ranks talk over gloo, also with a GPU's tensors: NCCL before 2.30 refuses
-    two ranks on one GPU.
+    """Run a recipe whose ranks communicate over gloo, even for tensors on a GPU.
+
+    NCCL before 2.30 rejects two ranks on one GPU.
     """
     from recipekit.runtime.stopping import start_launcher_watch
 
@@ -1276,7 +1222,7 @@ def on_gloo(argv: list[str]) -> int:
     accelerator._communication_backend_name = "gloo"
     import torch
 
-    # DeepSpeed would bind it to the GPU, and torch then split it as only NCCL can
+    # DeepSpeed would bind the group to the GPU. torch would then split the group, which needs NCCL.
     torch.distributed.init_process_group("gloo")
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
@@ -1284,15 +1230,15 @@ def on_gloo(argv: list[str]) -> int:
 
 
 def prepare(folder: Path, tiny: bool) -> int:
-    """Writes a description of the machine, and the models, the tokenizer and the rows of packed
-    random tokens that the bench trains on.
+    """Write a description of the machine, and create the models, the tokenizer and the packed
+    random rows that the bench uses.
     """
     import torch
     import torch.cuda.nccl
 
     cuda = torch.cuda.is_available()
     if not cuda and not tiny:
-        raise refuse(
+        raise config_error(
             "the device",
             "torch sees no GPU here",
             "use --tiny for a trial, or see what tools/doctor.py says of the driver",
@@ -1308,8 +1254,7 @@ def prepare(folder: Path, tiny: bool) -> int:
     machine = {
         "device": torch.cuda.get_device_name(0) if cuda else f"no GPU, {os.cpu_count()} CPU cores",
         "driver": driver or None,
-        "Python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "deepspeed", "transformers")},
+        **versions_of("torch", "deepspeed", "transformers"),
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
     }
@@ -1328,27 +1273,25 @@ def make_inputs(folder: Path, tiny: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
-    from recipekit.architectures.lookup import model_config
     from recipekit.architectures.shrink import shrink
     from recipekit.data.processors import byte_tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    llama = model_config("meta-llama/Llama-3.1-8B")
-    assert llama is not None, "shipped"
-    for name, differs in MODELS.items():
-        config = llama | differs
+    for name in MODELS:
+        config = config_of(name)
+        # With --tiny, the large models are replaced by a tiny Llama.
+        if tiny and name != "small":
+            config = shrink(config, MODELS["small"]["vocab_size"])
         (folder / name).mkdir(exist_ok=True)
-        text = json.dumps(
-            shrink(config, MODELS["small"]["vocab_size"]) if tiny and name != "small" else config
-        )
-        (folder / name / "config.json").write_text(text)
+        (folder / name / "config.json").write_text(json.dumps(config))
+
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "small"))
     model.to(torch.bfloat16).save_pretrained(folder / "small")
     byte_tokenizer().save_pretrained(folder / "tokenizer")
     random = np.random.default_rng(0)
-    # like text from the web
-    lengths = np.clip(random.lognormal(6.3, 1.0, 500 if tiny else 5000).astype(int), 16, 16000)
+    lengths = random.lognormal(MEDIAN, SPREAD, 500 if tiny else 5000).astype(int)
+    lengths = np.clip(lengths, SHORTEST, LONGEST)
     ids = pa.array([random.integers(0, 250, length, dtype=np.int32) for length in lengths])
     pq.write_table(pa.table({"input_ids": ids}), folder / "rows.parquet", row_group_size=1000)
 
@@ -1356,5 +1299,5 @@ def make_inputs(folder: Path, tiny: bool) -> None:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except Refusal as refusal:
-        exit_refused(refusal)
+    except ConfigError as refusal:
+        exit_with_error(refusal)

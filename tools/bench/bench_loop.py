@@ -12,15 +12,10 @@ listed here go to the recipe.
 """
 
 import argparse
-import datetime
 import functools
 import itertools
 import json
 import os
-import platform
-import random
-import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,24 +23,39 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
+from harness import (
+    ENOUGH_PAIRS,
+    add_blocks,
+    add_json,
+    alternate,
+    block_seconds,
+    bootstrap_interval,
+    build,
+    deepspeed_command,
+    engine_of,
+    fold,
+    heading,
+    job_environment,
+    load_average,
+    model_and_batch,
+    own_command,
+    parser_of,
+    ratios,
+    report_of_ranks,
+    run_rank,
+    software_and_machine,
+)
 from recipekit import Recipe
-from recipekit.dslint.json_file import load as load_json
-from recipekit.hosts import op_cache
-from recipekit.hosts.ports import free_port
-from recipekit.plan import Plan, make_plan
-from recipekit.spec.command import Command, parse
+from recipekit.dslint.json_file import load_ds_config as load_json
+from recipekit.plan import RunPlan, resolve_run
+from recipekit.spec.command import RunCommand, parse
+from recipekit.spec.errors import ConfigError, Problem, config_error, exit_with_error
 from recipekit.spec.mesh import fit_batch
-from recipekit.spec.paths import path_of
-from recipekit.spec.refusal import Problem, Refusal, exit_refused, refuse
 from recipekit.spec.run_folder import read_metrics
 
 MicroBatch = dict[str, Any]  # of tensors
@@ -66,11 +76,11 @@ RECIPE = Recipe(
     micro_batch=4,
     global_batch=16,
     lr=5e-4,
-    schedule="constant",  # as the bare and the accelerate loop run a JSON without a scheduler block
+    schedule="constant",  # as in the bare loop and the accelerate loop
     beta2=0.999,  # torch's default, which the other libraries keep
 )
-# Fields of the recipe that a user may change. The bench sets the others, or they would not reach
-# the other three loops.
+# Recipe fields that a user may change. The other fields would not reach the other three loops, so
+# the bench sets them.
 OPEN = frozenset(
     {
         "model",
@@ -93,43 +103,22 @@ OPEN = frozenset(
         "wandb",
     }
 )
-# steps of each loop before the first pair; after them the four models must have learned the same
+# Steps of each loop before the first pair. After these steps the four models must have learned the
+# same.
 WARM_UP = 8
-# relative: bf16 rounding, and a token mean over the batch beside a mean of micro-batch means
+# Maximum relative difference between two losses. The loops round in bf16. One loop averages over
+# the batch's tokens, while the others average the means of micro-batches.
 SAME_LOSS = 0.01
-PREPARED = 16  # global batches made beforehand for the other three loops, taken round and round
+PREPARED = 16  # global batches that the other three loops repeat in a cycle
 TIMED_BLOCKS = 6  # blocks of each loop in the pass that times engine calls
-QUIET = 0.002  # seconds without work of any thread after which a block counts as ended
-RESAMPLES = 10_000
-ENOUGH_PAIRS = 30
+QUIET = 0.002  # seconds in which no thread works, after which a block counts as finished
 TARGET = 0.98  # of the bare loop's tokens/s
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        default=40,
-        metavar="N",
-        help=(
-            f"Number of blocks of each loop. A measurement needs at least {ENOUGH_PAIRS}. (default:"
-            " %(default)s)"
-        ),
-    )
-    parser.add_argument(
-        "--steps-per-block",
-        "--steps_per_block",
-        type=int,
-        default=3,
-        metavar="N",
-        help="Optimizer steps per block. (default: %(default)s)",
-    )
+    """Parse the bench's own flags; return them and the remaining flags, which the recipe reads."""
+    parser = parser_of(__doc__)
+    add_blocks(parser, "loop")
     others = [loop for loop in LOOPS if loop != "ours"]
     parser.add_argument(
         "--loops",
@@ -138,20 +127,15 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         default=others,
         help="Training loops to compare with recipekit's. (default: all)",
     )
-    parser.add_argument(
-        "--json",
-        type=path_of,
-        metavar="OUT",
-        help="JSON file to which all measurements are written as well. (default: none)",
-    )
-    # where the ranks leave their report
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    add_json(parser)
     return parser.parse_known_args(argv)
 
 
-def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, out: Path) -> Plan:
-    """Makes the plan that all four loops follow. Raises one `Refusal` with every problem."""
-    command: Command = parse(RECIPE, Path(__file__), recipe_argv)
+def planned(
+    arguments: argparse.Namespace, recipe_argv: list[str], world: int, out: Path
+) -> RunPlan:
+    """Create the plan for all four loops. Raise one `ConfigError` that lists every problem."""
+    command: RunCommand = parse(RECIPE, Path(__file__), recipe_argv)
     problems: list[Problem] = []
     for name, value in (
         ("--pairs", arguments.pairs),
@@ -180,8 +164,8 @@ def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, o
             )
         )
     if problems:
-        raise Refusal(problems)
-    # the last step is never reached: it would save
+        raise ConfigError(problems)
+    # The last step would save a checkpoint, so the run never reaches it.
     steps = 1 + WARM_UP + (arguments.pairs + TIMED_BLOCKS) * arguments.steps_per_block + 1
     micro_batch, global_batch = fit_batch(
         world, command.recipe.micro_batch, command.recipe.global_batch, command.typed
@@ -194,9 +178,9 @@ def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, o
         "micro_batch": micro_batch,
         "global_batch": global_batch,
     }
-    plan = make_plan(replace(command, recipe=replace(command.recipe, **own), world=world))
+    plan = resolve_run(replace(command, recipe=replace(command.recipe, **own), world=world))
     if plan.mesh.dp != world or "scheduler" in plan.ds_config:
-        raise refuse(
+        raise config_error(
             str(plan.ds_path),
             "sets a layout or a schedule, which the four loops would not follow alike",
             "give a JSON without it",
@@ -211,84 +195,38 @@ def planned(arguments: argparse.Namespace, recipe_argv: list[str], world: int, o
 def main() -> int:
     arguments, recipe_argv = arguments_of(sys.argv[1:])
     if arguments.folder:
-        return rank_main(arguments, recipe_argv)
+        run_rank(
+            functools.partial(measure, arguments, recipe_argv), arguments.folder / "report.json"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The threads of four engines and of the paused loops sometimes abort the interpreter's
+        # normal exit.
+        os._exit(0)
     import torch
 
     ranks = torch.cuda.device_count() or 2
     with tempfile.TemporaryDirectory(prefix="bench_loop_") as folder:
         try:
             planned(arguments, recipe_argv, ranks, Path(folder) / "run")
-        except Refusal as refusal:
-            exit_refused(refusal)
-        load = os.getloadavg()[0]
-        deepspeed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
-        if deepspeed is None:
-            print(
-                "the deepspeed command is not installed beside this Python. Run make setup",
-                file=sys.stderr,
-            )
-            return 1
-        command = [
-            deepspeed,
-            "--num_gpus",
-            str(ranks),
-            "--master_port",
-            str(free_port()),
-            __file__,
-            "--folder",
-            folder,
-            *sys.argv[1:],
-        ]
-        code = subprocess.run(command, env=environment(), stdout=sys.stderr, check=False).returncode
-        report_file = Path(folder) / "report.json"
-        if code or not report_file.exists():
-            print(f"the bench ended with exit code {code}. Its messages are above", file=sys.stderr)
-            return 1
-        report = json.loads(report_file.read_text()) | {
-            "load_before": load,
-            "load_after": os.getloadavg()[0],
-        }
+        except ConfigError as error:
+            exit_with_error(error)
+        load = load_average()
+        command = deepspeed_command(ranks, __file__, "--folder", folder, *sys.argv[1:])
+        environment = job_environment(WANDB_MODE="offline")
+        report = report_of_ranks(command, Path(folder) / "report.json", environment)
+    if report is None:
+        return 1
+    report |= {"load_before": load, "load_after": load_average()}
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1))
     print(page(report), end="")
     return 0
 
 
-def environment() -> dict[str, str]:
-    """Returns the ranks' environment: one thread per rank, the recipes' compiled ops, and W&B on
-    this machine only.
-    """
-    import torch
-
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
-        "WANDB_MODE": "offline",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return os.environ | own | ({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"})
-
-
-def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Returns (median, low, high): the 95 % interval of the median by bootstrap over the pairs, the
-    same at every call.
-    """
-    import numpy as np
-
-    values = np.asarray(ratios)
-    picked = np.random.default_rng(0).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.quantile(np.median(values[picked], axis=1), [0.025, 0.975])
-    return float(np.median(values)), float(low), float(high)
-
-
-def ratios(report: dict[str, Any], other: str) -> list[float]:
-    """Returns the ratios of our loop's tokens/s to another's, pair by pair; both took the same
-    tokens.
-    """
-    return [
-        theirs / ours
-        for ours, theirs in zip(report["seconds"]["ours"], report["seconds"][other], strict=True)
-    ]
+def interval_beside(report: dict[str, Any], other: str) -> tuple[float, float, float]:
+    """Return (median, low, high) of our loop's tokens/s divided by a second loop's, by pair."""
+    return bootstrap_interval(ratios(report["seconds"]["ours"], report["seconds"][other]))
 
 
 def table_rows(report: dict[str, Any]) -> list[str]:
@@ -301,7 +239,7 @@ def table_rows(report: dict[str, Any]) -> list[str]:
         seconds = float(np.median(report["seconds"][loop])) / steps
         ratio = "1"
         if loop != "ours":
-            ratio = "{:.4f} ({:.4f} to {:.4f})".format(*interval(ratios(report, loop)))
+            ratio = "{:.4f} ({:.4f} to {:.4f})".format(*interval_beside(report, loop))
 
         outside = 1000 * report["outside"][loop]["outside_s"]
         waited = 1000 * report["outside"][loop]["collectives_s"]
@@ -313,16 +251,16 @@ def table_rows(report: dict[str, Any]) -> list[str]:
 
 
 def verdicts(report: dict[str, Any]) -> list[str]:
-    """Compare the intervals with the targets, for the loops that were chosen."""
+    """Compare the intervals with the targets, for the chosen loops."""
     found = []
     if "bare" in report["seconds"]:
-        _, low, high = interval(ratios(report, "bare"))
+        _, low, high = interval_beside(report, "bare")
         found.append(
             f"the interval against the bare loop, {low:.4f} to {high:.4f},"
             f" {'reaches' if high >= TARGET else 'does NOT reach'} {TARGET}"
         )
     if "trainer" in report["seconds"]:
-        _, low, _ = interval(ratios(report, "trainer"))
+        _, low, _ = interval_beside(report, "trainer")
         found.append(
             f"the interval against `Trainer`, from {low:.4f} on, {'is' if low > 1 else 'is NOT'}"
             " above 1"
@@ -334,87 +272,73 @@ def page(report: dict[str, Any]) -> str:
     """Write the result as Markdown."""
     steps = report["steps_per_block"]
     blocks = f"one block of {steps} optimizer step{'s' if steps != 1 else ''}"
-    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     waited = f"{1000 * report['data_wait_s']:.2f} ms of a step for data"
     losses = ", ".join(f"{loss:.4f} ({loop})" for loop, loss in report["losses"].items())
     few = ""
     if report["pairs"] < ENOUGH_PAIRS:
         few = f" **Fewer than {ENOUGH_PAIRS} pairs: a trial, not a measurement.**"
 
-    return f"""# How fast is the training loop, compared with three others?
+    return fold(f"""# How fast is the training loop, compared with three others?
 
-Written by `python {report["command"]}`
-on {report["date"]}: {report["machine"]}.
-Load average before the start {report["load_before"]:.1f}, at the end {report["load_after"]:.1f}.
-{versions}; commit {report["commit"]}.
+{heading(report, report["command"], chr(10))}; commit {report["commit"]}.
 
 Every loop trains {report["model"]} on {report["ranks"]} ranks with `{report["ds_config"]}`.
-A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in \
-micro-batches of {report["micro_batch"]}.
+A step trains on {report["global_batch"]} rows (sequences) of {report["seq_len"]} tokens, in
+    micro-batches of {report["micro_batch"]}.
 Because the speed of the host varies, the loops take turns. The bench ran {report["pairs"]} pairs.
 In a pair, every loop runs {blocks}, in random order.{few}
 
-| loop | tokens/s | ms per step | ours / this loop (95 % interval) | ms per step outside the \
-engine |
+| loop | tokens/s | ms per step | ours / this loop (95 % interval) |
+    ms per step outside the engine |
 |---|---|---|---|---|
 {chr(10).join(table_rows(report))}
 
 Target: {("; " + chr(10)).join(verdicts(report)) or "none for the loops that were chosen"}.
 
-For each pair, the bench divides the tokens/s of our loop by the tokens/s of the other loop. The \
-ratio in the table is
-the median over the pairs, so a ratio above 1 means that our loop is faster. The last column shows \
-how much of a step is
-spent outside the engine's calls: first the loop's own work, then the collectives.
+For each pair, the bench divides the tokens/s of our loop by the tokens/s of the other loop. The
+    ratio in the table is the median over the pairs, so a ratio above 1 means that our loop is
+    faster. The last column shows how much of a step is spent outside the engine's calls: first the
+    loop's own work, then the collectives.
 
 Our loop waited {waited}, {report["data_wait_s"] / report["step_s"]:.2%} of it.
-To check that all loops train alike, the bench compared their losses after {WARM_UP + 1} steps on \
-the same rows:
+To check that all loops train alike, the bench compared their losses after {WARM_UP + 1} steps on
+    the same rows:
 {losses}.
 
-{what_counts(report["wandb"])}"""
+{what_counts(report["wandb"])}""")
 
 
 def what_counts(wandb: str) -> str:
-    """Explain which work the time of a block includes; `wandb`: the mode of our loop."""
+    """Explain which work a block's time includes; `wandb` is the W&B mode of our loop."""
     recorded = "without W&B, as in the other three"
     if wandb != "off":
         recorded = f"with W&B ({wandb}; its process runs during all four loops)"
 
     return f"""The time of a block includes:
 
-- **ours:** `recipekit.train.loop` as a recipe runs it, {recorded}.
-  Its time includes its own stream, with the thread that tokenises and packs ahead, and the copy \
-to the device. It also
-  includes the learning rate of the step, the two all-reduces of the loss and the token count, the \
-gradient norm,
-  `metrics.jsonl` and the progress line. A block ends when its threads have finished. Start-up, \
-evaluation and
-  checkpoints are excluded.
-- **bare:** forward, backward and step of micro-batches that are already on the device. In each \
-step, rank 0 also calls
-  `.item()` on the loss. This loop neither reads data nor records anything.
-- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, but does not \
-print, save or report.
-- **`accelerate`:** a loop with `accumulate`, `accelerator.backward`, `DummyOptim` and a prepared \
-`DataLoader`. In each
-  step, rank 0 calls `.item()` on the loss.
+- **ours:** `recipekit.train.loop` as a recipe runs it, {recorded}. Its time includes its own
+  stream, with the thread that tokenises and packs ahead, and the copy to the device. It also
+  includes the learning rate of the step, the two all-reduces of the loss and the token count, the
+  gradient norm, `metrics.jsonl` and the progress line. A block ends when its threads have finished.
+  Start-up, evaluation and checkpoints are excluded.
+- **bare:** forward, backward and step of micro-batches that are already on the device. In each
+  step, rank 0 also calls `.item()` on the loss. This loop neither reads data nor records anything.
+- **`Trainer`:** its own `train()`. It keeps a log record of every step in memory, but does not
+  print, save or report.
+- **`accelerate`:** a loop with `accumulate`, `accelerator.backward`, `DummyOptim` and a prepared
+  `DataLoader`. In each step, rank 0 calls `.item()` on the loss.
 
-To make the comparison fair, all four loops start from the same weights and use the JSON's \
-optimizer with a constant
-learning rate. Bare, `Trainer` and `accelerate` cycle through {PREPARED} prepared global batches. \
-All four use the recipes'
-value for an `"auto"` bucket size. `Trainer` and `accelerate` would otherwise use hidden_size ** \
-2, and on a small model
-the bench would then compare bucket sizes instead of loops.
+To make the comparison fair, all four loops start from the same weights and use the JSON's optimizer
+    with a constant learning rate. Bare, `Trainer` and `accelerate` cycle through {PREPARED}
+    prepared global batches. All four use the recipes' value for an `"auto"` bucket size. `Trainer`
+    and `accelerate` would otherwise use hidden_size ** 2, and on a small model the bench would then
+    compare bucket sizes instead of loops.
 
-The time of a block is the time of the slowest rank. The last column comes from a separate pass \
-({TIMED_BLOCKS} blocks of each loop,
-rank 0), so that its timers do not affect the ratios. In that pass, the engine's calls are forward \
-with the loss,
-backward and step. The time of collectives includes waiting for the other rank, because without \
-these collectives the
-rank would wait inside the next engine call instead.
+The time of a block is the time of the slowest rank. The last column comes from a separate pass
+    ({TIMED_BLOCKS} blocks of each loop, rank 0), so that its timers do not affect the ratios. In
+    that pass, the engine's calls are forward with the loss, backward and step. The time of
+    collectives includes waiting for the other rank, because without these collectives the rank
+    would wait inside the next engine call instead.
 """
 
 
@@ -422,41 +346,16 @@ rank would wait inside the next engine call instead.
 # --------------------------------------------------------------------------------------------------
 
 
-def rank_main(arguments: argparse.Namespace, recipe_argv: list[str]) -> int:
-    from recipekit.runtime.stopping import start_launcher_watch
-
-    start_launcher_watch()
-    try:
-        plan = planned(
-            arguments, recipe_argv, int(os.environ["WORLD_SIZE"]), arguments.folder / "run"
-        )
-        report = measure(plan, arguments)
-        if plan.command.rank == 0:
-            (arguments.folder / "report.json").write_text(json.dumps(report))
-    except Refusal as refusal:
-        exit_refused(refusal, 3.0)
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The threads of four engines and of the paused loops sometimes abort the interpreter's own
-    # exit.
-    os._exit(0)
-
-
 class Paused:
-    """Runs a training loop in a thread, which stands still after an optimizer step until `run` lets
-    the loop take more.
+    """A training loop in a thread. It pauses after an optimizer step until `run` continues it.
 
-    `train(pause)` has to call `pause()` after each optimizer step. The constructor returns after
-    the first step.
+    `train(pause)` must call `pause()` after each optimizer step. The constructor returns after the
+    first step.
     """
 
     def __init__(self, device: Any, train: Callable[[Callable[[], None]], Any]):
         self._left = 1
-        self._go, self._stands = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._pauses = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
         threading.Thread(target=self._train, args=(device, train), daemon=True).start()
         self._wait()
@@ -473,28 +372,28 @@ class Paused:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # each thread has its own current device
             self._error = RuntimeError(f"the loop ended by itself with {train(self._pause)}")
-        except BaseException as error:  # every error belongs to the thread that calls run
+        except BaseException as error:  # `run` raises it in the calling thread
             self._error = error
-        self._stands.release()
+        self._pauses.release()
 
     def _pause(self) -> None:
         self._left -= 1
         if self._left == 0:
-            self._stands.release()
+            self._pauses.release()
             self._go.acquire()
 
     def _wait(self) -> None:
-        self._stands.acquire()
+        self._pauses.acquire()
         if self._error:
             raise self._error
 
 
-def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure everything that the page and `--json` hold; return the same on every rank (a
-    collective).
-    """
-    import torch.distributed as dist
+def measure(arguments: argparse.Namespace, recipe_argv: list[str]) -> dict[str, Any]:
+    """Measure every value on the page and in `--json`; return the same result on every rank.
 
+    This is a collective operation.
+    """
+    plan = planned(arguments, recipe_argv, int(os.environ["WORLD_SIZE"]), arguments.folder / "run")
     loops = [loop for loop in LOOPS if loop in ("ours", *arguments.loops)]
     steps = arguments.steps_per_block
 
@@ -504,7 +403,10 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
         run.train.run(WARM_UP)
     losses = held_out_losses(plan, setup, runs)
 
-    blocks = alternate(runs, arguments, setup)
+    def seconds_of(loop: str) -> float:
+        return seconds_of_block(runs[loop], steps, setup.device)
+
+    seconds = alternate(loops, arguments, seconds_of, setup.tracker.say)
     rank0 = plan.command.rank == 0
     waits = recorded_waits(plan.out, 1 + WARM_UP, arguments.pairs * steps) if rank0 else {}
 
@@ -513,16 +415,21 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
     setup.tracker.finish(0)
     setup.stream.close()
 
-    everyone: list[Any] = [None] * plan.mesh.world
-    dist.all_gather_object(everyone, blocks)
+    recipe, parameters = plan.recipe, setup.models["ours"].parameters()
+    size = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
     return (
         waits
-        | software_and_machine(setup.device)
-        | trained(plan, setup.models["ours"])
+        | software_and_machine("torch", "deepspeed", "transformers", "accelerate")
+        | model_and_batch(plan)
         | {
+            "model": f"{recipe.model} ({size / 1e6:.1f} M parameters)",
+            "wandb": os.environ["WANDB_MODE"] if recipe.wandb else "off",
+            "tokens_per_step": recipe.global_batch * recipe.seq_len,
+            # Output paths do not affect the measurement.
+            "command": own_command("bench_loop.py", "--folder", "--json"),
             "pairs": arguments.pairs,
             "steps_per_block": steps,
-            "seconds": {loop: of_slowest_rank(everyone, loop) for loop in loops},
+            "seconds": seconds,
             "outside": outside,
             "losses": losses,
         }
@@ -531,7 +438,7 @@ def measure(plan: Plan, arguments: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setup:
-    """The models and the data of all loops."""
+    """The models and the data for all loops."""
 
     device: Any
     json_file: Path  # the DeepSpeed JSON of `trainer` and `accelerate`
@@ -550,22 +457,23 @@ class Run:
     train: "Paused"
 
 
-def set_up(plan: Plan, loops: list[str]) -> Setup:
-    """Start the process group, and build one model for each loop and the batches (a collective)."""
+def set_up(plan: RunPlan, loops: list[str]) -> Setup:
+    """Start the process group; build one model for each loop, and the batches.
+
+    This is a collective operation.
+    """
     import torch.distributed as dist
-    from recipekit.data.lanes import DataRank
+    from recipekit.data.batching import DataRank
     from recipekit.data.processors import load_tokenizer
-    from recipekit.data.request import request_of
+    from recipekit.data.request import request_from_recipe
     from recipekit.data.stream import open_stream
-    from recipekit.model.build import build_model
-    from recipekit.model.weights import fetch_config
-    from recipekit.parallel.groups import Groups
-    from recipekit.runtime.start import start
-    from recipekit.tasks.find import task_called
+    from recipekit.parallel.groups import ProcessGroups
+    from recipekit.runtime.start import initialize_distributed
+    from recipekit.tasks.find import load_task
     from recipekit.track.tracking import WandbRun, open_tracker
 
     recipe, rank0 = plan.recipe, plan.command.rank == 0
-    device = start(plan)
+    device = initialize_distributed(plan)
     json_file = plan.out / "with_buckets.json"
     if rank0:
         plan.out.mkdir(parents=True)
@@ -574,14 +482,11 @@ def set_up(plan: Plan, loops: list[str]) -> Setup:
 
     # The models are built before Trainer sets its globals.
     tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
-    model_config = plan.model_config or fetch_config(recipe.model)
-    groups = Groups(plan.mesh, device.type)
-    built = {
-        loop: build_model(recipe, model_config, groups, plan.ds_config, device) for loop in loops
-    }
-    task = task_called(recipe.task)
-    if built["ours"].loss_path.in_chunks and task.of_losses:
-        task = task.of_losses(task)
+    groups = ProcessGroups(plan.mesh, device.type)
+    built = {loop: build(plan, device, groups) for loop in loops}
+    task, model_plan = load_task(recipe.task), built["ours"][0]
+    if model_plan.loss_path.chunked and task.with_chunked_loss:
+        task = task.with_chunked_loss(task)
 
     tracker = open_tracker(
         run_dir=plan.out,
@@ -591,27 +496,27 @@ def set_up(plan: Plan, loops: list[str]) -> Setup:
         wandb=WandbRun("bench_loop", {}, recipe.project) if recipe.wandb else None,
     )
 
-    stream = open_stream(request_of(recipe), tokenizer, rank=DataRank(1, 0))
+    stream = open_stream(request_from_recipe(recipe), tokenizer, rank=DataRank(1, 0))
     prepared = [[loss_of_shifted(batch) for batch in next(stream)[0]] for _ in range(PREPARED)]
     stream.close()
     tracker.say(f"starting {len(loops)} loops; each takes its first step")
     return Setup(
         device=device,
         json_file=json_file,
-        models={loop: made.model for loop, made in built.items()},
+        models={loop: one.model for loop, (_, one) in built.items()},
         task=task,
         tracker=tracker,
         prepared=prepared,
         stream=open_stream(
-            request_of(recipe), tokenizer, rank=DataRank(plan.mesh.dp, groups.coords["dp"])
+            request_from_recipe(recipe), tokenizer, rank=DataRank(plan.mesh.dp, groups.coords["dp"])
         ),
     )
 
 
-def start_loops(plan: Plan, setup: Setup) -> dict[str, Run]:
-    """Let every loop take its first step, one after the other.
+def start_loops(plan: RunPlan, setup: Setup) -> dict[str, Run]:
+    """Run every loop's first step, one loop after the other.
 
-    Raise `Refusal` unless their engines do the same work.
+    Raise `ConfigError` unless the loops' engines do the same work.
     """
     models, prepared, device = setup.models, setup.prepared, setup.device
     starts: dict[str, Callable[[], Start]] = {
@@ -633,65 +538,41 @@ def start_loops(plan: Plan, setup: Setup) -> dict[str, Run]:
     return runs
 
 
-def held_out_losses(plan: Plan, setup: Setup, runs: dict[str, Run]) -> dict[str, float]:
-    """Compute each loop's loss on the same rows; raise `Refusal` unless all have learned alike."""
-    from recipekit.runtime.sums import Sums
-    from recipekit.tasks.find import task_called
+def held_out_losses(plan: RunPlan, setup: Setup, runs: dict[str, Run]) -> dict[str, float]:
+    """Compute each loop's loss on the same rows; raise `ConfigError` unless all loops have learned
+    alike.
+    """
+    from recipekit.runtime.step_metrics import StepMetrics
+    from recipekit.tasks.find import load_task
     from recipekit.train import evaluate
 
-    task = task_called(plan.recipe.task)
+    task = load_task(plan.recipe.task)
     held_out = [
         {name: batch[name].to(setup.device) for name in ("input_ids", "labels", "position_ids")}
         for batch in setup.prepared[-1][:2]
     ]
     losses = {
-        loop: evaluate(run.engine, task, held_out, plan.mesh, Sums())["eval_loss"]
+        loop: evaluate(run.engine, task, held_out, plan.mesh, StepMetrics())["eval_loss"]
         for loop, run in runs.items()
     }
 
     if max(losses.values()) > min(losses.values()) * (1 + SAME_LOSS):
-        raise refuse(
+        raise config_error(
             "the loops", f"did not learn the same: {losses}", "compare them before their speed"
         )
     return losses
 
 
-def alternate(
-    runs: dict[str, Run], arguments: argparse.Namespace, setup: Setup
-) -> list[dict[str, float]]:
-    """Time the pairs: in each, one block of every loop, in random order (a collective).
-
-    Return the seconds of this rank by pair and loop.
-    """
-    steps = arguments.steps_per_block
-    blocks: list[dict[str, float]] = []
-    order, shuffle = list(runs), random.Random(0)  # the same on every rank
-
-    began = time.monotonic()
-    for pair in range(1, arguments.pairs + 1):
-        shuffle.shuffle(order)
-        blocks.append(
-            {loop: block_seconds(runs[loop].train, steps, setup.device) for loop in order}
-        )
-
-        if pair in (1, arguments.pairs) or pair % 5 == 0:
-            left = (time.monotonic() - began) / pair * (arguments.pairs - pair)
-            shown = ", ".join(f"{loop} {1000 * blocks[-1][loop] / steps:.0f}" for loop in runs)
-            setup.tracker.say(
-                f"pair {pair} of {arguments.pairs}: {shown} ms per step; {left:.0f} s left"
-            )
-    return blocks
-
-
 def time_outside(runs: dict[str, Run], steps: int, device: Any) -> dict[str, dict[str, float]]:
-    """Measure the median seconds of a step that each loop spends outside its engine's calls, and in
-    collectives there (a collective).
+    """Measure the time that each loop spends outside its engine's calls, and in collectives there.
+
+    Return the median seconds per step. This is a collective operation.
     """
     timed: dict[str, list[tuple[float, float]]] = {loop: [] for loop in runs}
     for _ in range(TIMED_BLOCKS):
         for loop, run in runs.items():
             with engine_timers(run.engine) as spent:
-                seconds = block_seconds(run.train, steps, device)
+                seconds = seconds_of_block(run, steps, device)
             timed[loop].append((seconds - spent["engine"], spent["collectives"]))
 
     return {
@@ -700,88 +581,25 @@ def time_outside(runs: dict[str, Run], steps: int, device: Any) -> dict[str, dic
     }
 
 
-def of_slowest_rank(everyone: list[list[dict[str, float]]], loop: str) -> list[float]:
-    """Return the seconds of the slowest rank for each block of a loop."""
-    by_rank = [[pair[loop] for pair in blocks] for blocks in everyone]
-    return [max(ranks) for ranks in zip(*by_rank, strict=True)]
+def seconds_of_block(run: Run, steps: int, device: Any) -> float:
+    """Time one block, including the work that the loop left to its threads.
 
-
-def software_and_machine(device: Any) -> dict[str, Any]:
-    """Return the part of the report that names the date, the command, the machine and the code."""
-    import torch
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-
-    # Paths of output are no part of what was measured.
-    own = [flag for flag in sys.argv[1:] if not flag.startswith("--local_rank")]
-    for flag in ("--folder", "--json"):
-        if flag in own:
-            del own[own.index(flag) : own.index(flag) + 2]
-
-    accelerator = torch.cuda.get_device_name() if device.type == "cuda" else "no accelerator"
-    packages = ("torch", "deepspeed", "transformers", "accelerate")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["tools/bench/bench_loop.py", *own]),
-        "machine": f"{os.cpu_count()} CPU cores, {accelerator}",
-        "versions": {
-            "Python": platform.python_version(),
-            **{name: version(name) for name in packages},
-        },
-        "commit": commit or "unknown",
-    }
-
-
-def trained(plan: Plan, model: Any) -> dict[str, Any]:
-    """Return the part of the report that names the model, the JSON and the batch."""
-    recipe = plan.recipe
-    size = sum(
-        getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters()
-    )
-    return {
-        "model": f"{recipe.model} ({size / 1e6:.1f} M parameters)",
-        "ds_config": plan.ds_path.name if plan.ds_path else "the recipe's JSON",
-        "ranks": plan.mesh.world,
-        "wandb": f"{os.environ['WANDB_MODE']}" if recipe.wandb else "off",
-        **{name: getattr(recipe, name) for name in ("seq_len", "micro_batch", "global_batch")},
-        "tokens_per_step": recipe.global_batch * recipe.seq_len,
-    }
-
-
-def block_seconds(train: Paused, steps: int, device: Any) -> float:
-    """Times one block, up to the end of the work that the loop left to its threads and to the
-    device (a collective).
+    This is a collective operation.
     """
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    begun = time.perf_counter()
-    train.run(steps)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    idle = wait_until_quiet()
-    return time.perf_counter() - begun - idle
+    return block_seconds(lambda: run.train.run(steps), device, wait_until_quiet)
 
 
 def wait_until_quiet() -> float:
-    """Waits until no thread of this process has worked for a moment; returns the seconds of that
-    moment.
+    """Wait until no thread of this process has worked for a moment; return that moment's seconds.
 
-    Otherwise our loop's thread would prepare data ahead during another loop's time.
+    Without the wait, our loop's thread would prepare data during the time of the next loop.
     """
     deadline = time.perf_counter() + 1
     while True:
-        begun, worked = time.perf_counter(), time.process_time()
+        began, worked = time.perf_counter(), time.process_time()
         time.sleep(QUIET)
-        seconds = time.perf_counter() - begun
-        if time.process_time() - worked < QUIET / 10 or begun > deadline:
+        seconds = time.perf_counter() - began
+        if time.process_time() - worked < QUIET / 10 or began > deadline:
             return seconds
 
 
@@ -792,7 +610,7 @@ def medians(pairs: list[tuple[float, float]], steps: int) -> list[float]:
 
 
 def recorded_waits(run: Path, first: int, count: int) -> dict[str, float]:
-    """Returns medians of the seconds that our loop recorded for its own steps."""
+    """Return the medians of the step times that our loop recorded itself."""
     import numpy as np
 
     lines = read_metrics(run)[first : first + count]
@@ -801,11 +619,11 @@ def recorded_waits(run: Path, first: int, count: int) -> dict[str, float]:
     }
 
 
-def with_buckets(plan: Plan) -> dict[str, Any]:
-    """Returns the JSON as in its file, but with our number for an "auto" bucket size.
+def with_buckets(plan: RunPlan) -> dict[str, Any]:
+    """Return the JSON as in its file, but with our number for an "auto" bucket size.
 
-    Trainer and accelerate fill in hidden_size ** 2, which for a small model means many more
-    collectives in a step: that would compare bucket sizes, not loops.
+    Trainer and accelerate fill in hidden_size ** 2. For a small model this causes many more
+    collectives per step, so the bench would compare bucket sizes instead of loops.
     """
     config = load_json(plan.recipe.ds_config, plan.command.folder)[0]
     zero = config["zero_optimization"]
@@ -818,7 +636,7 @@ def with_buckets(plan: Plan) -> dict[str, Any]:
 
 
 def check_engines(engines: dict[str, Any]) -> None:
-    """Raises `Refusal` unless all engines do the same work for the same JSON."""
+    """Raise `ConfigError` unless all engines do the same work for the same JSON."""
     seen = {
         loop: {
             "train_batch_size": engine.train_batch_size(),
@@ -829,7 +647,8 @@ def check_engines(engines: dict[str, Any]) -> None:
             "data types": [str(kind) for kind in engine.get_data_types()],
             "reduce_bucket_size": engine.zero_reduce_bucket_size(),
             "optimizer": type(engine.basic_optimizer).__name__,
-            # Not compared: the number of groups. Trainer makes one, and so decays the norms too.
+            # The number of groups is not compared, because Trainer creates only one group, which
+            # decays the norms.
             **{
                 name: max(group[name] for group in engine.optimizer.param_groups)
                 for name in ("lr", "betas", "eps", "weight_decay")
@@ -848,15 +667,14 @@ def check_engines(engines: dict[str, Any]) -> None:
         if value != seen["ours"][key]
     ]
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
 
 
 @contextmanager
 def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
-    """Counts the seconds inside engine calls, the device's work included, and in collectives
-    outside them.
+    """Count the seconds inside engine calls, and the seconds in collectives outside them.
 
-    The loss counts as part of the forward.
+    An engine call's time includes the device's work. The loss counts as part of the forward pass.
     """
     import torch
     import torch.distributed as dist
@@ -869,15 +687,15 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
             nonlocal inside
             if inside:
                 return call(*args, **kwargs)
-            inside, begun = True, time.perf_counter()
+            inside, began = True, time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                # otherwise the device's work would count where the host waits for it: at .item(),
-                # outside
+                # Without this synchronisation, the device's work would count where the host waits
+                # for the device: at .item(), outside the engine.
                 if engine.device.type == "cuda":
                     torch.cuda.synchronize(engine.device)
-                spent[kind] += time.perf_counter() - begun
+                spent[kind] += time.perf_counter() - began
                 inside = False
 
         return wrapper
@@ -902,21 +720,21 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
         yield spent
 
 
-# The four loops: each returns a function that gives its engine once training has started, and
-# `train(pause)`
+# The four loops. Each returns a function that returns its engine once training has started, and
+# `train(pause)`.
 # --------------------------------------------------------------------------------------------------
 
 
-def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
-    """Runs the loop of every recipe, unchanged; it pauses after it has recorded a step."""
-    from recipekit.checkpoints.attempts import Attempts
-    from recipekit.engine.deepspeed_engine import repaired
+def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
+    """Start the unchanged loop that every recipe uses; it pauses after it has recorded a step."""
+    from recipekit.checkpoints.attempts import SaveAttempts
+    from recipekit.engine.deepspeed_engine import apply_workarounds
     from recipekit.runtime.epochs import Epochs
-    from recipekit.runtime.prepare import Ready
+    from recipekit.runtime.prepare import TrainingRun
     from recipekit.runtime.stopping import Grace, Stopper
     from recipekit.train import loop
 
-    engine = repaired(initialize(plan, model))
+    engine = apply_workarounds(engine_of(model, plan.ds_config))
 
     def train(pause: Callable[[], None]) -> object:
         def log(metrics: dict[str, Any]) -> None:
@@ -924,9 +742,9 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
             pause()
 
         pausing: Any = SimpleNamespace(log=log, say=tracker.say)
-        never_saves: Any = SimpleNamespace(broken=False, attempts=Attempts())
+        never_saves: Any = SimpleNamespace(broken=False, attempts=SaveAttempts())
         return loop(
-            Ready(
+            TrainingRun(
                 plan,
                 task,
                 engine,
@@ -943,10 +761,8 @@ def our_loop(plan: Plan, model: Any, task: Any, stream: Any, tracker: Any) -> St
     return lambda: engine, train
 
 
-def bare_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], device: Any) -> Start:
-    """Runs a loop as one writes it by hand: nothing but the engine's three calls, and a look at the
-    loss.
-    """
+def bare_loop(plan: RunPlan, model: Any, prepared: list[list[MicroBatch]], device: Any) -> Start:
+    """Start a handwritten loop: the engine's three calls, and `.item()` of the loss."""
     rank, world = plan.command.rank, plan.mesh.world
     mine = [
         [
@@ -955,7 +771,7 @@ def bare_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], device: 
         ]
         for batches in prepared
     ]
-    engine = initialize(plan, model)
+    engine = engine_of(model, plan.ds_config)
 
     def train(pause: Callable[[], None]) -> None:
         for batches in itertools.cycle(mine):
@@ -971,20 +787,10 @@ def bare_loop(plan: Plan, model: Any, prepared: list[list[MicroBatch]], device: 
     return lambda: engine, train
 
 
-def initialize(plan: Plan, model: Any) -> Any:
-    import deepspeed
-    from recipekit.optim.groups import parameter_groups
-
-    trained: Any = parameter_groups(model)
-    return deepspeed.initialize(
-        model=model, model_parameters=trained, config=plan.ds_config, dist_init_required=False
-    )[0]
-
-
 def trainer_loop(
-    plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path, device: Any
+    plan: RunPlan, model: Any, prepared: list[list[MicroBatch]], json_file: Path, device: Any
 ) -> Start:
-    from recipekit.dslint.numbers import enabled
+    from recipekit.dslint.numbers import is_block_enabled
     from transformers import (
         PrinterCallback,
         Trainer,
@@ -998,8 +804,8 @@ def trainer_loop(
         output_dir=str(plan.out / "trainer"),
         deepspeed=str(json_file),
         use_cpu=device.type == "cpu",
-        bf16=enabled(plan.ds_config, "bf16"),
-        fp16=enabled(plan.ds_config, "fp16"),
+        bf16=is_block_enabled(plan.ds_config, "bf16"),
+        fp16=is_block_enabled(plan.ds_config, "fp16"),
         max_steps=recipe.steps,
         per_device_train_batch_size=recipe.micro_batch,
         gradient_accumulation_steps=plan.accumulation,
@@ -1037,20 +843,20 @@ def trainer_loop(
 
 
 def accelerate_loop(
-    plan: Plan, model: Any, prepared: list[list[MicroBatch]], json_file: Path
+    plan: RunPlan, model: Any, prepared: list[list[MicroBatch]], json_file: Path
 ) -> Start:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DeepSpeedPlugin, DummyOptim
-    from recipekit.dslint.numbers import enabled
+    from recipekit.dslint.numbers import is_block_enabled
     from recipekit.optim.groups import parameter_groups
     from torch.utils.data import DataLoader
     from transformers import default_data_collator
 
     recipe = plan.recipe
-    # the process has one state, and Trainer's is equal
+    # A process has only one state, and the state that Trainer created is equal.
     AcceleratorState._reset_state(reset_partial_state=False)
-    kind = next((kind for kind in ("bf16", "fp16") if enabled(plan.ds_config, kind)), "no")
+    kind = next((kind for kind in ("bf16", "fp16") if is_block_enabled(plan.ds_config, kind)), "no")
     plugin = DeepSpeedPlugin(
         hf_ds_config=str(json_file), gradient_clipping=recipe.gradient_clipping
     )
@@ -1082,12 +888,12 @@ def accelerate_loop(
 
 
 def loss_of_shifted(batch: MicroBatch) -> MicroBatch:
-    """Makes a micro-batch for transformers' models, whose labels are already shifted."""
+    """Return a micro-batch for transformers' models, which must not shift the labels again."""
     return batch | {"shift_labels": batch["labels"]}
 
 
 def rows_of(prepared: list[list[MicroBatch]], recipe: Recipe) -> Any:
-    """Makes a data set of the prepared rows, one by one, again and again up to the last step."""
+    """Return a data set that repeats the prepared rows up to the last step."""
     rows = [
         {name: tensor[row] for name, tensor in batch.items()}
         for batches in prepared

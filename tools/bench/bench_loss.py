@@ -11,20 +11,27 @@ rounds. The peak is the largest memory of the process, minus its memory before.
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from harness import (
+    flags,
+    fold,
+    own_memory,
+    parser_of,
+    reset_peak,
+    say,
+    shown_versions,
+    today,
+    versions_of,
+)
+from recipekit.spec.paths import path_argument
+
 WAYS = {
     "whole": "full logits",
     "chunked": "**ours:** in chunks",
@@ -33,13 +40,7 @@ WAYS = {
 
 
 def arguments_of(argv: list[str]) -> argparse.Namespace:
-    from recipekit.spec.paths import path_of
-
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -68,18 +69,19 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--page",
-        type=path_of,
+        type=path_argument,
         metavar="FILE.md",
         help="Markdown file to write. (default: print the page)",
     )
-    # WAY,TOKENS,VOCABULARY: measures it in this process
+    # WAY,TOKENS,VOCABULARY: measure this row in this process.
     parser.add_argument("--row", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> dict[str, float]:
-    """Compute a loss and its gradients; return the seconds, the bytes that autograd keeps, and
-    the peak of memory.
+    """Compute a loss and its gradients.
+
+    Return the seconds, the bytes that autograd keeps, and the peak memory.
     """
     import torch
 
@@ -92,27 +94,26 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, rounds: int) -> 
         kept[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         return value
 
-    seconds, before, found = [], memory("VmRSS"), torch.zeros(())
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    seconds, before, found = [], reset_peak(), torch.zeros(())
     for _ in range(rounds):
         hidden.grad = weight.grad = None
-        begun = time.perf_counter()
+        began = time.perf_counter()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
             found = loss(hidden, weight, labels)
         found.backward()
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - began)
 
     own = weight.nbytes + hidden.nbytes + labels.nbytes
     return {
         "seconds": min(seconds),
         "kept": sum(kept.values()) - own,
-        "peak": memory("VmHWM") - before,
+        "peak": own_memory("VmHWM") - before,
         "loss": found.item(),
     }
 
 
 def loss_called(way: str) -> Callable[[Any, Any, Any], Any]:
-    """Return the summed loss of a way, from (hidden states, weight of the head, labels)."""
+    """Return the summed loss of one implementation, from (hidden states, head weight, labels)."""
     from recipekit.kernels.cross_entropy import Head, token_losses
     from torch.nn import functional
 
@@ -129,7 +130,7 @@ def loss_called(way: str) -> Callable[[Any, Any, Any], Any]:
 
 
 def inputs(tokens: int, vocabulary: int, width: int) -> tuple[Any, Any, Any]:
-    """Make random hidden states (tokens, width), a weight (vocabulary, width) and labels
+    """Create random hidden states (tokens, width), a weight (vocabulary, width) and labels
     (tokens,).
     """
     import torch
@@ -139,32 +140,17 @@ def inputs(tokens: int, vocabulary: int, width: int) -> tuple[Any, Any, Any]:
     return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocabulary, (tokens,))
 
 
-def memory(name: str) -> int:
-    """Reads a number of bytes that the kernel keeps of this process."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
-
-
 def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures every row, each in a process of its own."""
+    """Measure every row in a separate process."""
     rows = []
     for vocabulary in arguments.vocabulary:
         for tokens in arguments.tokens:
             for way in WAYS:
                 row = f"{way},{tokens},{vocabulary}"
-                print(row, file=sys.stderr)
-                argv = [
-                    sys.executable,
-                    __file__,
-                    "--row",
-                    row,
-                    "--width",
-                    str(arguments.width),
-                    "--rounds",
-                    str(arguments.rounds),
-                ]
+                say(row)
+                own = {"row": row, "width": arguments.width, "rounds": arguments.rounds}
                 done = subprocess.run(
-                    argv,
+                    [sys.executable, __file__, *flags(own)],
                     capture_output=True,
                     text=True,
                     check=True,
@@ -178,38 +164,9 @@ def measured(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def page(rows: list[dict[str, Any]], command: str, width: int) -> str:
-    """Writes the page: a line for each row, with ratios to whole logits."""
+    """Write the page: one line for each row, with ratios to full logits."""
     whole = {(row["tokens"], row["vocabulary"]): row for row in rows if row["way"] == "whole"}
-    lines = [
-        "# How fast is the chunked loss, and how much memory does it save?",
-        "",
-        f"Written by `python tools/bench/bench_loss.py{command}`",
-        (
-            f"on {datetime.date.today()}: one thread of a CPU, no accelerator. On GPUs this was not"
-            " measured."
-        ),
-        (
-            f"Python {platform.python_version()}, torch {version('torch')}, deepspeed"
-            f" {version('deepspeed')}, transformers {version('transformers')}."
-        ),
-        "",
-        (
-            "Each table row gives the time and the memory of one forward and backward pass of the"
-            " loss, in fp32."
-        ),
-        (
-            f"The hidden states have only width {width}, so that logits take a larger share of"
-            " memory than in any real model."
-        ),
-        (
-            '"Kept" is the memory that autograd keeps between the forward and the backward pass,'
-            " without the inputs."
-        ),
-        '"Peak" is the most memory that was in use at a time, in addition to the inputs.',
-        "",
-        "| tokens | vocabulary | loss | ms | of full | kept, MB | peak, MB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
         ratio = row["seconds"] / whole[row["tokens"], row["vocabulary"]]["seconds"]
         cells = [
@@ -218,21 +175,36 @@ def page(rows: list[dict[str, Any]], command: str, width: int) -> str:
             WAYS[row["way"]],
             f"{1e3 * row['seconds']:,.0f}",
             f"{ratio:.2f}",
+            f"{row['kept'] / 1e6:,.2f}",
+            f"{row['peak'] / 1e6:,.0f}",
         ]
-        cells += [f"{row['kept'] / 1e6:,.2f}", f"{row['peak'] / 1e6:,.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+
+    return fold(f"""# How fast is the chunked loss, and how much memory does it save?
+
+Written by `python tools/bench/bench_loss.py{command}`
+on {today()}: one thread of a CPU, no accelerator. On GPUs this was not measured.
+{shown_versions(versions_of("torch", "deepspeed", "transformers"))}.
+
+Each table row gives the time and the memory of one forward and backward pass of the loss, in fp32.
+The hidden states have only width {width}, so that logits take a larger share of memory than in any
+    real model.
+"Kept" is the memory that autograd keeps between the forward and the backward pass, without the
+    inputs.
+"Peak" is the most memory that was in use at a time, in addition to the inputs.
+
+| tokens | vocabulary | loss | ms | of full | kept, MB | peak, MB |
+|---|---|---|---|---|---|---|
+{chr(10).join(lines)}
+""")
 
 
 def main(argv: list[str]) -> int:
     arguments = arguments_of(argv)
     if arguments.row:
         way, tokens, vocabulary = arguments.row.split(",")
-        print(
-            json.dumps(
-                measure(way, int(tokens), int(vocabulary), arguments.width, arguments.rounds)
-            )
-        )
+        found = measure(way, int(tokens), int(vocabulary), arguments.width, arguments.rounds)
+        print(json.dumps(found))
         return 0
     text = page(measured(arguments), "".join(f" {word}" for word in argv), arguments.width)
     if arguments.page:
@@ -241,8 +213,6 @@ def main(argv: list[str]) -> int:
         print(text)
     return 0
 
-
-sys.path.insert(0, str(ROOT / "recipes"))
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -9,22 +9,17 @@ attention by documents and a chunked loss. The model has one narrow layer and a 
 151,936. It runs forward and backward over one row of two documents, on the CPU.
 """
 
-import argparse
-import datetime
 import os
 import sys
 import time
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
 import torch
+from harness import fold, own_memory, parser_of, reset_peak, say, today
 from recipekit.kernels import attention  # noqa: F401 (gives transformers the attention "varlen")
-from recipekit.model.head import give_losses
+from recipekit.model.chunked_loss import enable_chunked_loss
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -35,18 +30,16 @@ BEFORE, AFTER = ("sdpa", "whole"), ("varlen", "chunked")
 
 @dataclass(frozen=True)
 class Kept:
-    """Holds, in bytes, what autograd saved in a forward, weights left out, the largest tensor among
-    it, and how much the process grew at most.
-    """
+    """The memory that attention and loss need for one row, in bytes."""
 
-    saved: int
-    largest: int
-    peak: int
+    saved: int  # by autograd for the backward pass, without weights
+    largest: int  # of these tensors
+    peak: int  # the largest growth of the process
     seconds: float
 
 
 def model_of(way: tuple[str, str], vocabulary: int) -> Any:
-    """Makes a model of one layer, fp32, with this attention and loss."""
+    """Return a model of one layer in fp32, with this attention and loss."""
     torch.manual_seed(0)
     shape = {
         "hidden_size": WIDTH,
@@ -60,12 +53,12 @@ def model_of(way: tuple[str, str], vocabulary: int) -> Any:
     )
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=way[0])
     if way[1] == "chunked":
-        give_losses(model, ())
+        enable_chunked_loss(model, ())
     return model.train()
 
 
 def measure(way: tuple[str, str], tokens: int, vocabulary: int = VOCABULARY) -> Kept:
-    """Runs one row of two documents forward and backward."""
+    """Run one row of two documents forward and backward."""
     model = model_of(way, vocabulary)
     ids = torch.randint(vocabulary, (1, tokens))
     places = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)]).unsqueeze(0)
@@ -79,7 +72,7 @@ def measure(way: tuple[str, str], tokens: int, vocabulary: int = VOCABULARY) -> 
             sizes[storage._cdata] = storage.nbytes()
         return tensor
 
-    start, begun = reset_peak(), time.perf_counter()
+    start, began = reset_peak(), time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         if way[1] == "chunked":
             loss = model(input_ids=ids, position_ids=places, losses_of=labels).logits.sum()
@@ -91,30 +84,15 @@ def measure(way: tuple[str, str], tokens: int, vocabulary: int = VOCABULARY) -> 
     return Kept(
         sum(sizes.values()),
         max(sizes.values()),
-        status("VmHWM") - start,
-        time.perf_counter() - begun,
+        own_memory("VmHWM") - start,
+        time.perf_counter() - began,
     )
-
-
-def reset_peak() -> int:
-    """Sets the process's peak back to what it holds now (Linux); returns that."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
-
-
-def status(name: str) -> int:
-    """Reads bytes of /proc/self/status."""
-    line = next(
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith(f"{name}:")
-    )
-    return int(line.split()[1]) * 1024
 
 
 def fits(tokens: int, most: float) -> bool:
-    """Says whether a row fits so many GiB with a dense mask and whole logits: 13 bytes a logit and
-    9 a pair of tokens.
+    """Return True if a row with a dense mask and full logits fits into `most` GiB.
+
+    A logit takes 13 bytes, and a pair of tokens takes 9 bytes.
     """
     return 13 * tokens * VOCABULARY + 9 * tokens**2 <= most * 2**30
 
@@ -130,43 +108,34 @@ def page(found: list[tuple[int, Kept | None, Kept]], most: float) -> str:
     versions = ", ".join(
         f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers")
     )
-    return f"""# How much memory do attention and loss need for long rows?
+    return fold(f"""# How much memory do attention and loss need for long rows?
 
-Written by `python tools/bench/bench_rows.py` on {datetime.date.today().isoformat()}:
+Written by `python tools/bench/bench_rows.py` on {today()}:
 {os.cpu_count()} CPU cores, {versions}.
-The table compares two ways of training on long rows (sequences), with sizes in MiB. "Before" uses \
-a dense mask and
-computes the loss from full logits, if they fit into {most:g} GiB. "After" uses attention by \
-documents and computes the loss
-in chunks.
+The table compares two ways of training on long rows (sequences), with sizes in MiB. "Before" uses a
+    dense mask and computes the loss from full logits, if they fit into {most:g} GiB. "After" uses
+    attention by documents and computes the loss in chunks.
 
 | tokens of a row | before: saved | peak | after: saved | peak | after: saved bytes a token |
 |---|---|---|---|---|---|
 {chr(10).join(lines)}
 
-{WORDS}"""
+{WORDS}""")
 
 
-WORDS = f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32. One row \
-of two documents goes forward and backward on
-  the CPU.
-- **Saved:** the tensors that autograd keeps for the backward pass, without weights. Each storage \
-counts once.
-- **Peak:** the largest growth of the process during the forward and backward pass. It includes \
-the gradients of the
-  embedding and the head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB.
-- **Result:** with attention by documents and the loss in chunks ("after"), the saved memory grows \
-linearly: every
-  length saves the same bytes a token.
-"""
+WORDS = fold(f"""- **Model:** one layer of width {WIDTH}, a vocabulary of {VOCABULARY:,}, fp32.
+  One row of two documents goes forward and backward on the CPU.
+- **Saved:** the tensors that autograd keeps for the backward pass, without weights. Each storage
+  counts once.
+- **Peak:** the largest growth of the process during the forward and backward pass. It includes the
+  gradients of the embedding and the head, {2 * 4 * VOCABULARY * WIDTH / 2**20:.0f} MiB.
+- **Result:** with attention by documents and the loss in chunks ("after"), the saved memory grows
+  linearly: every length saves the same bytes a token.
+""")
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -191,7 +160,7 @@ def main(argv: list[str]) -> int:
         before = measure(BEFORE, tokens) if fits(tokens, arguments.most) else None
         after = measure(AFTER, tokens)
         found.append((tokens, before, after))
-        print(f"{tokens}: {before} {after}", file=sys.stderr, flush=True)
+        say(f"{tokens}: {before} {after}")
     print(page(found, arguments.most))
     return 0
 

@@ -12,11 +12,9 @@ go to the recipe, and the earlier commit must know them as well.
 """
 
 import argparse
-import datetime
 import io
 import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -26,30 +24,32 @@ import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "recipes"))
-
-from recipekit.hosts import op_cache
-from recipekit.hosts.ports import free_port
+from harness import (
+    ROOT,
+    deepspeed_command,
+    exit_with_log,
+    flags,
+    fold,
+    job_environment,
+    parser_of,
+    say,
+    shown_versions,
+    today,
+    versions_of,
+)
 from recipekit.spec.run_folder import read_metrics
 
 RANKS, WARM_UP, MOST_DOCUMENTS = 2, 4, 4000
-MOST_STEPS = 1_000_000  # more than a run ever does before it is ended
+MOST_STEPS = 1_000_000  # a run is ended long before
 RECIPE = "smollm2_135m_zero1.py"
 
 
 def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Reads the bench's own flags; returns them and the rest, which are the recipe's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    """Parse the bench's own flags; return them and the remaining flags, which the recipe reads."""
+    parser = parser_of(__doc__)
     parser.add_argument("commit", metavar="COMMIT", help="Earlier commit to compare with.")
     parser.add_argument(
         "--seq_len",
@@ -91,7 +91,7 @@ def arguments_of(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def checked_out(commit: str, folder: Path) -> Path:
-    """Writes the files of a commit into a folder and returns it."""
+    """Write a commit's files into a folder, and return that folder."""
     packed = subprocess.run(
         ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True
     ).stdout
@@ -101,8 +101,9 @@ def checked_out(commit: str, folder: Path) -> Path:
 
 
 def write_documents(file: Path) -> None:
-    """Writes JSON lines of short documents, cut from the standard library's own sources: the same
-    on every call.
+    """Write short documents as JSON lines, the same at every call.
+
+    The documents are excerpts from the standard library's sources.
     """
     drawn, texts = random.Random(0), sorted(Path(os.__file__).parent.glob("*.py"))
     with file.open("w") as lines:
@@ -117,14 +118,14 @@ def write_documents(file: Path) -> None:
 
 @dataclass
 class Job:
-    """Names a run: its launcher, its output folder, and where it prints."""
+    """A run that can be stopped and continued."""
 
     launcher: psutil.Popen
-    out: Path
+    out: Path  # the run folder
     log: Path
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal to the ranks, and to what they started."""
+        """Send a signal to the ranks and their child processes."""
         for process in self.launcher.children(recursive=True):
             try:
                 process.send_signal(number)
@@ -132,24 +133,22 @@ class Job:
                 continue
 
     def steps(self, least: int) -> list[float]:
-        """Waits until so many steps are done; returns the seconds of each so far.
+        """Wait for at least `least` steps; return the seconds of each step so far.
 
-        A run that has ended ends the bench.
+        If the run has ended, exit with its log.
         """
         while True:
             done = read_metrics(self.out)
             if len(done) >= least:
                 return [line["step_s"] for line in done]
             if self.launcher.poll() is not None:
-                sys.exit(
-                    f"{' '.join(map(str, self.launcher.args))}\nended with exit code"
-                    f" {self.launcher.returncode}:\n{self.log.read_text()[-5000:]}"
-                )
+                exit_with_log(list(self.launcher.args), self.launcher.returncode, self.log)
             time.sleep(0.1)
 
     def turn(self, seconds: float) -> float:
-        """Lets the run go on for a while; returns the median seconds of its steps but the first,
-        which had begun before.
+        """Continue the run for a while; return its median seconds per step.
+
+        The first step is not counted, because it may have started earlier.
         """
         before = len(self.steps(0))
         self.send(signal.SIGCONT)
@@ -159,21 +158,14 @@ class Job:
         return statistics.median_low(found)
 
     def end(self) -> None:
-        """Ends the run at once."""
+        """Kill the run."""
         self.send(signal.SIGKILL)
         self.launcher.kill()
         self.launcher.wait()
 
 
-def started(tree: Path, out: Path, seq_len: int, flags: list[str]) -> Job:
-    """Starts the recipe of a tree, waits for its first steps and stops it there."""
-    launcher = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_gpus",
-        str(RANKS),
-        "--master_port",
-        str(free_port()),
-    ]
+def started(tree: Path, out: Path, seq_len: int, words: list[str]) -> Job:
+    """Start a tree's recipe, wait for its first steps and pause it there."""
     numbers = {
         "seq_len": seq_len,
         "steps": MOST_STEPS,
@@ -184,44 +176,26 @@ def started(tree: Path, out: Path, seq_len: int, flags: list[str]) -> Job:
         "eval_every": 0,
         "out": out,
     }
-    command = [
-        *launcher,
-        str(tree / "recipes" / RECIPE),
-        "--tiny",
-        "--no-export",
-        "--no-wandb",
-        *flags,
-    ]
-    command += [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TORCH_EXTENSIONS_DIR": str(op_cache.folder()),
-        "PYTHONPATH": "",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    recipe = [str(tree / "recipes" / RECIPE), "--tiny", "--no-export", "--no-wandb"]
+    command = deepspeed_command(RANKS, *recipe, *words, *flags(numbers))
+    environment = job_environment(DS_ACCELERATOR="cpu", PYTHONPATH="", CUDA_VISIBLE_DEVICES="")
     log = out.with_suffix(".log")
     with log.open("w") as prints:
-        job = Job(
-            psutil.Popen(command, env=os.environ | own, stdout=prints, stderr=subprocess.STDOUT),
-            out,
-            log,
-        )
+        launcher = psutil.Popen(command, env=environment, stdout=prints, stderr=subprocess.STDOUT)
+    job = Job(launcher, out, log)
     job.steps(WARM_UP)
     job.send(signal.SIGSTOP)
     return job
 
 
 def round_of(
-    trees: dict[str, Path], folder: Path, seq_len: int, turns: int, seconds: float, flags: list[str]
+    trees: dict[str, Path], folder: Path, seq_len: int, turns: int, seconds: float, words: list[str]
 ) -> list[dict[str, float]]:
-    """Runs one job of each tree in turn; returns the seconds of a step in each turn, by the names
-    of the trees.
-    """
+    """Run one job of each tree in turn; return the seconds per step in each turn, by tree name."""
     jobs: dict[str, Job] = {}
     try:
         for name, tree in trees.items():
-            jobs[name] = started(tree, folder / name, seq_len, flags)
+            jobs[name] = started(tree, folder / name, seq_len, words)
         return [
             {
                 name: jobs[name].turn(seconds)
@@ -235,8 +209,8 @@ def round_of(
 
 
 def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list[str]) -> str:
-    """Writes the result as Markdown: milliseconds of a step, and the ratio commit / this tree of
-    each round.
+    """Write the result as Markdown: the milliseconds per step, and the commit's ratio to this tree
+    in each round.
     """
     lines = []
     for seq_len, rounds in rows.items():
@@ -244,45 +218,43 @@ def page(commit: str, rows: dict[int, list[list[dict[str, float]]]], words: list
             1000 * statistics.median(turn[name] for turns in rounds for turn in turns)
             for name in ("before", "now")
         )
-        ratios = sorted(ratio(turns) for turns in rounds)
+        ratios = sorted(ratio_of_round(turns) for turns in rounds)
         lines.append(
             f"| {seq_len:,} | {before:,.0f} | {after:,.0f} | {statistics.median(ratios):.3f} |"
             f" {ratios[0]:.3f} to {ratios[-1]:.3f} |"
         )
     rounds = next(iter(rows.values()))
     command = f"python tools/bench/bench_step.py {' '.join(words)}"
-    versions = ", ".join(
-        f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers")
-    )
-    return f"""# How fast is a step, compared with an earlier commit?
+    versions = shown_versions(versions_of("torch", "deepspeed", "transformers"))
+    return fold(f"""# How fast is a step, compared with an earlier commit?
 
-Written by `{command}` on {datetime.date.today().isoformat()}:
-{os.cpu_count()} CPU cores, no accelerator, Python {platform.python_version()}, {versions}.
+Written by `{command}` on {today()}:
+{os.cpu_count()} CPU cores, no accelerator, {versions}.
 
 The earlier commit and this working tree each train `{RECIPE} --tiny` on {RANKS} ranks.
-They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had \
-{len(rounds[0])} turns.
+They take turns on the CPU. The bench ran {len(rounds)} rounds. In each round, both trees had
+    {len(rounds[0])} turns.
 Each row of training data is packed from documents of 100 to 1,000 bytes, and each byte is a token.
 
 | tokens of a row | {commit}: ms a step | this tree: ms a step | faster by, median | all rounds |
 |---|---|---|---|---|
 {chr(10).join(lines)}
-"""
+""")
 
 
-def ratio(turns: list[dict[str, float]]) -> float:
-    """Finds how many times as long the commit's steps take as this tree's, by a round's turns."""
+def ratio_of_round(turns: list[dict[str, float]]) -> float:
+    """Return the commit's step time divided by this tree's, as the median over a round's turns."""
     return statistics.median(turn["before"] / turn["now"] for turn in turns)
 
 
 def main() -> int:
-    arguments, flags = arguments_of(sys.argv[1:])
+    arguments, rest = arguments_of(sys.argv[1:])
     rows: dict[int, list[list[dict[str, float]]]] = {seq_len: [] for seq_len in arguments.seq_len}
     with tempfile.TemporaryDirectory(prefix="bench_step_") as temporary:
         folder = Path(temporary)
         trees = {"before": checked_out(arguments.commit, folder / "tree"), "now": ROOT}
         write_documents(folder / "documents.jsonl")
-        data = ["--dataset", str(folder / "documents.jsonl"), *flags]
+        data = [*flags({"dataset": folder / "documents.jsonl"}), *rest]
         for seq_len in arguments.seq_len:
             for number in range(arguments.rounds):
                 own = folder / f"{seq_len}_{number}"
@@ -291,11 +263,9 @@ def main() -> int:
                 rows[seq_len].append(
                     round_of(order, own, seq_len, arguments.turns, arguments.seconds, data)
                 )
-                print(
+                say(
                     f"{seq_len} tokens, round {number + 1} of {arguments.rounds}:"
-                    f" {ratio(rows[seq_len][-1]):.3f}",
-                    file=sys.stderr,
-                    flush=True,
+                    f" {ratio_of_round(rows[seq_len][-1]):.3f}"
                 )
     print(page(arguments.commit, rows, sys.argv[1:]), end="")
     return 0

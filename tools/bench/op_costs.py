@@ -1,10 +1,11 @@
-"""Counts bytes and FLOPs of every operation that torch runs, on tensors that need no memory
+"""The bytes and FLOPs of every operation that torch runs, on tensors without memory
 (FakeTensorMode).
 
-Eager PyTorch fuses nothing: an operation reads its inputs from the device's memory and writes its
-outputs there. So its bytes are those of all tensors that it reads and writes; a view moves none.
-FLOPs are torch's own formulas (torch.utils.flop_counter), a multiply-add as two; what has no
-formula counts as none, which is right for all but matrix products, attention and convolutions.
+Eager PyTorch does not fuse operations: each operation reads its inputs from the device's memory and
+writes its outputs there. An operation's bytes are therefore the bytes of all tensors that it reads
+and writes, and a view moves no bytes. FLOPs come from torch's own formulas
+(torch.utils.flop_counter), which count a multiply-add as two. An operation without a formula counts
+as zero, which is correct for all operations except matrix products, attention and convolutions.
 """
 
 import sys
@@ -29,13 +30,13 @@ ALLOCATE = {
     "new_empty_strided",
     "empty_permuted",
 }
-OVERWRITE = {"copy_", "fill_", "zero_"}  # do not read what they write to
-# read of their first tensor only what they return or are asked for
+OVERWRITE = {"copy_", "fill_", "zero_"}  # operations that do not read the tensor that they change
+# Operations that read only the selected elements of their first tensor.
 LOOK_UP = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
-# change of their first tensor only what their index names
+# Operations that change only the indexed elements of their first tensor.
 TOUCH = {"scatter_", "scatter_add_", "index_put_", "index_add_"}
-NOT_READ = {"nll_loss_backward": 1}  # place of a tensor that only gives its shape
-# namespaces whose operations have a formula, or no FLOPs that count
+NOT_READ = {"nll_loss_backward": 1}  # position of a tensor whose values are not read
+# Namespaces whose operations have a formula, or FLOPs that are not counted.
 SCALAR_FREE = ("aten", "prim", "profiler")
 
 Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], float]  # (args, kwargs, result) -> FLOPs
@@ -43,20 +44,16 @@ Formula = Callable[[tuple[Any, ...], dict[str, Any], Any], float]  # (args, kwar
 
 @dataclass(frozen=True)
 class Operation:
-    """Describes one operation: `shapes` of the tensors that it takes, `bytes` that it reads and
-    writes, `where`: names of files and functions that called it.
-
-    `reads`, `writes`: (number of a storage, bytes of it), which add up to `bytes`.
-    """
+    """One operation that ran."""
 
     name: str
     stage: str
-    shapes: tuple[tuple[int, ...], ...]
-    bytes: int
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that it takes
+    bytes: int  # that it reads and writes
     flops: float
-    where: frozenset[str]
-    reads: tuple[tuple[int, int], ...] = ()
-    writes: tuple[tuple[int, int], ...] = ()
+    where: frozenset[str]  # names of the files and functions on the stack
+    reads: tuple[tuple[int, int], ...] = ()  # (number of a storage, bytes of it)
+    writes: tuple[tuple[int, int], ...] = ()  # `reads` and `writes` add up to `bytes`
 
 
 def _cpu_attention(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
@@ -67,20 +64,18 @@ def _cpu_attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], resul
     return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
 
 
-CPU_FORMULAS: dict[str, Formula] = {  # torch 2.13's counter knows the CUDA kernels only
+CPU_FORMULAS: dict[str, Formula] = {  # torch 2.13's counter knows only the CUDA kernels
     "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
 }
 
 
 class Costs(TorchDispatchMode):
-    """Lists the operations that run while it is on.
+    """The operations that run while this mode is active.
 
-    `stage` is forward, backward or optimizer, as set from outside; a forward that a backward runs
-    is recomputation.
-
-    `formulas` add FLOPs by the operation's name. Raises ValueError for an operation of another
-    library that has none.
+    The caller sets `stage` to forward, backward or optimizer. A forward pass inside a backward pass
+    is recomputation. `formulas` adds FLOP formulas by operation name. An operation from a different
+    library without a formula raises ValueError.
     """
 
     def __init__(self, formulas: Mapping[str, Formula] | None = None) -> None:
@@ -90,7 +85,7 @@ class Costs(TorchDispatchMode):
             FORWARD,
             list[Operation](),
         )
-        # of the storages: an address comes again when a storage has gone
+        # Storages are numbered, because an address is reused after a storage is freed.
         self._numbers: dict[int, int] = {}
         self._next = count()
 
@@ -131,7 +126,7 @@ class Costs(TorchDispatchMode):
 
     def _numbered(self, traffic: dict[int, int]) -> tuple[tuple[int, int], ...]:
         for home in traffic:
-            if home not in self._numbers:  # it was there before
+            if home not in self._numbers:  # made before the mode was on
                 self._numbers[home] = next(self._next)
         return tuple((self._numbers[home], size) for home, size in traffic.items())
 
@@ -150,8 +145,9 @@ def name_of(func: Any) -> str:
 
 
 def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Counts the bytes that an operation reads and writes: of each tensor once, an expanded one as
-    large as it is in memory.
+    """Count the bytes that an operation reads and writes; each tensor counts once.
+
+    An expanded tensor counts with its size in memory.
     """
     return sum(sum(traffic.values()) for traffic in traffic_of(func, args, kwargs, result))
 
@@ -159,13 +155,13 @@ def bytes_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 def traffic_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Count the bytes that an operation (reads, writes), by the address of the storage."""
+    """Count the bytes that an operation (reads, writes), by storage address."""
     name = name_of(func).partition(".")[2]
     given = _given(func, args, kwargs)
     made = [value for value in tree_leaves(result) if torch.is_tensor(value)]
     homes = {_storage(tensor) for tensor, _ in given}
 
-    # An allocation, a view and a question, such as for the device, move no bytes.
+    # Allocations, views and queries, such as for the device, move no bytes.
     views = bool(made) and all(_storage(tensor) in homes for tensor in made)
     changes = any(changed for _, changed in given)
     if name in ALLOCATE or (not changes and (views or not made)):
@@ -194,7 +190,7 @@ def traffic_of(
 def _size_asked_for(
     table: torch.Tensor, made: list[torch.Tensor], given: list[tuple[torch.Tensor, bool]]
 ) -> int:
-    """Count the bytes of a table that a look-up returns or is asked for."""
+    """Count the bytes of a table that a lookup selects."""
     asked = [value.numel() for value in made] + [other.numel() for other, _ in given[1:2]]
     return max(asked) * table.element_size()
 
@@ -202,7 +198,7 @@ def _size_asked_for(
 def _traffic_of_touch(
     given: list[tuple[torch.Tensor, bool]],
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Count the bytes of an operation that changes only what its index names."""
+    """Count the bytes of an operation that changes only the indexed elements."""
     reads, writes = Counter[int](), Counter[int]()
     rest = [tensor for tensor, changed in given if not changed]
     target = given[0][0]
@@ -216,7 +212,7 @@ def _traffic_of_touch(
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Counts the bytes of the elements that lie in different places."""
+    """Count the bytes of a tensor's elements, without an expanded tensor's repetitions."""
     return tensor.element_size() * prod(
         size
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -227,7 +223,7 @@ def size_of(tensor: torch.Tensor) -> int:
 def _given(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[tuple[torch.Tensor, bool]]:
-    """Lists the tensors that an operation takes, each once, and whether it writes to them."""
+    """Return an operation's input tensors, each once, and whether the operation writes to them."""
     found: dict[int, tuple[torch.Tensor, bool]] = {}
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -243,7 +239,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def callers() -> frozenset[str]:
-    """Names the files and functions on the stack, without folders."""
+    """Return the names of the files and functions on the stack, without folders."""
     found, frame = set(), sys._getframe(2)
     while frame is not None:
         found |= {frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name}
@@ -251,28 +247,29 @@ def callers() -> frozenset[str]:
     return frozenset(found)
 
 
-Value = tuple[int, int]  # content of a storage: (number of the storage, how often it was written)
+Value = tuple[int, int]  # a storage's contents: (number of the storage, how often it was written)
 
 
 @dataclass
 class _Unit:
-    """A kernel: consecutive operations that a compiler fuses, or one operation."""
+    """A kernel: either consecutive operations that a compiler fuses, or one operation."""
 
     operation: Operation  # the first
     place: int
     run: str
-    reads: dict[Value, int] = field(default_factory=dict)  # bytes; not what the unit itself made
+    reads: dict[Value, int] = field(default_factory=dict)  # bytes, without `made`
     made: dict[Value, int] = field(default_factory=dict)  # bytes
 
 
 def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[int, Operation]]:
-    """Count the bytes again, as if consecutive operations of one run were one kernel; return
-    (place of a run's first operation, the operation).
+    """Count the bytes again, as if consecutive operations of one run were fused into one kernel.
 
-    `runs`: for each operation a name, "" for one that stays by itself. A run reads once what it has
-    not made, and writes what is read later. If a run of the forward pass has made a value for a run
-    of the backward pass alone, the cheaper is counted: the value is written and read, or computed
-    again from what the first run read.
+    Return (index of a run's first operation, the operation). `runs` contains a name for each
+    operation, or "" for an operation that is not fused.
+
+    A run reads each input once, and writes only values that are read later. A value may be computed
+    in the forward pass and read only in the backward pass. In this case the cheaper way is counted:
+    write and read the value, or recompute it from the inputs of the first run.
     """
     units = _units(operations, runs)
     kept, later = _written_values(units)
@@ -282,7 +279,8 @@ def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[in
         absent = [value for value in values if value not in kept]
         recomputed[number].update(absent)
 
-        # The bytes of writing and reading the values, against reading the inputs again.
+        # Compare the bytes for writing and reading the values with the bytes for reading the inputs
+        # again.
         saved = 2 * sum(units[number].reads[value] for value in absent)
         again = sum(
             size for value, size in units[made_by].reads.items() if value not in units[number].reads
@@ -303,7 +301,7 @@ def fused(operations: Sequence[Operation], runs: Sequence[str]) -> list[tuple[in
 
 
 def _units(operations: Sequence[Operation], runs: Sequence[str]) -> list[_Unit]:
-    """Group consecutive operations of one run and stage, with the values that they exchange."""
+    """Group consecutive operations of one run and stage, with the values that groups exchange."""
     units, writes = list[_Unit](), Counter[int]()
     for place, (operation, run) in enumerate(zip(operations, runs, strict=True)):
         last = units[-1] if units else None
@@ -322,8 +320,10 @@ def _units(operations: Sequence[Operation], runs: Sequence[str]) -> list[_Unit]:
 def _written_values(
     units: Sequence[_Unit],
 ) -> tuple[set[Value], dict[tuple[int, int], list[Value]]]:
-    """Return the values that must be written, because another unit reads them, and the values that
-    the backward pass could compute again, by (number of the maker, number of the reader).
+    """Return the values that must be written and the values that the backward pass could recompute.
+
+    A value must be written if a different unit reads it. The recomputable values are keyed by
+    (number of the unit that computes the value, number of the unit that reads it).
     """
     maker = {value: number for number, unit in enumerate(units) for value in unit.made}
     kept, later = set[Value](), defaultdict[tuple[int, int], list[Value]](list)

@@ -36,15 +36,22 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from recipekit.checkpoints.verify import verify
 from recipekit.hosts.ports import free_port
-from recipekit.spec.paths import path_of
-from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, METRICS, numbers, read_metrics
+from recipekit.spec.paths import path_argument
+from recipekit.spec.run_folder import (
+    CHECKPOINTS,
+    EXPORT,
+    LATEST,
+    METRICS,
+    read_metrics,
+    reproducible_values,
+)
 from recipekit.spec.step_names import step_folders, step_name, step_of
 from recipekit.storage import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, flags
-    "own": (2, []),  # that of the recipe
+    "own": (2, []),  # the recipe's own layout
     "zero1": (2, ["--deepspeed_config", "zero1.json"]),
     "zero2": (2, ["--deepspeed_config", "zero2.json"]),
     "zero3": (2, ["--deepspeed_config", "zero3.json"]),
@@ -52,22 +59,22 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, flags
     "pp2_tp2": (4, ["--deepspeed_config", "zero1.json", "--pp", "2", "--tp", "2"]),
 }
 MARK = "CHECKPOINT_DRILL"  # an environment variable that every process of a job inherits
-STEPS_A_LIFE = 6  # of the schedule, for each kill: room for lives that make more than one step
-# ranks whose launcher was killed notice it after some more steps; a short chain would reach its end
-# before its last kill
+STEPS_A_LIFE = 6  # schedule steps per kill; some starts of the job take more than one step
+# Ranks whose launcher was killed notice the loss only after a few more steps. Without spare steps,
+# a short chain would end before its last kill.
 SPARE_STEPS = 20
-START = 180.0  # seconds within which a life must make a step, on a machine that others load too
+START = 180.0  # seconds within which a start must make a step, even on a busy machine
 GONE = 60.0  # seconds within which every process must have ended
 TARGETS = ("rank", "rank", "rank", "rank", "launch.py", "deepspeed")
 
 
 class Broken(Exception):
-    """Says that a promise was not kept."""
+    """Raised if a promise was not kept."""
 
 
 @dataclass
 class Chain:
-    """Holds one job and its lives: where the job runs, and what happened to it."""
+    """One job and its starts: the folder where it runs, and a record of its kills."""
 
     layout: str
     kills: int
@@ -75,7 +82,7 @@ class Chain:
     random: random.Random
     recipe: Path = RECIPE
     tally: Counter[str] = field(default_factory=Counter)
-    slowest_end: float = 0.0  # seconds from a kill until no process was left
+    slowest_end: float = 0.0  # seconds from a kill until all processes had ended
     longest_save: float = 0.2  # seconds
 
     @property
@@ -90,19 +97,21 @@ class Chain:
         return len(read_metrics(self.run))
 
     def saving(self) -> bool:
-        """Returns True while a checkpoint is written: while its staging folder is there."""
+        """Return True while a checkpoint is being written, which means that its staging folder
+        exists.
+        """
         try:
             return any(
                 step_of(name) is not None
                 for name in os.listdir(self.run / CHECKPOINTS / ".staging")
             )
-        except FileNotFoundError:  # the folder comes and goes with each save
+        except FileNotFoundError:  # the folder exists only during a save
             return False
 
 
 @dataclass
 class Job:
-    """Holds a started `deepspeed` command."""
+    """A running `deepspeed` command."""
 
     process: subprocess.Popen[bytes]
     mark: str
@@ -113,9 +122,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def pids(self) -> dict[int, dict[str, str]]:
-        """Finds the living processes of the job, whoever their parent is now: pid ->
-        environment.
-        """
+        """Find the job's live processes, even after their parent died: pid -> environment."""
         found = {}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -132,7 +139,7 @@ class Job:
         return found
 
     def launcher(self) -> int:
-        """Finds the pid of `launch.py`; 0 if it has ended."""
+        """Return the pid of `launch.py`; 0 if it has ended."""
         return next((pid for pid in self.pids() if parent(pid) == self.process.pid), 0)
 
     def ranks(self) -> list[int]:
@@ -201,7 +208,7 @@ def start(chain: Chain, run: str, *flags: str) -> Job:
 
 
 def wait_for(true: Callable[[], Any], seconds: float, pause: float = 0.02) -> bool:
-    """Waits until `true()` is true; returns False if that takes too long."""
+    """Wait until `true()` is true; return False after a timeout."""
     deadline = time.monotonic() + seconds
     while not true():
         if time.monotonic() > deadline:
@@ -211,7 +218,7 @@ def wait_for(true: Callable[[], Any], seconds: float, pause: float = 0.02) -> bo
 
 
 def finish(job: Job, what: str) -> None:
-    """Raises `Broken` unless the job ends by itself with 0."""
+    """Raise `Broken` unless the job ends by itself with exit code 0."""
     try:
         ended = wait_for(lambda: job.process.poll() is not None, 10 * START)
         if not ended or job.process.returncode:
@@ -223,7 +230,7 @@ def finish(job: Job, what: str) -> None:
 
 
 def end(job: Job) -> None:
-    """Ends what is left of a job."""
+    """End the remaining processes of a job."""
     for pid in job.pids():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -231,11 +238,10 @@ def end(job: Job) -> None:
 
 
 def kill(chain: Chain, job: Job, inside: bool) -> bool:
-    """Waits for a random moment after a step of this life and kills a random process; False if the
-    job had ended before.
+    """Kill a random process at a random moment after a step in the current start.
 
-    `inside`: kills while a checkpoint is written. Whether that succeeded is read from the folder
-    just before the signal.
+    Return False if the job had already ended. With `inside`, kill the process while a checkpoint is
+    being written. The folder is checked just before the signal, to see whether that succeeded.
     """
     running = lambda: job.process.poll() is None  # noqa: E731
     wait_for_step(chain, job)
@@ -270,7 +276,9 @@ def kill(chain: Chain, job: Job, inside: bool) -> bool:
 
 
 def wait_for_step(chain: Chain, job: Job) -> None:
-    """Wait for a step of this life, or the job's end. Raise `Broken` if it failed by itself."""
+    """Wait for a step of this start, or for the job's end; raise `Broken` if the job failed by
+    itself.
+    """
     began_with = chain.done()
     running = lambda: job.process.poll() is None  # noqa: E731
     if not wait_for(lambda: chain.done() > began_with or not running(), START):
@@ -280,7 +288,7 @@ def wait_for_step(chain: Chain, job: Job) -> None:
 
 
 def wait_for_save(chain: Chain, job: Job) -> bool:
-    """Wait for a random moment within a save; return False if the job has ended before."""
+    """Wait for a random moment within a save; return False if the job ended first."""
     was_inside = False
     running = lambda: job.process.poll() is None  # noqa: E731
     while running() and not was_inside:
@@ -296,8 +304,9 @@ def wait_for_save(chain: Chain, job: Job) -> bool:
 
 
 def check_latest(chain: Chain) -> None:
-    """Raises `Broken` unless `latest` names a checkpoint that is what was saved, or no checkpoint
-    was complete yet.
+    """Raise `Broken` unless `latest` names a checkpoint that equals the saved one.
+
+    `latest` may be missing as long as no checkpoint is complete.
     """
     folder = chain.run / CHECKPOINTS
     if not (folder / LATEST).exists():
@@ -306,15 +315,15 @@ def check_latest(chain: Chain) -> None:
         chain.tally["before the first checkpoint"] += 1
         return
     step = folder / (folder / LATEST).read_text()
-    if faults := manifest.faults(step) or verify(step):
+    if faults := manifest.find_faults(step) or verify(step):
         raise Broken(f"latest names {step}: {faults}")
     chain.tally["verified"] += 1
 
 
 def check_equal(chain: Chain) -> None:
-    """Raises `Broken` unless the chain ends as the unbroken run does."""
+    """Raise `Broken` unless the chain's end equals the end of the uninterrupted run."""
     whole = chain.folder / "unbroken"
-    if numbers(read_metrics(chain.run)) != numbers(read_metrics(whole)):
+    if reproducible_values(read_metrics(chain.run)) != reproducible_values(read_metrics(whole)):
         raise Broken(f"{chain.run / METRICS} differs from {whole / METRICS}")
     weights = [
         {path.name: path.read_bytes() for path in (run / EXPORT).glob("*.safetensors")}
@@ -323,14 +332,16 @@ def check_equal(chain: Chain) -> None:
     if weights[0] != weights[1] or not weights[0]:
         raise Broken(f"the weights in {chain.run / EXPORT} differ from those in {whole / EXPORT}")
     last = step_name(chain.steps)
-    tensors = [manifest.read(run / CHECKPOINTS / last)["tensors"] for run in (chain.run, whole)]
+    tensors = [
+        manifest.read_manifest(run / CHECKPOINTS / last)["tensors"] for run in (chain.run, whole)
+    ]
     if tensors[0] != tensors[1]:
         raise Broken(f"{last} of {chain.run} has other weights or optimizer states than {whole}")
     chain.tally["bit-equal"] += 1
 
 
 def drill(chain: Chain) -> None:
-    """Runs a chain from its first life to its end. Raises `Broken`."""
+    """Run a chain from its first start to its end; raise `Broken` if a comparison fails."""
     chain.folder.mkdir(parents=True)
     finish(start(chain, "unbroken"), "the unbroken run")
     for number in range(chain.kills):
@@ -414,7 +425,7 @@ def arguments_of(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--folder",
-        type=path_of,
+        type=path_argument,
         metavar="PATH",
         help="Folder for the jobs. (default: a temporary folder, removed after success)",
     )

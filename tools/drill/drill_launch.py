@@ -27,12 +27,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipekit.spec.run_folder import numbers, read_metrics
+from recipekit.spec.run_folder import read_metrics, reproducible_values
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "llama_nano_zero2.py"
-STEPS_A_KILL = 6  # of the schedule: room for starts that make more than one step
-PATIENCE = 240.0  # seconds for whatever is waited for, on a machine that others load too
+STEPS_A_KILL = 6  # schedule steps per kill; some starts take more than one step
+PATIENCE = 240.0  # seconds allowed for any wait, even on a busy machine
 TARGETS = ("rank", "rank", "rank", "launcher", "agent")
 
 
@@ -55,8 +55,8 @@ def command(pid: int) -> str:
 
 
 def family(coordinator: int) -> dict[str, list[int]]:
-    """Finds agent, launcher and ranks of the running start; processes that have not begun yet are
-    missing.
+    """Return the running start's agent, launcher and ranks, without processes that have not started
+    yet.
     """
     found: dict[str, list[int]] = {
         "agent": [pid for pid in children(coordinator) if "launch.host" in command(pid)],
@@ -134,13 +134,15 @@ def kill_one(
     before: set[int],
     before_step: int,
 ) -> str:
-    """Kills a process of the running start; returns its kind, or "" if the job had ended.
+    """Kill a process of the running start, and return its kind, or "" if the job had ended.
 
-    `before`: ranks of earlier starts; `before_step`: the furthest step of those starts.
+    `before` contains the ranks of earlier starts, and `before_step` is the furthest step that those
+    starts reached.
     """
     running = lambda: job.poll() is None  # noqa: E731
     wait_for(lambda: not running() or set(family(job.pid)["rank"]) - before)
-    # beyond the step of every earlier kill: three failures at one step rightly end the job
+    # Wait until the job is past the step of every earlier kill, because three failures at the same
+    # step correctly end the job.
     reached = lambda: len(read_metrics(run))  # noqa: E731
     if not early:
         wait_for(lambda: not running() or reached() > before_step)
@@ -218,12 +220,13 @@ def main(argv: list[str] | None = None) -> int:
 def run_with_kills(
     arguments: argparse.Namespace, folder: Path, steps: int, tally: Counter[str]
 ) -> list[str]:
-    """Start the job, kill its processes until it has had enough, and wait for its end; count the
-    kills in `tally`, and return the problems.
+    """Start the job, kill its processes as often as requested, and wait until the job ends.
+
+    Count the kills in `tally`, and return the problems.
     """
     run, chance = folder / "run", random.Random(arguments.seed)
     began = time.monotonic()
-    # --resume never is for the first start only
+    # Only the first start uses --resume never.
     job = start(folder, "run", steps, "--max_restarts", str(arguments.kills + 10), resume="never")
     early, before, before_step = False, set[int](), 0
     problems = []
@@ -258,11 +261,11 @@ def run_with_kills(
 
 
 def compare_with_unbroken(folder: Path, steps: int) -> list[str]:
-    """Run the job without kills; return a problem unless both runs have the same losses."""
+    """Run the job without kills; return a problem if the two runs' losses differ."""
     print("the unbroken run", flush=True)
     code = start(folder, "unbroken", steps).wait()
-    expected = numbers(read_metrics(folder / "unbroken"))
-    lines = numbers(read_metrics(folder / "run"))
+    expected = reproducible_values(read_metrics(folder / "unbroken"))
+    lines = reproducible_values(read_metrics(folder / "run"))
     if code or expected != lines or len(lines) != steps:
         return ["its losses differ from the uninterrupted run"]
     return []

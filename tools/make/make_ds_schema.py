@@ -6,10 +6,10 @@ JSON, with type, default and range.
     # exit 1 if the file differs from what the installed DeepSpeed reads
     python tools/make/make_ds_schema.py --check
 
-Blocks that are pydantic models are read from their fields. All others are found by handing
-`DeepSpeedConfig` a dict that notes which keys it is asked for. What neither way shows (the type
-behind a default of None, the names behind a string) is declared below; a key that is neither found
-nor declared stops the script.
+Blocks that are pydantic models are read from their fields. The keys of all other blocks are found
+with a dict that records which keys `DeepSpeedConfig` reads from it. Neither way shows the type
+behind a default of None, or the names behind a string. Such facts are declared below. The script
+stops at a key that is neither found nor declared.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-# the defaults must not depend on the machine that runs this
+# The defaults must not depend on the machine that runs this program.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed
@@ -76,7 +76,7 @@ FLOAT_DTYPES = [name for name in DTYPES if "int8" not in name]
 COUNT = {"type": ["integer"], "min": 1}
 PATH = {"type": ["string", "null"]}
 
-# What no default shows. DeepSpeed must read each path.
+# Facts that the defaults do not show. DeepSpeed must read each path.
 DECLARED: dict[str, Node] = {
     "train_batch_size": COUNT,
     "train_micro_batch_size_per_gpu": COUNT,
@@ -183,7 +183,7 @@ for _name in ("shared_experts_pattern", "shared_experts_gate_pattern", "expert_a
 
 SECOND_SPELLING = {"bfloat16": "bf16", "allgather_size": "zero_optimization.allgather_bucket_size"}
 
-# A block is asked for some of its keys only when it holds these.
+# DeepSpeed reads some keys of these blocks only if the block contains these values.
 SEEDS: dict[str, dict[str, Any]] = {
     "optimizer": {"type": "AdamW"},
     "scheduler": {"type": "WarmupLR"},
@@ -193,7 +193,7 @@ SEEDS: dict[str, dict[str, Any]] = {
 
 
 class Asked(dict):
-    """Notes which keys this dict is asked for, each with the default of the call."""
+    """A dict that records each key that is read from it, with the default of the call."""
 
     def __init__(self, values: dict[str, Any]):
         super().__init__(values)
@@ -223,21 +223,19 @@ class Asked(dict):
 
 
 def asked_keys(path: list[str]) -> dict[str, Any]:
-    """Finds the keys that `DeepSpeedConfig` asks for in the block at `path`, each with its
-    default.
-    """
+    """Return the keys that `DeepSpeedConfig` reads in the block at `path`, with their defaults."""
     block = Asked(SEEDS.get(".".join(path), {}))
     config: dict[str, Any] = block
     for depth in range(len(path) - 1, -1, -1):
         config = {**SEEDS.get(".".join(path[:depth]), {}), path[depth]: config}
     config.setdefault("train_batch_size", 1)
-    with contextlib.suppress(Exception):  # a value of the wrong kind, put there on purpose
+    with contextlib.suppress(Exception):  # a value of a wrong type, inserted on purpose
         ds.DeepSpeedConfig(config)
     return block.asked
 
 
 def type_of(default: Any) -> list[str]:
-    """Returns the JSON type of a default value; [] for None."""
+    """Return a default value's JSON type; [] for None."""
     for python, name in (
         (bool, "boolean"),
         (int, "integer"),
@@ -252,8 +250,9 @@ def type_of(default: Any) -> list[str]:
 
 
 def recorded(path: list[str]) -> Node:
-    """Makes the node of a block that is no pydantic model, and of the blocks in it, from the keys
-    that are asked for.
+    """Build the node of a block that is not a pydantic model, from the keys that DeepSpeed reads.
+
+    Inner blocks are included.
     """
     keys: dict[str, Node] = {}
     for key, default in sorted(asked_keys(path).items()):
@@ -281,13 +280,16 @@ def recorded(path: list[str]) -> Node:
 
 
 def pipeline() -> Node:
-    """Makes the node of the pipeline block, which DeepSpeed copies whole over its defaults."""
+    """Build the node of the pipeline block.
+
+    DeepSpeed copies all keys of that block over its defaults.
+    """
     keys: dict[str, Node] = {
         key: {"type": type_of(value), "default": value}
         for key, value in ds.get_pipeline_config({}).items()
     }
-    keys["stages"] = {}  # its default "auto" is of another type
-    keys["use_reentrant"] = {}  # read by the pipeline engine only
+    keys["stages"] = {}  # its default "auto" has another type
+    keys["use_reentrant"] = {}  # only the pipeline engine reads it
     return {
         "type": ["object"],
         "keys": {
@@ -297,8 +299,9 @@ def pipeline() -> Node:
 
 
 def annotated(annotation: Any, dotted: str) -> Node | None:
-    """Make the node of a pydantic field's annotation; None if no JSON value fits (groups, torch
-    dtypes).
+    """Build the node for a pydantic field's annotation.
+
+    Return None if no JSON value is valid for the field, as for process groups and torch dtypes.
     """
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -319,7 +322,7 @@ def annotated(annotation: Any, dotted: str) -> Node | None:
 
 
 def union(parts: tuple[Any, ...], dotted: str) -> Node | None:
-    """Make the node of a union, from the parts that a JSON value fits."""
+    """Build a union's node from the members that accept a JSON value."""
     nodes = [node for part in parts if part is not type(None) and (node := annotated(part, dotted))]
     if not nodes:
         return None
@@ -331,7 +334,7 @@ def union(parts: tuple[Any, ...], dotted: str) -> Node | None:
 
 
 def of_class(cls: type, dotted: str) -> Node | None:
-    """Make the node of a pydantic block, an enumeration or a plain Python type."""
+    """Build the node for a pydantic block, an enumeration or a plain Python type."""
     if issubclass(cls, BaseModel):
         return model(cls, dotted)
     if issubclass(cls, Enum):
@@ -351,7 +354,7 @@ def of_class(cls: type, dotted: str) -> Node | None:
 
 
 def model(cls: type[BaseModel], dotted: str) -> Node:
-    """Make the node of a pydantic block."""
+    """Build the node of a pydantic block."""
     keys: dict[str, Node] = {}
     for name, field in cls.model_fields.items():
         extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
@@ -380,7 +383,7 @@ def model(cls: type[BaseModel], dotted: str) -> Node:
 
 
 def deprecated(extra: Mapping[str, Any], cls: type[BaseModel], dotted: str) -> Node:
-    """Make the node of a deprecated field, which names the field to use instead."""
+    """Build a deprecated field's node, which names the field to use instead."""
     by_name = {item: other.alias or item for item, other in cls.model_fields.items()}
     parts = str(extra["new_param"]).split(" or ")
     node: Node = {
@@ -389,7 +392,7 @@ def deprecated(extra: Mapping[str, Any], cls: type[BaseModel], dotted: str) -> N
     return node if extra.get("set_new_param", True) else node | {"works": False}
 
 
-# options of a recipe's Muon (recipekit/optim/muon.py), which DeepSpeed's does not read
+# options of a recipe's Muon (recipekit/optim/muon.py), which DeepSpeed's Muon does not read
 OF_RECIPES: dict[str, Node] = {
     "nesterov": {"type": ["boolean"], "default": True},
     "adjust_lr_fn": {
@@ -438,7 +441,7 @@ RANGES: dict[str, Node] = {
 
 
 def parameters(function: Any, without: str = "") -> dict[str, Node]:
-    """Lists the JSON keys for the keyword arguments of an optimizer or scheduler, except those in
+    """Return the JSON keys for an optimizer's or a scheduler's keyword arguments, except those in
     `without`.
     """
     keys: dict[str, Node] = {}
@@ -463,10 +466,11 @@ def parameters(function: Any, without: str = "") -> dict[str, Node]:
 
 
 def optimizers() -> dict[str, Node]:
-    """Describe each optimizer: how its name is compared, and its keys for each implementation that
-    DeepSpeed may choose.
+    """Describe how each optimizer's name is compared, and which keys each of its implementations
+    accepts.
 
-    `torch` is chosen by "torch_adam": true, `cpu` by optimizer offload, `device` otherwise.
+    DeepSpeed chooses the implementation: `torch` for "torch_adam": true, `cpu` for optimizer
+    offload, and `device` otherwise.
     """
     switch = {"type": ["boolean"], "default": False}
     torch_adam = {"torch_adam": switch, **parameters(torch.optim.AdamW)}
@@ -487,22 +491,13 @@ def optimizers() -> dict[str, Node]:
         "eps": {"type": ["array"], "default": [None, 0.001], "items": "any", "length": 2}
     }
     found["Adafactor"] = {"torch_name": True, "device": adafactor}
-
-    # of recipes only (recipekit/optim/one_bit.py): DeepSpeed has removed its own
-    freeze_step = {"type": ["integer"], "min": 1, "required": True}
-    one_bit = (
-        {name: torch_adam[name] for name in ("betas", "eps")}
-        | {"freeze_step": freeze_step}
-        | {name: torch_adam[name] for name in ("lr", "weight_decay")}
-    )
-    found["OneBitAdam"] = {"any_case": True, "device": one_bit}
     return found
 
 
 def own_optimizers(torch_adam: dict[str, Node]) -> dict[str, Node]:
     """Describe the optimizers that DeepSpeed implements.
 
-    `torch_adam`: the keys of torch's AdamW.
+    `torch_adam` contains the keys of torch's AdamW.
     """
     on = {"type": ["boolean"], "default": True}
     switch = {"torch_adam": torch_adam["torch_adam"]}
@@ -539,7 +534,7 @@ TORCH_SCHEDULERS = (
 
 
 def torch_schedulers() -> dict[str, Node]:
-    """Lists the schedules of PyTorch that take JSON values only, and their keys."""
+    """Return the PyTorch schedulers that accept only JSON values, with their keys."""
     found: dict[str, Node] = {}
     for name in TORCH_SCHEDULERS.split():
         arguments = list(
@@ -558,11 +553,11 @@ def torch_schedulers() -> dict[str, Node]:
 def schema() -> dict[str, Any]:
     deepspeed.utils.logger.setLevel("ERROR")
     root = recorded([])
-    # read from the caller's dict, before the copy
+    # DeepSpeed reads this key from the caller's dict, before it copies the dict.
     root["keys"]["sequence_parallel_size"] = DECLARED["sequence_parallel_size"] | {"default": 1}
     root["keys"] |= {key: {"removed": True} for key in ds._REMOVED_TOP_LEVEL_CONFIG_KEYS}
     root["keys"] |= {key: {"use_instead": new} for key, new in SECOND_SPELLING.items()}
-    root["keys"]["allgather_size"]["works"] = False  # but for "zero_optimization": true
+    root["keys"]["allgather_size"]["works"] = False  # except for "zero_optimization": true
     root["keys"]["zero_optimization"]["keys"] |= {
         key: {"removed": True} for key in ds._REMOVED_ZERO_CONFIG_KEYS
     }
@@ -592,7 +587,7 @@ def reaches(node: Node, path: list[str]) -> bool:
 
 
 def text() -> str:
-    """Writes the file's content."""
+    """Return the content of the file."""
     spread = json.dumps(schema(), indent=1)
     return (
         re.sub(

@@ -1,12 +1,12 @@
-"""Makes .venv with the Python that runs this program, unless a usable .venv is there.
+"""Program that creates .venv with the Python that runs it, unless a usable .venv exists.
 
-`make setup` calls this program; any Python from 3.7 on reads it.
+`make setup` calls this program. It runs on Python 3.7 or newer.
 
-    python3 tools/make/make_venv.py             # makes it
-    python3 tools/make/make_venv.py --look      # only says whether this Python can be used
+    python3 tools/make/make_venv.py             # create .venv
+    python3 tools/make/make_venv.py --look      # only check whether this Python is recent enough
 
-Exit code 0: .venv is there; 1: this Python is too old, or cannot make environments, and nothing is
-left behind.
+Exit code 0: .venv exists. Exit code 1: this Python is too old or cannot create environments, and no
+partial .venv remains.
 """
 
 import shutil
@@ -26,7 +26,8 @@ def main(look: bool) -> int:
         return 0
     if too_old():
         return 1
-    # without --clear .venv/bin/python stays the link of an earlier .venv to another Python
+    # Without --clear, .venv/bin/python would remain a link from an earlier .venv to a different
+    # Python.
     done = subprocess.run(
         [sys.executable, "-m", "venv", "--clear", str(VENV)],
         stdout=subprocess.PIPE,
@@ -37,7 +38,7 @@ def main(look: bool) -> int:
     if done.returncode:
         shutil.rmtree(str(VENV), ignore_errors=True)
         why = done.stdout.strip().split("\n")[0] or "no message"
-        return refuse(
+        return config_error(
             f"{sys.executable} -m venv .venv",
             why,
             f"On Debian and Ubuntu: apt-get install python3.{sys.version_info[1]}-venv",
@@ -46,13 +47,11 @@ def main(look: bool) -> int:
 
 
 def too_old() -> bool:
-    """Returns True, and prints a refusal, if the Python that runs this program cannot run the
-    recipes.
-    """
+    """Return True and print an error if the current Python version cannot run the recipes."""
     if sys.version_info >= (3, 11):  # noqa: UP036 (an older Python runs this line too)
         return False
     where = f"{sys.executable} is Python {'.'.join(map(str, sys.version_info[:3]))}"
-    refuse(
+    config_error(
         where,
         "the recipes need 3.11 or newer",
         "Install one, or name one that is there: make setup PYTHON3=python3.12",
@@ -60,7 +59,7 @@ def too_old() -> bool:
     return True
 
 
-def refuse(where: str, rule: str, fix: str) -> int:
+def config_error(where: str, rule: str, fix: str) -> int:
     print(f"refused: {where}: {rule}. {fix}", file=sys.stderr)
     return 1
 

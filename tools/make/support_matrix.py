@@ -38,31 +38,32 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {  # name -> (ranks, ZeRO 
     "tp2": (2, 1, {"tp": 2}),
     "pp2": (2, 1, {"pp": 2}),
     "pp2 x tp2": (4, 1, {"pp": 2, "tp": 2}),
-    "ep2": (2, 1, {"ep": 2}),  # of types with experts
+    "ep2": (2, 1, {"ep": 2}),  # only types with experts
 }
-TEXT, MASKED, IMAGES = "pretrain", "masked_lm", "image_classification"  # tasks: a table each
+TEXT, MASKED, IMAGES = "pretrain", "masked_lm", "image_classification"  # tasks, with one table each
 STEPS, BATCHES, SEQ_LEN, VOCABULARY = 3, 4, 64, 264
-MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # rows of each of the BATCHES
-# Of a type with BatchNorm, whose last maps are a tiny picture's one pixel: normalised over 2
-# values, plain PyTorch's gradient in fp32 is 3 times that in fp64 (ResNet) and changes by 8e-4 with
-# the order of the rows; of 16 values by 2e-6. `smooth` does the rest.
+MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # samples in each of the BATCHES
+# Micro-batch of a model type with BatchNorm. For a tiny image, the last feature maps have one
+# pixel. If BatchNorm normalises over 2 values, plain PyTorch's fp32 gradient is 3 times its fp64
+# gradient (ResNet). The gradient also changes by 8e-4 with the order of the samples, but only by
+# 2e-6 over 16 values. `smooth` removes the remaining difference.
 NORMED = 16
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
-WHY = {  # (beginning of a type, part of a layout) -> found by hand
+WHY = {  # (prefix of a type, part of a layout) -> the reason, found by hand
     ("gemma3n", "tp"): (
         "Gemma3nTextMLP._gaussian_topk computes mean and deviation over the dimension that tp"
         " shards"
     ),
     ("reformer", ""): "LSHSelfAttention samples new hashes in every forward pass",
 }
-# relative, of a gradient in fp64: the loss and some norms are computed in fp32 whatever the weights
-# are
+# Relative tolerance for an fp64 gradient. It is not zero because the loss and some norms are
+# computed in fp32 for weights of any dtype.
 ROUNDED = 1e-6
-# said by a refusal -> its mark
+# words of a config error -> mark
 ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}
-# said by the refusal of a model that is not causal
+# words of the config error for a model that is not causal
 AHEAD = "reads the tokens that it should predict"
-CELL_S = 60.0  # seconds a cell may take
+CELL_S = 60.0  # time limit of a cell in seconds
 CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "steps_per_print": None,
@@ -80,26 +81,26 @@ CONFIG: dict[str, Any] = {
 
 
 def model_types(task: str = TEXT) -> list[str]:
-    """Lists every model type that the Auto class of a task knows."""
-    from recipekit.architectures.lookup import types_of
+    """List every model type that a task's Auto class supports."""
+    from recipekit.architectures.lookup import model_types_of
     from recipekit.spec.task_specs import TASKS
 
-    return sorted(types_of(TASKS[task].auto_class))
+    return sorted(model_types_of(TASKS[task].auto_class))
 
 
 def layouts_of(task: str) -> list[str]:
-    """Lists the layouts that a task does not lack."""
+    """List the layouts that a task supports."""
     from recipekit.spec.task_specs import TASKS
 
     return [
         name
         for name, (_, _, degrees) in LAYOUTS.items()
-        if not degrees.keys() & TASKS[task].lacks.keys()
+        if not degrees.keys() & TASKS[task].unsupported.keys()
     ]
 
 
 def tiny_model_config(task: str, model_type: str) -> dict[str, Any]:
-    """Makes the tiny config of a type, with dropout switched off: runs with dropout cannot be
+    """Return a type's tiny config with dropout disabled, because runs with dropout cannot be
     compared.
     """
     from recipekit.architectures.families import tiny_config
@@ -128,7 +129,7 @@ def tiny_model_config(task: str, model_type: str) -> dict[str, Any]:
 def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
     from recipekit import Recipe
     from recipekit.model.empty import empty_model
-    from recipekit.spec.refusal import Refusal
+    from recipekit.spec.errors import ConfigError
     from torch.nn.modules.batchnorm import _BatchNorm
 
     rows = MICRO_BATCH[task]
@@ -143,18 +144,18 @@ def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
         **degrees,
     )
     if task == MASKED:
-        return recipe  # its attention is chosen by what keeps documents apart
+        return recipe  # its attention is chosen from the implementations that keep documents apart
     make = partial(
         empty_model,
         tiny_model_config(task, model_type),
         name=model_type,
-        auto_class=recipe.facts.auto_class,
+        auto_class=recipe.task_spec.auto_class,
     )
     try:
         model = make()
-    except Refusal:  # its class has no sdpa
+    except ConfigError:  # its class has no sdpa
         recipe, model = replace(recipe, attention="eager"), make(attention="eager")
-    # what auto takes with the dropout of the default config
+    # With the default config's dropout, auto would choose sdpa.
     if task == TEXT and recipe.attention == "auto" and why_not_varlen(model_type):
         recipe = replace(recipe, attention="sdpa")
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
@@ -163,8 +164,9 @@ def recipe_of(task: str, model_type: str, **degrees: Any) -> Any:
 
 
 def batches_of(task: str, config: dict[str, Any], rows: int) -> list[dict[str, Any]]:
-    """Makes the BATCHES micro-batches of one optimizer step of a model: packed documents of random
-    tokens, or `rows` random pictures.
+    """Create one optimizer step's BATCHES micro-batches.
+
+    They contain packed documents of random tokens, or `rows` random images each.
     """
     import torch
 
@@ -199,23 +201,25 @@ def batches_of(task: str, config: dict[str, Any], rows: int) -> list[dict[str, A
 def told_of_documents(
     batches: list[dict[str, Any]], task: str, attention: str
 ) -> list[dict[str, Any]]:
-    """Adds to micro-batches what an attention reads of their documents, as the stream of a run
+    """Add the document boundaries that an attention needs to micro-batches, as a run's data stream
     does.
     """
-    from recipekit.kernels.documents import with_documents, with_starts
+    from recipekit.kernels.documents import with_document_starts, with_documents
 
     return (
-        [(with_documents if "varlen" in attention else with_starts)(batch) for batch in batches]
+        [
+            (with_documents if "varlen" in attention else with_document_starts)(batch)
+            for batch in batches
+        ]
         if task == MASKED or attention == "varlen"
         else batches
     )
 
 
 def spread(model: Any) -> None:
-    """Moves parameters and saved buffers that start as a constant (norms, gates, biases) off that
-    constant.
+    """Change parameters and saved buffers that start as a constant (norms, gates, biases).
 
-    At zeros and ones a wrong layout can go unseen, and top-k meets ties.
+    With only zeros and ones, a wrong layout could pass unnoticed, and top-k would meet ties.
     """
     import torch
 
@@ -232,11 +236,11 @@ def spread(model: Any) -> None:
 
 
 def smooth(model: Any) -> None:
-    """Puts SiLU in the place of ReLU, in a model with BatchNorm.
+    """Replace ReLU by SiLU in a model with BatchNorm.
 
-    At zero the gradient of ReLU jumps. Rounding decides on which side of it a value lies, and of
-    the 16 values of a channel one is enough: with another library's convolutions the gradient of a
-    tiny RegNet differs by 2e-2, with SiLU by 4e-6.
+    The gradient of ReLU jumps at zero, and rounding decides on which side a value falls. One of a
+    channel's 16 values is enough to change the gradient. With convolutions from a different
+    library, the gradient of a tiny RegNet differs by 2e-2, but only by 4e-6 with SiLU.
     """
     from torch import nn
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -252,7 +256,7 @@ def smooth(model: Any) -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Saves the weights under the model's own names; every rank reads them."""
+    """Save the weights under the model's own names, so that every rank can read them."""
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
@@ -267,26 +271,27 @@ def save(model: Any, folder: Path) -> None:
 def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     """Train STEPS steps in plain PyTorch, from random weights that are saved in `folder`.
 
-    Return losses, norms and weights, whether the model has experts, and of text the leak: how far
-    a document's logits depend on another document of its row.
+    Return the losses, the norms, the weights, whether the model has experts, and a text model's
+    leak. The leak is the effect that one document has on a different document's logits in the same
+    row.
     """
     import torch
-    from recipekit.model.build import build_model
-    from recipekit.tasks.find import task_called
+    from recipekit.tasks.find import load_task
 
-    of_task = task_called(task)
+    of_task = load_task(task)
     config = tiny_model_config(task, model_type)
     recipe = plain_recipe(task, model_type, config)
     of_task.check(config, recipe.attention, recipe.model)
 
-    built = build_model(recipe, config, None, {}, torch.device("cpu"))
+    built = built_of(recipe, config, None, {})
     model = built.model
     spread(model)
     smooth(model)
     save(model, folder)
 
     optimizer = plain_adamw(model, built.blueprint.trained)
-    batches = told_of_documents(batches_of(task, config, recipe.micro_batch), task, built.attention)
+    attention = built.model_plan.attention
+    batches = told_of_documents(batches_of(task, config, recipe.micro_batch), task, attention)
     counted = sum(int(of_task.count(batch).sum()) for batch in batches)
     leak = leak_of(model, batches[0]) if task == TEXT else None
 
@@ -310,20 +315,19 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
 
 
 def plain_recipe(task: str, model_type: str, config: dict[str, Any]) -> Any:
-    """Return the recipe of a type with transformers' own attention, with which each cell is
-    compared.
-    """
-    from recipekit.model.both_ways import leaks
+    """Return a type's recipe with transformers' own attention, as the reference for each cell."""
+    from recipekit.model.empty import MASKED_AUTO_CLASS as ENCODER
+    from recipekit.model.probes import probe
 
     recipe = recipe_of(task, model_type)
     if recipe.attention != "auto":
         return recipe
-    leaky = task == MASKED and leaks(config, "sdpa", model_type)
+    leaky = task == MASKED and probe(config, ENCODER, model_type).leak_reason("sdpa")
     return replace(recipe, attention="eager" if leaky else "sdpa")
 
 
 def run_micro_batches(model: Any, task: Any, batches: list[dict[str, Any]], counted: int) -> float:
-    """Run forward and backward over the micro-batches; return the mean loss of the step."""
+    """Run the forward and backward passes of the micro-batches, and return the step's mean loss."""
     total = 0.0
     for batch in batches:
         loss = task.loss(task.forward(model, batch), batch, False) / counted
@@ -333,7 +337,7 @@ def run_micro_batches(model: Any, task: Any, batches: list[dict[str, Any]], coun
 
 
 def plain_adamw(model: Any, trained: Any) -> Any:
-    """Make torch's AdamW with the numbers of the cells' JSON."""
+    """Create torch's AdamW with the hyperparameters in the cells' JSON."""
     import torch
     from recipekit.optim.groups import parameter_groups
 
@@ -349,8 +353,8 @@ def plain_adamw(model: Any, trained: Any) -> Any:
 
 
 def leak_of(model: Any, batch: dict[str, Any]) -> float:
-    """Returns the largest change of a logit in a row's second document when only tokens of the
-    first document change.
+    """Return the largest change of a logit in a row's second document when only the first
+    document's tokens change.
     """
     import torch
 
@@ -368,14 +372,16 @@ def leak_of(model: Any, batch: dict[str, Any]) -> float:
 
 
 class Differs(Exception):
-    """Says that a cell ran, but did not train like plain PyTorch."""
+    """Raised if a cell ran but did not train like plain PyTorch."""
 
 
 def hold_cell(
     task: str, model_type: str, layout: str, folder: str, reference: dict[str, Any]
 ) -> dict[str, Any]:
-    """Trains one cell (a collective); one that differs under varlen once more under sdpa, the
-    attention that it is held beside, which tells roundings from a wrong layout.
+    """Train one cell, and train it again with sdpa if its varlen results differ from the reference.
+
+    The reference uses sdpa, so the second training shows whether the difference is rounding or a
+    wrong layout. This is a collective operation.
     """
     import torch.distributed as dist
 
@@ -404,33 +410,32 @@ def train_cell(
     reference: dict[str, Any],
     attention: str = "",
 ) -> dict[str, Any]:
-    """Read the weights in `folder` and train one cell on this group of ranks (a collective); return
-    this rank's largest deviations.
+    """Read the weights in `folder`, train one cell on this group of ranks, and return this rank's
+    largest deviations.
 
-    Raise `Differs` if a deviation exceeds its tolerance.
+    This is a collective operation. Raises `Differs` if a deviation exceeds its tolerance.
     """
     import torch
-    from recipekit.model.build import build_model
-    from recipekit.model.export import whole_parameters
-    from recipekit.runtime.sums import StepCounters
-    from recipekit.tasks.find import task_called
+    from recipekit.model.export import full_parameters
+    from recipekit.runtime.step_metrics import StepCounters
+    from recipekit.tasks.find import load_task
     from recipekit.train import train_step
 
     cell = cell_of(task, model_type, layout, folder, attention)
     mesh, groups = cell.mesh, cell.groups
-    built = build_model(cell.recipe, cell.model_config, groups, cell.config, torch.device("cpu"))
+    built = built_of(cell.recipe, cell.model_config, groups, cell.config)
     for part in built.models:
         smooth(part)
-    of_task = task_called(task)
-    if built.loss_path.in_chunks and of_task.of_losses:
-        of_task = of_task.of_losses(of_task)
+    of_task = load_task(task)
+    if built.model_plan.loss_path.chunked and of_task.with_chunked_loss:
+        of_task = of_task.with_chunked_loss(of_task)
     model = pipelined(built, of_task, groups) if mesh.pp > 1 else built.model
     engine = initialize(model, built, cell.config, groups)
 
-    batches = told_of_documents(cell.batches(), task, built.attention)
+    batches = told_of_documents(cell.batches(), task, built.model_plan.attention)
     results = [train_step(engine, of_task, batches, None, StepCounters(mesh)) for _ in range(STEPS)]
 
-    weights = whole_parameters(model, built, groups, torch.float32)
+    weights = full_parameters(model, built, groups, torch.float32)
     worst_weight, where = largest_difference(weights, reference["weights"])
     worst = {
         "loss": largest_ratio(results, "loss", reference["losses"]),
@@ -445,8 +450,9 @@ def train_cell(
 
 
 def explain(cell: "Cell", worst: dict[str, float], where: str, idle: bool) -> str:
-    """Describe the deviations of a cell (a collective); `idle`: no gradient reaches the parameter
-    `where`.
+    """Describe a cell's deviations; `idle` means that no gradient reaches the parameter `where`.
+
+    This is a collective operation.
     """
     cause = exact = ""
     if idle:
@@ -470,7 +476,7 @@ class Cell:
     model_config: dict[str, Any]
 
     def batches(self) -> list[dict[str, Any]]:
-        """Make this rank's micro-batches of a step."""
+        """Create this rank's micro-batches of a step."""
         accumulation = self.config["gradient_accumulation_steps"]
         first = self.groups.coords["dp"] * accumulation
         batches = batches_of(self.recipe.task, self.model_config, self.recipe.micro_batch)
@@ -478,8 +484,11 @@ class Cell:
 
 
 def cell_of(task: str, model_type: str, layout: str, folder: str, attention: str) -> Cell:
-    """Make the groups of a cell (a collective); `attention`: "" for the recipe's own."""
-    from recipekit.parallel.groups import Groups
+    """Create a cell's process groups; if `attention` is "", the recipe's own attention is used.
+
+    This is a collective operation.
+    """
+    from recipekit.parallel.groups import ProcessGroups
     from recipekit.spec.mesh import make_mesh
 
     world, stage, degrees = LAYOUTS[layout]
@@ -487,7 +496,9 @@ def cell_of(task: str, model_type: str, layout: str, folder: str, attention: str
     recipe = replace(recipe, attention=attention or recipe.attention)
     mesh = make_mesh(world, **degrees)
     config = config_of(recipe, mesh, stage)
-    return Cell(recipe, mesh, Groups(mesh, "cpu"), config, tiny_model_config(task, model_type))
+    return Cell(
+        recipe, mesh, ProcessGroups(mesh, "cpu"), config, tiny_model_config(task, model_type)
+    )
 
 
 def config_of(recipe: Any, mesh: Any, stage: int) -> dict[str, Any]:
@@ -503,23 +514,45 @@ def config_of(recipe: Any, mesh: Any, stage: int) -> dict[str, Any]:
     return config
 
 
+def built_of(recipe: Any, model_config: dict[str, Any], groups: Any, config: dict[str, Any]) -> Any:
+    """Resolve and build a recipe's model on this group of ranks, or on one process without groups.
+
+    This is a collective operation under ZeRO-3.
+    """
+    import torch
+    from recipekit.model.build import build_model, weights_target
+    from recipekit.plan import RunPlan
+    from recipekit.planner.resolve import TargetDevice, resolve_model
+    from recipekit.spec.command import RunCommand
+    from recipekit.spec.mesh import Mesh
+
+    command, mesh = RunCommand(recipe, "support", Path(), frozenset()), Mesh()
+    if groups is not None:
+        mesh = groups.mesh
+    plan = RunPlan(command, recipe, mesh, config, None, model_config, Path("support"), None, ())
+    cpu = TargetDevice(torch.device("cpu"), "", compiles=False)
+    model_plan, whole = resolve_model(plan, model_config, cpu, own_norms=groups is not None)
+    return build_model(recipe, model_plan, whole, weights_target(config, groups, cpu.device))
+
+
 def pipelined(built: Any, task: Any, groups: Any) -> Any:
-    """Assemble this rank's stage of the pipeline (a collective)."""
+    """Assemble this rank's pipeline stage. This is a collective operation."""
     from recipekit.parallel import pipeline
-    from recipekit.runtime.sums import Sums
+    from recipekit.runtime.step_metrics import StepMetrics
     from recipekit.train import pipeline_loss
 
-    assert built.split is not None
-    loss = partial(pipeline_loss, task, Sums())
-    model = pipeline.assemble(built.models, groups, loss, "1f1b", built.split.num_stages)
-    pipeline.share(model, groups)
+    split = built.model_plan.split
+    assert split is not None
+    loss = partial(pipeline_loss, task, StepMetrics())
+    model = pipeline.build_pipeline_module(built.models, groups, loss, "1f1b", split.num_stages)
+    pipeline.tie_shared_params(model, groups)
     return model
 
 
 def initialize(model: Any, built: Any, config: dict[str, Any], groups: Any) -> Any:
-    """Make the engine of a cell (a collective)."""
+    """Create a cell's engine. This is a collective operation."""
     import deepspeed
-    from recipekit.engine.deepspeed_engine import repaired
+    from recipekit.engine.deepspeed_engine import apply_workarounds
     from recipekit.optim.groups import parameter_groups
 
     trained: Any = parameter_groups(model, built.blueprint.trained)
@@ -530,14 +563,14 @@ def initialize(model: Any, built: Any, config: dict[str, Any], groups: Any) -> A
         mpu=groups.mpu,
         dist_init_required=False,
     )[0]
-    repaired(engine)
+    apply_workarounds(engine)
     return engine
 
 
 def largest_difference(
     weights: Iterable[tuple[str, Any]], expected: dict[str, Any]
 ) -> tuple[float, str]:
-    """Return the largest absolute difference of a weight, and the name of its parameter."""
+    """Return a weight's largest absolute difference, and the name of its parameter."""
     largest, where = 0.0, ""
     for name, value in weights:
         difference = (value - expected[name]).abs().max().item() if value.numel() else 0.0
@@ -547,35 +580,35 @@ def largest_difference(
 
 
 def largest_ratio(results: list[Any], key: str, expected: list[float]) -> float:
-    """Return the largest relative deviation of a result over the steps."""
+    """Return a result's largest relative deviation over the steps."""
     return max(
         abs(result[key] / wanted - 1) for result, wanted in zip(results, expected, strict=True)
     )
 
 
 def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
-    """Compare the gradients of one step in fp64 with plain PyTorch's (a collective).
+    """Compare one step's fp64 gradients with plain PyTorch's gradients.
 
-    If they agree, fp32's rounding is the difference. Otherwise name the parameter that differs
-    most.
+    This is a collective operation. If the gradients agree, the difference in fp32 is rounding.
+    Otherwise name the parameter that differs most.
     """
     import torch
     import torch.distributed as dist
-    from recipekit.model.build import build_model
-    from recipekit.tasks.find import task_called
+    from recipekit.tasks.find import load_task
     from recipekit.train import to_device
 
-    of_task, cpu = task_called(recipe.task), torch.device("cpu")
+    of_task, cpu = load_task(recipe.task), torch.device("cpu")
     recipe = replace(recipe, attention="sdpa") if recipe.task == MASKED else recipe
 
     # The plain model uses transformers' own attention.
     own = replace(
         recipe, tp=1, attention="sdpa" if recipe.attention == "auto" else recipe.attention
     )
-    plain = build_model(own, config, None, {}, cpu).model.double()
-    built = build_model(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}}, cpu)
+    plain = built_of(own, config, None, {}).model.double()
+    built = built_of(recipe, config, groups, CONFIG | {"zero_optimization": {"stage": 0}})
 
-    for model, attention in ((plain, "sdpa"), (built.model.double(), built.attention)):
+    models = ((plain, "sdpa"), (built.model.double(), built.model_plan.attention))
+    for model, attention in models:
         batches = batches_of(recipe.task, config, recipe.micro_batch)
         for batch in told_of_documents(batches, recipe.task, attention):
             batch = to_device(batch, cpu)
@@ -592,7 +625,7 @@ def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
 
 
 def worst_gradient(plain: Any, built: Any, groups: Any) -> tuple[float, str]:
-    """Return the largest relative difference of a gradient of this rank, and its parameter."""
+    """Return the largest relative difference of a gradient on this rank, and its parameter."""
     from recipekit.parallel import tensor as tensor_parallel
 
     worst, where = 0.0, ""
@@ -607,7 +640,7 @@ def worst_gradient(plain: Any, built: Any, groups: Any) -> tuple[float, str]:
 
         if name in built.cuts:
             assert groups.tp_mesh is not None
-            expected = tensor_parallel.shard(expected, built.cuts[name], groups.tp_mesh)
+            expected = tensor_parallel.shard_tensor(expected, built.cuts[name], groups.tp_mesh)
         worst, where = max((worst, where), ((parameter.grad - expected).norm().item() / size, name))
     return worst, where
 
@@ -617,18 +650,19 @@ def worst_gradient(plain: Any, built: Any, groups: Any) -> tuple[float, str]:
 
 
 def serve(folder: Path) -> None:
-    """Serves as one rank of a group: trains the cells that arrive on stdin, each a line of JSON,
-    and writes its answers to files.
+    """Serve as one rank of a group: read cells as lines of JSON from stdin, train them, and write
+    the answers to files.
     """
     import deepspeed
     import torch
     import torch.distributed as dist
-    from recipekit.runtime.start import do_without_shm_op, quiet
-    from recipekit.spec.refusal import Refusal
+    from recipekit.compat.deepspeed import skip_shm_op_build
+    from recipekit.runtime.start import quiet_library_logs
+    from recipekit.spec.errors import ConfigError
 
     torch.set_num_threads(1)
-    quiet()
-    do_without_shm_op()
+    quiet_library_logs()
+    skip_shm_op_build()
     deepspeed.init_distributed("gloo", verbose=False)
     linear = torch.nn.functional.linear
     for line in sys.stdin:
@@ -645,7 +679,7 @@ def serve(folder: Path) -> None:
             answer = {
                 "ok": False,
                 "reason": reason_of(error),
-                "refused": isinstance(error, Refusal),
+                "refused": isinstance(error, ConfigError),
             }
         _forget(linear)
         written = folder / f"{cell['number']}_{dist.get_rank()}.json"
@@ -654,7 +688,7 @@ def serve(folder: Path) -> None:
 
 
 def _forget(linear: Any) -> None:
-    """Puts back what DeepSpeed keeps in module globals, so that one cell does not change the
+    """Reset the state that DeepSpeed keeps in module globals, so that one cell cannot affect the
     next.
     """
     import gc
@@ -664,7 +698,7 @@ def _forget(linear: Any) -> None:
     from deepspeed.utils import groups
 
     groups._release_process_group_references()
-    torch.nn.functional.linear = linear  # zero.Init replaces it for good (DeepSpeed 0.19.8)
+    torch.nn.functional.linear = linear  # zero.Init replaces it permanently (DeepSpeed 0.19.8)
     partition_parameters.Init.apply_param_persistence = False
     partition_parameters.Init.num_persisted_parameters = (
         partition_parameters.Init.num_persisted_elements
@@ -673,12 +707,13 @@ def _forget(linear: Any) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Writes one line: the error, and the module of the model (or, without one, of the recipes)
-    that raised it.
+    """Return the error and the module of the model that raised it, in one line.
+
+    If no such module raised it, name the module of recipekit.
     """
     import traceback
 
-    from recipekit.spec.refusal import Refusal
+    from recipekit.spec.errors import ConfigError
 
     frames = traceback.extract_tb(error.__traceback__)
     places = [
@@ -692,7 +727,7 @@ def reason_of(error: BaseException) -> str:
         if "recipekit" in frame.filename
     ]
     said = str(error).strip().splitlines()
-    if isinstance(error, Refusal):
+    if isinstance(error, ConfigError):
         return f"refused: {error.problems[0].where}: {error.problems[0].rule}"
     if isinstance(error, Differs):
         return said[0]
@@ -701,7 +736,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class Group:
-    """Keeps the ranks of one layout size warm from cell to cell."""
+    """The running ranks for one layout size. They stay warm from cell to cell."""
 
     def __init__(self, world: int, folder: Path):
         from recipekit.hosts.ports import free_port
@@ -740,9 +775,9 @@ class Group:
     def run(
         self, number: int, task: str, model_type: str, layout: str, reference: Path
     ) -> dict[str, Any]:
-        """Return the joined answer of all ranks: the first failure, or the largest deviations.
+        """Return the combined answer of all ranks: the first failure, or the largest deviations.
 
-        End the group if it failed in any other way than by a refusal of all ranks.
+        If the cell failed, close the group, unless all ranks raised a config error.
         """
         self.cells += 1
         cell = {
@@ -769,7 +804,7 @@ class Group:
                 if self.alive
                 else "a process died"
             )
-            # every rank refuses before its first collective
+            # Every rank raises a config error before its first collective.
             if sum(answer["refused"] for answer in failed) < self.world:
                 self.close()
             return {"ok": False, "reason": reason}
@@ -781,14 +816,16 @@ class Group:
         return {"ok": True} | worst | varlen
 
     def _wait_for_answers(self, number: int) -> list[dict[str, Any]]:
-        """Return the answers that the ranks give in time: all, unless a rank failed or died."""
+        """Return the answers that arrive in time; these are all answers unless a rank failed or
+        died.
+        """
         files = [self.folder / f"{number}_{rank}.json" for rank in range(self.world)]
 
         # The first cell waits for the imports.
         deadline = time.monotonic() + CELL_S + (60 if self.cells == 1 else 0)
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             if any(file.exists() and not json.loads(file.read_text())["ok"] for file in files):
-                # the peers of a failed rank fail soon, or wait for ever
+                # A failed rank's peers fail soon, or wait forever.
                 deadline = min(deadline, time.monotonic() + 2)
             if any(rank.poll() is not None for rank in self.ranks):
                 break
@@ -808,8 +845,9 @@ class Group:
 def run_matrix(
     types: list[str], layouts: list[str], results: Path | None, say: Any = print, task: str = TEXT
 ) -> dict[str, Row]:
-    """Run the cells of a task; return type -> row. Cells that `results` holds already are not run
-    again.
+    """Run a task's cells, and return type -> row.
+
+    Cells that `results` already contains are not run again.
     """
     import torch
 
@@ -842,7 +880,7 @@ def run_matrix(
 
 
 class Cells:
-    """The finished cells of a task, in memory and in the file `results`."""
+    """A task's finished cells, in memory and in the file `results`."""
 
     def __init__(self, task: str, results: Path | None):
         self.task, self.results = task, results
@@ -854,7 +892,7 @@ class Cells:
                     self.done.setdefault(cell["type"], {})[cell["layout"]] = cell["result"]
 
     def missing(self, model_type: str, layouts: list[str]) -> list[str]:
-        """List the layouts that a type still has to run: none if its reference failed."""
+        """List the layouts that a type still has to run; [] if its reference failed."""
         row = self.done.get(model_type, {})
         wanted = [layout for layout in layouts if layout not in row]
         known = row.get("reference", {})
@@ -871,7 +909,7 @@ class Cells:
 
 
 def run_reference(model_type: str, cells: Cells, folder: Path) -> dict[str, Any] | None:
-    """Train a type in plain PyTorch, and record and save the result; return None if that fails."""
+    """Train a type in plain PyTorch, and store the result; return None if training fails."""
     import torch
 
     task = cells.task
@@ -881,7 +919,7 @@ def run_reference(model_type: str, cells: Cells, folder: Path) -> dict[str, Any]
         varlen = {} if task == IMAGES else {"varlen": why_not_varlen(model_type, task)}
         found = {"ok": True, "leak": plain["leak"], "experts": plain["experts"]}
         cells.record(model_type, "reference", found | varlen)
-    # whatever error a family raises is the reason in its row
+    # Any error in a model family becomes the reason in its row.
     except Exception as error:
         cells.record(model_type, "reference", {"ok": False, "reason": reason_of(error)})
         return None
@@ -889,7 +927,7 @@ def run_reference(model_type: str, cells: Cells, folder: Path) -> dict[str, Any]
 
 
 class WarmGroups:
-    """The running groups of processes, one for each number of ranks; a context closes them."""
+    """The running process groups, one for each number of ranks; leaving the context closes them."""
 
     def __init__(self, folder: Path):
         self.folder, self.began = folder, time.monotonic()
@@ -897,7 +935,7 @@ class WarmGroups:
         self._number = 0
 
     def run(self, task: str, model_type: str, layout: str) -> dict[str, Any]:
-        """Run one cell, in a new group if the old one has ended or has run 40 cells."""
+        """Run one cell; start a new group if the old group has ended or has run 40 cells."""
         self._number += 1
         groups, world = self._groups, LAYOUTS[layout][0]
         if world in groups and (not groups[world].alive or groups[world].cells >= 40):
@@ -916,15 +954,18 @@ class WarmGroups:
 
 
 def why_not_varlen(model_type: str, task: str = TEXT) -> str:
-    """Says why the attention of a type's default config is not varlen, or "" if it is."""
+    """Return the reason why the attention of a type's default config is not varlen; "" if it is."""
     from recipekit.architectures.families import default_config
-    from recipekit.model.attention import unfit
-    from recipekit.model.both_ways import leaks
+    from recipekit.model.empty import CAUSAL_AUTO_CLASS
+    from recipekit.model.empty import MASKED_AUTO_CLASS as ENCODER
+    from recipekit.model.probes import probe
 
     try:
         config = default_config(model_type, task).to_dict()
-        return leaks(config, "varlen", model_type) if task == MASKED else unfit(config, model_type)
-    except Exception as error:  # whatever error a family raises is the reason
+        if task == MASKED:
+            return probe(config, ENCODER, model_type).leak_reason("varlen")
+        return probe(config, CAUSAL_AUTO_CLASS, model_type).unfit_for_varlen
+    except Exception as error:  # any error in a model family is the reason
         return reason_of(error)
 
 
@@ -943,14 +984,14 @@ def publishes_pipeline_plan(model_type: str) -> bool:
 
 
 def decoders_alone(types: list[str]) -> list[str]:
-    """Lists the types that are encoder-decoders: AutoModelForCausalLM builds only their decoder."""
+    """List the encoder-decoder types, because AutoModelForCausalLM builds only their decoder."""
     from recipekit.architectures.families import default_config
 
     return [name for name in types if default_config(name).is_encoder_decoder]
 
 
 def versions() -> str:
-    """Names what the cells were run with, and when."""
+    """Return the date and the versions with which the cells were run."""
     from importlib.metadata import version
 
     return (
@@ -960,7 +1001,7 @@ def versions() -> str:
 
 
 def made(task: str, model: str, rows: str) -> str:
-    """Return how the cells of a page are run, and when a cell gets a mark."""
+    """Return a page's paragraphs on how cells are run and on the meaning of the marks."""
     of_task = "" if task == TEXT else f" --task {task}"
     return (
         f"Written by `python tools/make/support_matrix.py{of_task}`, which runs every cell. Do not"
@@ -972,7 +1013,7 @@ def made(task: str, model: str, rows: str) -> str:
 
 
 def page(done: dict[str, Row]) -> str:
-    """Return the text of recipes/SUPPORT.md, of causal language models."""
+    """Return the text of recipes/SUPPORT.md, for causal language models."""
     ran = [name for name in done if done[name]["reference"]["ok"]]
     planned = [name for name in ran if publishes_pipeline_plan(name)]
 
@@ -1050,7 +1091,7 @@ def causal_intro(done: dict[str, Row], ran: list[str]) -> list[str]:
 
 
 def causal_table(title: str, names: list[str], done: dict[str, Row]) -> list[str]:
-    """Return a section with a row for each type, or nothing without types."""
+    """Return a section with one row for each type; [] if there are no types."""
     if not names:
         return []
     lines = [
@@ -1062,7 +1103,7 @@ def causal_table(title: str, names: list[str], done: dict[str, Row]) -> list[str
     ]
     for name in sorted(names):
         leak = done[name]["reference"].get("leak")
-        # below 1e-6 is rounding
+        # a leak below 1e-6 is rounding
         isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"
         marks = " | ".join(_mark(done[name], layout) for layout in LAYOUTS)
         lines.append(f"| {name} | {marks} | {isolated} | {_varlen(done[name])} |")
@@ -1070,7 +1111,7 @@ def causal_table(title: str, names: list[str], done: dict[str, Row]) -> list[str
 
 
 def masked_page(done: dict[str, Row]) -> str:
-    """Return the text of recipes/SUPPORT_MLM.md, of masked language models."""
+    """Return the text of recipes/SUPPORT_MLM.md, for masked language models."""
     layouts, ran = (
         layouts_of(MASKED),
         sorted(name for name in done if done[name]["reference"]["ok"]),
@@ -1139,7 +1180,7 @@ def masked_page(done: dict[str, Row]) -> str:
 
 
 def image_page(done: dict[str, Row]) -> str:
-    """Return the text of recipes/SUPPORT_IMAGES.md, of image classifiers."""
+    """Return the text of recipes/SUPPORT_IMAGES.md, for image classifiers."""
     layouts, ran = (
         layouts_of(IMAGES),
         sorted(name for name in done if done[name]["reference"]["ok"]),
@@ -1187,9 +1228,7 @@ def image_page(done: dict[str, Row]) -> str:
 
 
 def reasons(done: dict[str, Row]) -> list[str]:
-    """Return an entry for each failed cell and its recorded message, except cells without a plan or
-    preset.
-    """
+    """Return the recorded message of each failed cell that has a plan and a preset."""
     lines = []
     for name in sorted(done):
         for layout, result in done[name].items():
@@ -1213,7 +1252,7 @@ def reasons(done: dict[str, Row]) -> list[str]:
 
 
 def quoted(message: str) -> str:
-    """Return a recorded message as code in Markdown, with single quotes for its backticks."""
+    """Return a recorded message as Markdown code, with its backticks replaced by single quotes."""
     return "`" + message.replace("`", "'") + "`"
 
 
@@ -1248,12 +1287,12 @@ def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
 
 
 def _absent(result: dict[str, Any]) -> str:
-    """Returns the mark for something that a family does not have, "" for another failure."""
+    """Return the mark for a feature that a family lacks; "" for any other failure."""
     return next((mark for said, mark in ABSENT.items() if said in result["reason"]), "")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    from recipekit.spec.paths import path_of
+    from recipekit.spec.paths import path_argument
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -1277,7 +1316,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--results",
-        type=path_of,
+        type=path_argument,
         help=(
             "File of finished cells. These are not run again, and new cells are added. (default:"
             " none)"
@@ -1325,7 +1364,7 @@ def main() -> None:
 
 
 def write_pages(done: dict[str, dict[str, Row]]) -> None:
-    """Write the page of each task that was run."""
+    """Write the page for each task that was run."""
     pages = {
         TEXT: ("SUPPORT.md", page),
         MASKED: ("SUPPORT_MLM.md", masked_page),

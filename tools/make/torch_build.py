@@ -1,13 +1,15 @@
-"""Installs the build of torch that this host's driver needs into .venv: `make setup TORCH=cu126`.
+"""Program that installs the torch build for this host's driver into .venv: `make setup
+TORCH=cu126`.
 
     python3 tools/make/torch_build.py cu126
 
-Without TORCH pip takes its own choice: on Linux with an x86-64 processor the build of CUDA 13.0,
-which wants driver 580 or newer. The project names no address to install from. pip looks where it is
-set up to look, and at TORCH_INDEX, which holds the address of PyTorch's wheels for that build, or
-of a mirror: https://pytorch.org/get-started/locally/ shows it.
+Without TORCH, pip decides: on Linux with an x86-64 processor it installs the build for CUDA 13.0,
+which requires driver 580 or newer. The project configures no package index. pip searches its own
+configured addresses and TORCH_INDEX. TORCH_INDEX is the address of PyTorch's wheels for that build,
+or of a mirror. https://pytorch.org/get-started/locally/ shows the address.
 
-Exit code 0: it is installed; 1: it cannot be, and nothing was made if the name is wrong.
+Exit code 0: the build is installed. Exit code 1: the installation failed. If the name is wrong,
+nothing is changed.
 """
 
 import os
@@ -19,18 +21,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
-from recipekit.hosts.torch_builds import BUILDS, GONE
+from recipekit.hosts.torch_builds import DISCONTINUED_BUILDS, TORCH_BUILDS
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
 
 
 def main(argv: list[str]) -> int:
     name, *more = argv or [""]
-    drivers = [f"{build.name} (driver {build.driver} or newer)" for build in BUILDS]
-    if more or name not in {build.name for build in BUILDS} | {"cpu"}:
-        return refuse(
+    drivers = [f"{build.name} (driver {build.min_driver} or newer)" for build in TORCH_BUILDS]
+    if more or name not in {build.name for build in TORCH_BUILDS} | {"cpu"}:
+        return config_error(
             f"TORCH={' '.join(argv)}",
-            GONE.get(name, "there is no such build of this torch"),
+            DISCONTINUED_BUILDS.get(name, "there is no such build of this torch"),
             f"Use TORCH={', '.join(drivers)} or cpu",
         )
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "requirements.txt").read_text(), re.M)
@@ -68,13 +70,13 @@ def main(argv: list[str]) -> int:
             "Set TORCH_INDEX to the address of PyTorch's wheels for it"
             " (https://pytorch.org/get-started/locally/ shows it), or to your mirror's"
         )
-        return refuse(
+        return config_error(
             f"TORCH={name}", f"pip cannot install torch {version} from where it looks", where
         )
     return 0
 
 
-def refuse(where: str, rule: str, fix: str) -> int:
+def config_error(where: str, rule: str, fix: str) -> int:
     print(f"refused: {where}: {rule}. {fix}", file=sys.stderr)
     return 1
 

@@ -1,3 +1,1 @@
-"""What a published model folder says of itself: config.json, its shape numbers, and the headers of
-its safetensors files.
-"""
+"""Contents of a published model folder: config.json and its sizes, and weight file headers."""

@@ -1,5 +1,6 @@
-"""The Hugging Face files in a folder that a user names: of a run, of another program, or an adapter
-with its base model.
+"""The Hugging Face files in a folder that a user names.
+
+The folder contains a run, a different program's model, or an adapter with its base model.
 """
 
 import contextlib
@@ -9,21 +10,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..spec.hub import commit_of, hub_is_away, is_hub_id
-from ..spec.refusal import Refusal, refuse
-from ..spec.run_folder import CHECKPOINTS, EXPORT, FACTS, MERGE, MERGED, facts_of_run, without_base
+from ..spec.errors import ConfigError, config_error
+from ..spec.hub import commit_of, hub_is_unreachable, is_hub_id
+from ..spec.run_folder import (
+    CHECKPOINTS,
+    EXPORT,
+    MERGE,
+    MERGED,
+    RUN_JSON,
+    has_random_base,
+    read_run_json,
+)
 from ..spec.step_names import MANIFEST, is_step_folder, newest_complete
 from ..spec.task_specs import TASKS
-from .lookup import CAUSAL, fitting_task, unfit
-from .safetensors_files import open_folder
-from .small_files import ADAPTER, CONFIG, read_json
+from .lookup import CAUSAL_LM_CLASS, fitting_task, task_mismatch
+from .safetensors_files import tensor_entries
+from .small_files import ADAPTER_FILE, CONFIG_FILE, read_json
 
 
 @dataclass(frozen=True)
 class Export:
-    """A folder of Hugging Face files, and the task of the run that wrote it; "" if that is not
-    known.
-    """
+    """A folder with Hugging Face files, and the task of the run that wrote it ("" if unknown)."""
 
     folder: Path
     task: str = ""
@@ -31,61 +38,69 @@ class Export:
 
     @property
     def is_adapter(self) -> bool:
-        return (self.folder / ADAPTER).is_file()
+        return (self.folder / ADAPTER_FILE).is_file()
 
 
 def find_export(path: Path) -> Export:
-    """Return the Hugging Face files in a run folder, or in the folder itself.
+    """Return the Hugging Face files in a run folder or in the given folder itself.
 
-    Raise `Refusal` if there are none.
+    Raises `ConfigError` if there are no such files.
     """
     if not path.is_dir():
         raise _no_folder(path)
     if is_step_folder(path):
-        raise refuse(str(path), "is a checkpoint, which transformers cannot load", _way(path))
-    if path.name == CHECKPOINTS and (path.parent / FACTS).exists():
+        raise config_error(
+            str(path), "is a checkpoint, which transformers cannot load", _convert_hint(path)
+        )
+    if path.name == CHECKPOINTS and (path.parent / RUN_JSON).exists():
         path = path.parent
-    is_run = (path / FACTS).exists() or (path / CHECKPOINTS).is_dir()
+    is_run = (path / RUN_JSON).exists() or (path / CHECKPOINTS).is_dir()
 
     if _has_files(path):
-        return Export(path, _task_of_run(path.parent) if (path.parent / FACTS).exists() else "")
+        return Export(path, _task_of_run(path.parent) if (path.parent / RUN_JSON).exists() else "")
     if not is_run:
-        raise refuse(str(path), f"contains no {CONFIG}, {ADAPTER} or {FACTS}", _inside(path))
+        raise config_error(
+            str(path),
+            f"contains no {CONFIG_FILE}, {ADAPTER_FILE} or {RUN_JSON}",
+            _subfolder_hint(path),
+        )
     task = _task_of_run(path)
-    _check_task(task, str(path))
+    _check_generates_text(task, str(path))
     if not _has_files(path / EXPORT):
         raise _no_export(path)
-    merged = without_base(path / EXPORT) and (path / MERGED / CONFIG).is_file()
-    return Export(path / MERGED if merged else path / EXPORT, task, tuple(_notes(path)))
+    merged = has_random_base(path / EXPORT) and (path / MERGED / CONFIG_FILE).is_file()
+    return Export(
+        path / MERGED if merged else path / EXPORT, task, tuple(_stale_export_notes(path))
+    )
 
 
 def _has_files(folder: Path) -> bool:
-    """Return True if a folder has a model or an adapter."""
-    return any((folder / name).is_file() for name in (CONFIG, ADAPTER))
+    """Return True if a folder contains a model or an adapter."""
+    return any((folder / name).is_file() for name in (CONFIG_FILE, ADAPTER_FILE))
 
 
-def _no_folder(path: Path) -> Refusal:
-    """Return the refusal of a path that is no folder."""
+def _no_folder(path: Path) -> ConfigError:
+    """Return the error for a path that is not a folder."""
     fix = "give a run folder, such as runs/NAME, or a folder of Hugging Face files"
     if path.exists():
-        return refuse(str(path), "is a file, not a folder", fix)
+        return config_error(str(path), "is a file, not a folder", fix)
     if is_hub_id(str(path)) and "/" in str(path):
         fix += f". A model of the hub is downloaded with hf download {path} --local-dir FOLDER"
-    return refuse(str(path), "the folder does not exist", fix)
+    return config_error(str(path), "the folder does not exist", fix)
 
 
-def _no_export(run: Path) -> Refusal:
-    """Return the refusal of a run without exported files."""
+def _no_export(run: Path) -> ConfigError:
+    """Return the error for a run that has no exported files."""
     state = "the run is still training" if is_running(run) else "the run has not written one"
     if (newest := newest_complete(run / CHECKPOINTS)) is None:
         fix = "wait for its first checkpoint (--save_every N), or run its command again"
-        return refuse(str(run), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
+        return config_error(str(run), f"has no {EXPORT}/ and no complete checkpoint: {state}", fix)
     rule = f"has no {EXPORT}/: {state}. Its newest checkpoint is {newest.name}"
-    return refuse(str(run), rule, _way(run))
+    return config_error(str(run), rule, _convert_hint(run))
 
 
 def is_running(run: Path) -> bool:
-    """Return True if a job trains in a run folder. The lock file is not changed."""
+    """Return True if a job is training in a run folder. The lock file is not changed."""
     with contextlib.suppress(OSError), open(run.parent / f".{run.name}.lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,17 +109,17 @@ def is_running(run: Path) -> bool:
     return False
 
 
-def _way(source: Path) -> str:
+def _convert_hint(source: Path) -> str:
     out = f"{os.path.normpath(source)}_hf"
     return (
         f"write the files with recipekit convert to-hf {source} {out}, then recipekit sample {out}"
     )
 
 
-def _inside(path: Path) -> str:
-    """Return the fix for a folder without a model: the first folder inside that is one."""
+def _subfolder_hint(path: Path) -> str:
+    """Return the fix for a folder without a model: its first subfolder with a run or a model."""
     folders = sorted(inside for inside in path.iterdir() if inside.is_dir())
-    near = [inside for inside in folders if (inside / FACTS).is_file() or _has_files(inside)]
+    near = [inside for inside in folders if (inside / RUN_JSON).is_file() or _has_files(inside)]
     return (
         f"give one of its folders, such as {near[0]}"
         if near
@@ -113,11 +128,11 @@ def _inside(path: Path) -> str:
 
 
 def _task_of_run(run: Path) -> str:
-    return str(facts_of_run(run).get("recipe", {}).get("task", ""))
+    return str(read_run_json(run).get("recipe", {}).get("task", ""))
 
 
-def _notes(run: Path) -> Iterator[str]:
-    """Yield a line if a run has a newer checkpoint than its export."""
+def _stale_export_notes(run: Path) -> Iterator[str]:
+    """Yield a line if a run's newest checkpoint is newer than its export."""
     newest = newest_complete(run / CHECKPOINTS)
     if newest is None:
         return
@@ -130,11 +145,13 @@ def _notes(run: Path) -> Iterator[str]:
         )
 
 
-def _check_task(task: str, where: str) -> None:
-    """Raise `Refusal` for a task whose models generate no text."""
-    if task in TASKS and TASKS[task].auto_class != CAUSAL:
-        tasks = " or ".join(name for name, facts in TASKS.items() if facts.auto_class == CAUSAL)
-        raise refuse(
+def _check_generates_text(task: str, where: str) -> None:
+    """Raise `ConfigError` for a task whose models do not generate text."""
+    if task in TASKS and TASKS[task].auto_class != CAUSAL_LM_CLASS:
+        tasks = " or ".join(
+            name for name, facts in TASKS.items() if facts.auto_class == CAUSAL_LM_CLASS
+        )
+        raise config_error(
             where,
             f"a model of the task {task} cannot generate text",
             f"give a run of the task {tasks}",
@@ -148,55 +165,53 @@ def _check_task(task: str, where: str) -> None:
 def base_of(folder: Path) -> tuple[str, str]:
     """Return (folder or hub id, revision) of an adapter's base model.
 
-    Raise `Refusal` if it cannot be found.
+    Raises `ConfigError` if the base model cannot be found.
     """
-    config = read_json(folder / ADAPTER)
+    config = read_json(folder / ADAPTER_FILE)
     base, revision = config.get("base_model_name_or_path"), config.get("revision") or ""
     where, fix = (
-        str(folder / ADAPTER),
+        str(folder / ADAPTER_FILE),
         "write its folder or hub id there as base_model_name_or_path",
     )
-    if without_base(folder):
+    if has_random_base(folder):
         run = folder.parent if folder.name == EXPORT else "RUN"
         way = (
             f"write the merged model with {MERGE} {run} NEW_FOLDER, then run recipekit sample"
             f" NEW_FOLDER. If you have the base model, {fix}"
         )
-        raise refuse(
+        raise config_error(
             where,
             "names no base model, because its run started from randomly initialised weights",
             way,
         )
     if not isinstance(base, str) or not base.strip():
-        raise refuse(where, "names no base model", fix)
+        raise config_error(where, "names no base model", fix)
     if not Path(base).is_dir() and (Path(base).is_absolute() or not is_hub_id(base)):
-        raise refuse(
+        raise config_error(
             where,
             f"the base model {base} does not exist on this machine",
             f"copy it there, or {fix}",
         )
-    if not Path(base).is_dir() and hub_is_away() and commit_of(base, revision) is None:
+    if not Path(base).is_dir() and hub_is_unreachable() and commit_of(base, revision) is None:
         at = f" --revision {revision}" if revision else ""
         rule = f"the base model {base} is not in the cache, and the hub cannot be reached"
-        raise refuse(
+        raise config_error(
             where, rule, f"run hf download {base}{at} on a machine with network access, or {fix}"
         )
     return base, revision
 
 
 def check_files(folder: Path) -> None:
-    """Raise `Refusal` if a folder's config.json is of no model that generates text, or if its
-    weights are not whole.
-    """
-    config = read_json(folder / CONFIG)
+    """Raise `ConfigError` if a folder's model generates no text or its weights are incomplete."""
+    config = read_json(folder / CONFIG_FILE)
     if not isinstance(config.get("model_type"), str):
-        raise refuse(
-            str(folder / CONFIG),
+        raise config_error(
+            str(folder / CONFIG_FILE),
             "has no model_type",
             "use a folder with the files of a Hugging Face model",
         )
-    _check_task(fitting_task(config), str(folder))
-    if problem := unfit(config, "pretrain"):
+    _check_generates_text(fitting_task(config), str(folder))
+    if problem := task_mismatch(config, "pretrain"):
         rule, fix = problem
-        raise refuse(str(folder), rule, fix)
-    open_folder(folder)
+        raise config_error(str(folder), rule, fix)
+    tensor_entries(folder)

@@ -1,8 +1,7 @@
-"""The headers of a model's files against its config.json, for families whose tensors have
-well-known names.
+"""Check of a model's file headers against its config.json, based on well-known tensor names.
 
-A plan compares them without torch, in a fraction of a second. Other families, and all other
-tensors, are compared when the model is built without weights (model/weights.py).
+A plan compares the headers without torch, in a fraction of a second. All other families and tensors
+are compared when the model is built without weights (model/weights.py).
 """
 
 import re
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec.refusal import Refusal, refuse
+from ..spec.errors import ConfigError, config_error
 from .safetensors_files import Entry
 
 # keys of config.json
@@ -19,14 +18,12 @@ NEXT_TOKEN_LAYERS = re.compile(r"num_nextn_predict_layers|(num_)?mtp_(num_)?(hid
 
 @dataclass(frozen=True)
 class Family:
-    """Names of tensors in a family's files, with the keys of config.json whose values are their
-    dimensions.
-    """
+    """The tensor names in a family's files, with the keys in config.json for their dimensions."""
 
-    base: str  # prefix of all names, which some files leave out
+    base: str  # prefix of all names, which some files omit
     layers: str  # list of layers
     num_layers: str  # key of config.json
-    # name, a layer's without its number -> products of keys, as in "heads*head_dim"
+    # name (a layer's name without its number) -> products of keys, as in "heads*head_dim"
     shapes: Mapping[str, tuple[str, ...]]
 
 
@@ -81,17 +78,17 @@ HEAD_DIM_OF_HIDDEN = ("granite", "llama", "mistral", "qwen2", "smollm3")
 
 
 def check_headers(model_config: dict[str, Any], entries: Mapping[str, Entry], name: str) -> None:
-    """Raise `Refusal` if the files of the model `name` have another number of layers, or other
-    shapes, than config.json.
+    """Raise `ConfigError` if the files of the model `name` contradict its config.json.
 
-    A dimension is compared if config.json states all its keys.
+    The check compares the number of layers and the shapes. A dimension is compared only if
+    config.json contains all of its keys.
     """
     if (family := FAMILIES.get(model_config.get("model_type", ""))) is None:
         return
     layer = re.compile(rf"{re.escape(family.layers)}\.(\d+)\.")
     own = {key: key.removeprefix(family.base) for key in entries}
     numbers = {int(found[1]) for short in own.values() if (found := layer.match(short))}
-    _check_layers(model_config, family, max(numbers, default=-1) + 1, name)
+    _check_layer_count(model_config, family, max(numbers, default=-1) + 1, name)
 
     stated = _dimensions(model_config)
     for key, short in own.items():
@@ -100,14 +97,13 @@ def check_headers(model_config: dict[str, Any], entries: Mapping[str, Entry], na
         due = [size for size in sizes if size is not None]
         shape = entries[key].shape
         if due and len(due) == len(sizes) and list(shape) != due:
-            raise other_shape(name, key, list(shape), due)
+            raise shape_mismatch_error(name, key, list(shape), due)
 
 
 def _dimensions(model_config: dict[str, Any]) -> dict[str, int]:
-    """Return the positive whole numbers of a config.json, with the numbers that a family derives
-    from others.
+    """Return the positive integers in a config.json, and numbers that a family derives from them.
 
-    The constructor of the model refuses other values by their key.
+    The model's constructor rejects other values and names their key.
     """
     stated = {key: value for key, value in model_config.items() if type(value) is int and value > 0}
     kind = model_config.get("model_type")
@@ -131,42 +127,63 @@ def _product(words: str, stated: Mapping[str, int]) -> int | None:
     return value
 
 
-def _check_layers(model_config: dict[str, Any], family: Family, held: int, name: str) -> None:
+def _check_layer_count(
+    model_config: dict[str, Any], family: Family, num_in_files: int, name: str
+) -> None:
     count = model_config.get(family.num_layers)
     further = any(NEXT_TOKEN_LAYERS.fullmatch(key) and value for key, value in model_config.items())
-    if type(count) is not int or count < 1 or held in (0, count) or (further and held > count):
+    if (
+        type(count) is not int
+        or count < 1
+        or num_in_files in (0, count)
+        or (further and num_in_files > count)
+    ):
         return
     place = f"{family.base}{family.layers}"
-    if held > count:
-        raise more_layers(name, place, held, count, family.num_layers)
-    rule = f"its files contain {held} layers in {place}, but its config.json specifies {count}"
-    raise refuse(
+    if num_in_files > count:
+        raise too_many_layers_error(name, place, num_in_files, count, family.num_layers)
+    rule = (
+        f"its files contain {num_in_files} layers in {place}, but its config.json specifies {count}"
+    )
+    raise config_error(
         f"model = {name}",
         rule,
-        f'write "{family.num_layers}": {held} in its config.json, or give the files of all {count}'
-        " layers",
+        f'write "{family.num_layers}": {num_in_files} in its config.json, or give the files of all'
+        f" {count} layers",
     )
 
 
-def more_layers(name: str, place: str, held: int, count: int, key: str) -> Refusal:
-    """Return the refusal of files with more layers in `place` than config.json states under `key`,
-    "" if it is not known.
+def too_many_layers_error(
+    name: str, place: str, num_in_files: int, count: int, key: str
+) -> ConfigError:
+    """Return the error for files that contain more layers in `place` than config.json states.
+
+    `key` is the key of the number in config.json, or "" if unknown.
     """
     known = (
-        f'write "{key}": {held} in its config.json' if key else "use the config.json of these files"
+        f'write "{key}": {num_in_files} in its config.json'
+        if key
+        else "use the config.json of these files"
     )
-    numbers = f"{count} to {held - 1}" if held - count > 1 else f"{count}"
-    rule = f"its files contain {held} layers in {place}, but its config.json specifies {count}"
-    return refuse(
+    numbers = f"{count} to {num_in_files - 1}" if num_in_files - count > 1 else f"{count}"
+    rule = (
+        f"its files contain {num_in_files} layers in {place}, but its config.json specifies {count}"
+    )
+    return config_error(
         f"model = {name}",
         rule,
         f"{known}. To train the shorter model, delete {place}.{numbers} from the files",
     )
 
 
-def other_shape(name: str, key: str, held: list[int], due: list[int], more: str = "") -> Refusal:
-    """Return the refusal of a tensor that has another shape than config.json gives it; `more` ends
-    the fix.
+def shape_mismatch_error(
+    name: str, key: str, file_shape: list[int], config_shape: list[int], more: str = ""
+) -> ConfigError:
+    """Return the error for a tensor whose shape in the files differs from config.json.
+
+    `more` is appended to the fix.
     """
-    rule = f"{key} is {held} in its files but {due} in its config.json"
-    return refuse(f"model = {name}", rule, f"use files and a config.json of the same model{more}")
+    rule = f"{key} is {file_shape} in its files but {config_shape} in its config.json"
+    return config_error(
+        f"model = {name}", rule, f"use files and a config.json of the same model{more}"
+    )

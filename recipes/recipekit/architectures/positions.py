@@ -1,15 +1,14 @@
-"""The positions that a model was trained on, from its config.json."""
+"""The range of positions on which a model was trained, from its config.json."""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 def beyond_positions(model_config: dict[str, Any], seq_len: int) -> list[str]:
-    """Return one line if rows of `seq_len` tokens exceed the positions that the model's config.json
-    states, else nothing.
+    """Return a line if rows of `seq_len` tokens exceed the positions in config.json, otherwise [].
 
-    Rotary positions and ALiBi are computed for any length. The line names a scaling with the length
-    that it reaches.
+    Rotary positions and ALiBi can be computed for any length. The line names a scaling, if there is
+    one, and the length that it supports.
     """
     text = model_config.get("text_config")
     config = model_config | text if isinstance(text, dict) else model_config
@@ -28,7 +27,7 @@ def beyond_positions(model_config: dict[str, Any], seq_len: int) -> list[str]:
 def _scalings(config: dict[str, Any], most: int) -> Iterator[str]:
     """Yield a text for each scaling of rotary positions.
 
-    Some models have a scaling for each type of layer.
+    Some models have a separate scaling for each type of layer.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(rope, dict):

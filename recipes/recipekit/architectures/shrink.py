@@ -1,16 +1,16 @@
-"""A model's config.json with the same traits and small numbers."""
+"""Tiny copies of a model's config.json, with the same structural traits and small numbers."""
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..spec.refusal import refuse
+from ..spec.errors import config_error
 
-# of the byte-level tokenizer (data/processors.py): 256 bytes and 8 special tokens; 2, 3, 4, 6 and 8
-# divide it, so tp can cut it
+# Vocabulary of the byte-level tokenizer (data/processors.py): 256 bytes and 8 special tokens. The
+# total is divisible by 2, 3, 4, 6 and 8, so tp can shard it.
 BYTE_VOCAB = 264
-# What the families call the same number, the commonest name first.
-LAYERS = (
+# Different families' names for the same number, the most common name first.
+NUM_LAYERS_KEYS = (
     "num_hidden_layers",
     "num_layers",
     "n_layer",
@@ -19,7 +19,7 @@ LAYERS = (
     "num_decoder_layers",
     "num_blocks",
 )
-HEADS = (
+NUM_HEADS_KEYS = (
     "num_attention_heads",
     "num_heads",
     "n_head",
@@ -28,22 +28,23 @@ HEADS = (
     "num_decoder_attention_heads",
     "attention_heads",
 )
-KEY_VALUES = ("num_key_value_heads", "num_kv_heads")
-HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim", "dim")
-HEAD_DIM = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
-# of a model of images whose stages get wider: layers of each, width of each or of the first
-STAGES, WIDTHS = "depths", ("hidden_sizes", "embed_dim")
-# How the numbers of a tiny model fall: pattern of the key -> the largest value, or the sort that
-# `_proportions` knows. First match wins.
-EXPERTS = r"(moe_)?num(_local)?_experts|n_routed_experts"
-RULES = {
-    # Experts: four, of which two serve a token, in two groups.
-    EXPERTS: 4,
+NUM_KV_HEADS_KEYS = ("num_key_value_heads", "num_kv_heads")
+HIDDEN_SIZE_KEYS = ("hidden_size", "n_embd", "n_embed", "d_model", "emb_dim", "dim")
+HEAD_DIM_KEYS = ("head_dim", "dim_head", "d_head", "kv_channels", "attention_head_size")
+# For an image model whose stages get wider: each stage's layers, and the width of each stage or of
+# the first stage.
+STAGE_DEPTHS_KEY, STAGE_WIDTH_KEYS = "depths", ("hidden_sizes", "embed_dim")
+# How a tiny model's numbers shrink: pattern of the key -> the largest value, or a kind of number
+# that `_proportions` knows. The first match wins.
+EXPERT_COUNT_KEYS = r"(moe_)?num(_local)?_experts|n_routed_experts"
+SHRINK_RULES = {
+    # Experts: four in two groups, with two experts per token.
+    EXPERT_COUNT_KEYS: 4,
     r"num_experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts": 2,
     r"n_group|num_expert_group|zero_expert_num": 2,
     r"topk_group": 1,
     r"moe_.*intermediate_size|shared_(expert_)?intermediate_size|expert_ffn_hidden_size": 64,
-    # What a token sees: less than a tiny row, so that it matters.
+    # Attention ranges: shorter than a tiny row, so that they have an effect.
     r"(.*_)?window(_size)?|local_attention|.*chunk_size": 32,
     r".*chunk_length": 16,
     r"index_topk|indexer_budget|compress_rates": 8,
@@ -61,7 +62,7 @@ RULES = {
     r".*max.*_positions?(_embeddings)?|n_positions|n_ctx": 2048,
     r"max_seq_len|model_max_length|context_length": 2048,
     r".*vocab_size.*": "vocabulary",
-    # Every how many layers a kind returns, and the layers of other stacks than the decoder.
+    # Intervals at which a kind of layer recurs, and layer counts of stacks other than the decoder.
     r".*_(interval|pattern|period|every_n_layers|step)": 4,
     r".*_layer_offset|encoder_layers|num_encoder_layers|num_layers_per_stack": 2,
     # Widths.
@@ -78,8 +79,8 @@ RULES = {
     r"dff|dim_ff|feed_forward_size|hidden_dim": "intermediate",
     r".*(_size|_dim|_width|_d_ssm|_channels?)|n_embe?d|d_model|dim": "hidden",
 }
-# Families to which a token id cannot be None: they count positions from it, or their config class
-# is strict about it.
+# Families in which a token id cannot be None, because they count positions from it or because their
+# config class checks it strictly.
 ROBERTAS = (
     "camembert",
     "data2vec-text",
@@ -89,7 +90,7 @@ ROBERTAS = (
     "xlm-roberta-xl",
     "xmod",
 )
-NEEDS_ID = {
+REQUIRED_TOKEN_IDS = {
     "pad_token_id": (
         *ROBERTAS,
         "emu3_text_model",
@@ -109,50 +110,58 @@ NEEDS_ID = {
 
 
 def shrink(
-    config: dict[str, Any], vocab_size: int = 0, most: Mapping[str, int] | None = None
+    config: dict[str, Any], vocab_size: int = 0, limits: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Makes a model of a few hundred thousand parameters of the same class, which tp 2 and 4 can
-    cut: numbers fall, structural traits stay.
+    """Return the config of a model of the same class with a few hundred thousand parameters.
 
-    Kept: tied embeddings, the ratio of query to key-value heads (up to 8), a head_dim that is not
-    hidden_size / heads, windows, every kind of layer, experts, low ranks, soft caps, rotary type.
-    `vocab_size` 0: the model reads no tokens. `most`: what a task leaves of further numbers
-    (tasks.facts.Facts.tiny); num_labels is as it says. Raises `Refusal` for a config that names its
-    layers or its width in a way not known here.
+    Its numbers shrink, its structural traits stay, and tp 2 and 4 can shard it. The traits are:
+
+    - tied embeddings, and the ratio of query to key-value heads (up to 8)
+    - a head_dim that is not hidden_size / heads
+    - windows, every kind of layer, experts, low ranks, soft caps, the rotary type
+
+    If `vocab_size` is 0, the model reads no tokens. `limits` contains a task's limits for further
+    numbers (tasks.facts.Facts.tiny); its num_labels is used as given. Raises `ConfigError` if the
+    config's keys for the number of layers or the width are unknown here.
     """
-    if most:
-        return _shrink_images(config, most)
+    if limits and not vocab_size:
+        return _shrink_images(config, limits)
     count = _count_layers(config)
     if unknown := [
-        names[0] for value, names in ((count, LAYERS), (_name(config, HIDDEN), HIDDEN)) if not value
+        names[0]
+        for value, names in (
+            (count, NUM_LAYERS_KEYS),
+            (_first_key(config, HIDDEN_SIZE_KEYS), HIDDEN_SIZE_KEYS),
+        )
+        if not value
     ]:
         rule = (
             f"cannot shrink a {config['model_type']}: its config.json has no {', '.join(unknown)}"
         )
-        raise refuse(
+        raise config_error(
             "--tiny",
             rule,
             "make a small model of that class, save it with save_pretrained, and give the folder"
             " with --model, without --tiny",
         )
-    kept = _kept_layers(config)
+    kept = _select_layers(config)
     proportions = _proportions(config, vocab_size)
     tiny = {
-        key: _fall(key, _cut(key, value, kept, count), proportions) for key, value in config.items()
+        key: _shrink_value(key, _restrict_to_layers(key, value, kept, count), proportions)
+        for key, value in config.items()
     }
-    tiny |= {key: value for key, value in _derived(config, tiny).items() if key in config}
+    tiny |= {key: value for key, value in _derived_values(config, tiny).items() if key in config}
     if vocab_size:
         tiny["vocab_size"] = vocab_size
-        for key, types in NEEDS_ID.items():
+        for key, types in REQUIRED_TOKEN_IDS.items():
             if tiny.get(key) or key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                # those of the real vocabulary
+                # the token ids refer to the original vocabulary
                 tiny[key] = 1 if config["model_type"] in types else None
-    return tiny
+    return _limit_labels(tiny, limits or {})
 
 
-TOWER = "vision_config"  # the one that reads images, in the config of a model of two
-# What the classes of such towers take for a number that config.json leaves out, as those of CLIP
-# and SigLIP do.
+TOWER = "vision_config"  # the part that reads images, in a two-part model's config
+# Defaults in such classes, for example CLIP and SigLIP, for numbers that config.json omits.
 TOWER_DEFAULTS = {
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -161,66 +170,75 @@ TOWER_DEFAULTS = {
     "image_size": 224,
     "patch_size": 16,
 }
-# name layers that are gone; only a backbone of another model reads them
-OF_LAYERS = ("stage_names", "out_features", "out_indices")
-LABELS = ("num_labels", "id2label", "label2id")
+# keys that name removed layers; only other models with this backbone read them
+BACKBONE_KEYS = ("stage_names", "out_features", "out_indices")
+LABEL_KEYS = ("num_labels", "id2label", "label2id")
 
 
-def _shrink_images(config: dict[str, Any], most: Mapping[str, int]) -> dict[str, Any]:
-    """Makes the small copy of a model of images: that of its tower if it has two, stage by stage if
-    it has stages.
+def _shrink_images(config: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return the tiny config of an image model.
+
+    If the model has two parts, the image tower shrinks. If it has stages, each stage shrinks.
     """
-    # Perceiver's layers are as wide as its latents, its queries and what it reads are not
+    # Perceiver's layers are as wide as its latents, but its queries and inputs are not.
     if "d_latents" in config:
         rule = (
             f"cannot shrink a {config['model_type']}: the widths of its latents are not known here"
         )
-        raise refuse(
+        raise config_error(
             "--tiny",
             rule,
             "make a small model of that class, save it with save_pretrained, and give the folder"
             " with --model, without --tiny",
         )
-    config = {key: value for key, value in config.items() if key not in OF_LAYERS}
-    sizes = {key: number for key, number in most.items() if key not in LABELS}
+    config = {key: value for key, value in config.items() if key not in BACKBONE_KEYS}
+    sizes = {key: number for key, number in limits.items() if key not in LABEL_KEYS}
     if isinstance(config.get(TOWER), dict):
         tiny = config | {TOWER: _shrink_images(TOWER_DEFAULTS | config[TOWER], sizes)}
     else:
-        tiny = _shrink_stages(config) if config.get(STAGES) else shrink(config)
+        tiny = _shrink_stages(config) if config.get(STAGE_DEPTHS_KEY) else shrink(config)
         tiny |= {
-            key: _at_most(config.get(key, number), number)
+            key: _clamp(config.get(key, number), number)
             for key, number in sizes.items()
             if key in config or key == "image_size"
         }
-        # a window that is larger than what the last stage sees does not run (Swin): 2 x 2 of it
-        if config.get(STAGES) and config.get("window_size"):
+        # Swin does not run if its window is larger than its last stage's input. Here both have
+        # width 2.
+        if config.get(STAGE_DEPTHS_KEY) and config.get("window_size"):
             tiny |= {
                 "window_size": 2,
-                "patch_size": max(1, sizes["image_size"] // (2 << (len(tiny[STAGES]) - 1))),
+                "patch_size": max(
+                    1, sizes["image_size"] // (2 << (len(tiny[STAGE_DEPTHS_KEY]) - 1))
+                ),
             }
-    if labels := most.get("num_labels"):
-        tiny = {key: value for key, value in tiny.items() if key not in LABELS} | {
-            "num_labels": labels
-        }
-    return tiny
+    return _limit_labels(tiny, limits)
 
 
-def _at_most(value: Any, number: int) -> Any:
-    """Caps a number, or each of a list (height and width)."""
+def _limit_labels(tiny: dict[str, Any], limits: Mapping[str, int]) -> dict[str, Any]:
+    """Return a small config with the number of labels that the task's limits allow."""
+    if not (labels := limits.get("num_labels")):
+        return tiny
+    others = {key: value for key, value in tiny.items() if key not in LABEL_KEYS}
+    return others | {"num_labels": labels}
+
+
+def _clamp(value: int | list[int], number: int) -> Any:
+    """Limit a number, or each number of a list (height and width)."""
     return [min(each, number) for each in value] if isinstance(value, list) else min(value, number)
 
 
 def _shrink_stages(config: dict[str, Any]) -> dict[str, Any]:
-    """Leaves two layers of each stage, and the ratio of the stages' widths and heads."""
+    """Keep at most two layers per stage, and the ratio of the stages' widths and heads."""
     heads, width = (
         config.get("num_heads"),
-        next((config[name] for name in WIDTHS if config.get(name)), None),
+        next((config[name] for name in STAGE_WIDTH_KEYS if config.get(name)), None),
     )
     if width is None:
         rule = (
-            f"cannot shrink a {config['model_type']}: its config.json has no {' or '.join(WIDTHS)}"
+            f"cannot shrink a {config['model_type']}: its config.json has no"
+            f" {' or '.join(STAGE_WIDTH_KEYS)}"
         )
-        raise refuse(
+        raise config_error(
             "--tiny",
             rule,
             "make a small model of that class, save it with save_pretrained, and give the folder"
@@ -229,14 +247,14 @@ def _shrink_stages(config: dict[str, Any]) -> dict[str, Any]:
     first = width[0] if isinstance(width, list) else width
     fewer = (2, heads[0]) if isinstance(heads, list) and heads[0] > 2 else (1, 1)
 
-    def scaled(value: Any, by: tuple[int, int]) -> Any:
+    def scaled(value: int | list[Any], by: tuple[int, int]) -> Any:
         return (
             [scaled(each, by) for each in value]
             if isinstance(value, list)
             else max(1, value * by[0] // by[1])
         )
 
-    tiny = config | {STAGES: [min(depth, 2) for depth in config[STAGES]]}
+    tiny = config | {STAGE_DEPTHS_KEY: [min(depth, 2) for depth in config[STAGE_DEPTHS_KEY]]}
     tiny |= {
         key: scaled(config[key], (16, first))
         for key in ("hidden_sizes", "embed_dim", "embedding_size", "hidden_size")
@@ -245,43 +263,46 @@ def _shrink_stages(config: dict[str, Any]) -> dict[str, Any]:
     return tiny | ({"num_heads": scaled(heads, fewer)} if heads else {})
 
 
-def _derived(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
-    """Computes the values that repeat others of a tiny config in another form."""
+def _derived_values(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that repeat a tiny config's other values in a different form."""
     derived: dict[str, Any] = {}
-    if config.get("qk_nope_head_dim"):  # latent attention: a head is made of two parts
+    if config.get("qk_nope_head_dim"):  # latent attention: a head has two parts
         derived |= {
             "qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"],
             "head_dim": tiny["qk_rope_head_dim"],
         }
-    # hrm_text runs its stacks several times, and counts every run of a layer
+    # hrm_text runs its stacks several times and counts every run of a layer.
     if config.get("num_layers_per_stack"):
         derived["num_hidden_layers"] = (
             config["num_hidden_layers"]
             // config["num_layers_per_stack"]
             * tiny["num_layers_per_stack"]
         )
-    # gpt_neo: its attention_layers as a list of [kinds, how often]
+    # gpt_neo: its attention_layers as a list of [kinds, number of repetitions]
     if config.get("attention_types"):
         derived["attention_types"] = [[[kind], 1] for kind in tiny["attention_layers"]]
     return derived
 
 
 def _count_layers(config: dict[str, Any]) -> int:
-    """Reads the number of layers; 0 if the config has it in a way not known here."""
-    layers = _name(config, LAYERS)
+    """Return the number of layers, or 0 if the config's key for this number is unknown here."""
+    layers = _first_key(config, NUM_LAYERS_KEYS)
     return config[layers] if layers else len(config.get("layers_block_type") or ())
 
 
-def _name(config: dict[str, Any], names: tuple[str, ...]) -> str:
+def _first_key(config: dict[str, Any], names: tuple[str, ...]) -> str:
     return next((name for name in names if config.get(name)), "")
 
 
 def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[[int], int]]:
-    """Computes how far a number of each sort falls. 1 stays 1: a single head or group is a trait
-    too.
+    """Return, for each kind of number, a function that scales the number down.
+
+    1 stays 1, because a single head or group is also a trait.
     """
-    heads, key_values, head_dim = (_name(config, names) for names in (HEADS, KEY_VALUES, HEAD_DIM))
-    hidden = config[_name(config, HIDDEN)]
+    heads, key_values, head_dim = (
+        _first_key(config, names) for names in (NUM_HEADS_KEYS, NUM_KV_HEADS_KEYS, HEAD_DIM_KEYS)
+    )
+    hidden = config[_first_key(config, HIDDEN_SIZE_KEYS)]
     queries = config[heads] if heads else 4
     keys = config[key_values] if key_values else queries
     dim = config[head_dim] if head_dim else hidden // queries
@@ -303,14 +324,14 @@ def _proportions(config: dict[str, Any], vocab_size: int) -> dict[str, Callable[
         "linear head_dim": _scale(16, linear_dim),
         "state heads": _cap(4),
         "state head_dim": _scale(tiny_hidden * state_heads, hidden * min(state_heads, 4)),
-        # a kernel or a patch stays
+        # the size of a kernel or a patch does not change
         "hidden": lambda value: value if value <= 32 else _scale(tiny_hidden, hidden)(value),
         "intermediate": _cap(tiny_hidden if _is_expert_sized(config) else 2 * tiny_hidden),
     }
 
 
 def _scale(tiny: int, real: int) -> Callable[[int], int]:
-    """Return a function that scales a number as `real` becomes `tiny`; the result is even."""
+    """Return a function that scales a number in the ratio `tiny` / `real`. The result is even."""
     return lambda value: value if value == 1 else max(2, value * tiny // real // 2 * 2)
 
 
@@ -319,14 +340,14 @@ def _cap(most: int) -> Callable[[int], int]:
 
 
 def _linear_attention(config: dict[str, Any]) -> tuple[int, int]:
-    """Return the fewest heads, and the smallest head_dim, of linear attention; 1 without it."""
+    """Return the fewest heads and the smallest head_dim of linear attention, or 1 without it."""
     heads = [config.get(f"linear_num_{part}_heads") for part in ("key", "value")]
     dims = [config.get(f"linear_{part}_head_dim") for part in ("key", "value")]
     return min(filter(None, heads), default=1), min(filter(None, dims), default=1)
 
 
 def _state_heads(config: dict[str, Any]) -> int:
-    """Return the number of heads of a state space; 1 without one."""
+    """Return the number of heads of a state space, or 1 without a state space."""
     names = r"mamba_n_heads|mamba_num_heads|n_mamba_heads"
     return next((value for key, value in config.items() if re.fullmatch(names, key)), 1)
 
@@ -334,32 +355,39 @@ def _state_heads(config: dict[str, Any]) -> int:
 def _is_expert_sized(config: dict[str, Any]) -> bool:
     """Return True if intermediate_size is the width of every expert."""
     mlp = config | (config.get("ffn_config") or {})
-    mixture = any(re.fullmatch(EXPERTS, key) and (number or 0) > 1 for key, number in mlp.items())
+    mixture = any(
+        re.fullmatch(EXPERT_COUNT_KEYS, key) and (number or 0) > 1 for key, number in mlp.items()
+    )
     return mixture and not config.get("moe_intermediate_size")
 
 
-def _fall(
+def _shrink_value(
     key: str, value: Any, proportions: dict[str, Callable[[int], int]], outer: str = ""
 ) -> Any:
-    """Makes the numbers in a value as small as RULES say for its key, or for the key around it if
-    no rule names its key.
+    """Shrink the numbers in a value by the rule in SHRINK_RULES for its key.
+
+    If no rule matches, the rule for the enclosing key applies.
     """
     if isinstance(value, dict):
-        if _count_layers(value) and _name(value, HIDDEN):  # of a tower beside the language model
+        if _count_layers(value) and _first_key(
+            value, HIDDEN_SIZE_KEYS
+        ):  # a tower next to the language model
             return shrink(value, proportions["vocabulary"](1 << 20))
-        return {inner: _fall(str(inner), its, proportions, key) for inner, its in value.items()}
-    # of longrope: one for each pair of a head's rotated dimensions
+        return {
+            inner: _shrink_value(str(inner), its, proportions, key) for inner, its in value.items()
+        }
+    # longrope: one factor for each pair of rotated dimensions in a head
     if key in ("long_factor", "short_factor"):
         return value[: proportions["head_dim"](2 * len(value)) // 2]
     if isinstance(value, list):
-        return [_fall(key, its, proportions, outer) for its in value]
+        return [_shrink_value(key, its, proportions, outer) for its in value]
     if type(value) is not int or value <= 0:
         return value
     rule = next(
         (
             rule
             for name in (key, outer)
-            for pattern, rule in RULES.items()
+            for pattern, rule in SHRINK_RULES.items()
             if re.fullmatch(pattern, name)
         ),
         None,
@@ -369,24 +397,30 @@ def _fall(
     return min(value, rule) if isinstance(rule, int) else proportions[rule](value)
 
 
-# Counts of the layers at the beginning or at the end that are of another kind, and lists that name
-# layers by their number.
-FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
-LAST = ("num_kv_shared_layers",)
-NUMBERED = r".*(_layers|_idxs|_indices|_ids)"
+# Counts of first or last layers that are of a different kind, and keys whose lists contain layer
+# numbers.
+LEADING_LAYER_COUNTS = (
+    "first_k_dense_replace",
+    "num_dense_layers",
+    "moe_layer_start_index",
+    "max_window_layers",
+)
+TRAILING_LAYER_COUNTS = ("num_kv_shared_layers",)
+LAYER_INDEX_LISTS = r".*(_layers|_idxs|_indices|_ids)"
 
 
-def _kept_layers(config: dict[str, Any]) -> list[int]:
-    """Chooses the numbers of four layers, up to eight if there are more kinds: one of each kind,
-    and the rest as frequent as before.
+def _select_layers(config: dict[str, Any]) -> list[int]:
+    """Return the numbers of four layers, or of up to eight if there are more kinds.
+
+    There is one layer of each kind. The other layers preserve the frequencies of the kinds.
     """
     count = _count_layers(config)
     kinds = [
-        repr([_of_layer(key, value, layer, count) for key, value in config.items()])
+        repr([_layer_value(key, value, layer, count) for key, value in config.items()])
         for layer in range(count)
     ]
     kept = [kinds.index(kind) for kind in dict.fromkeys(kinds)][:8]
-    # zamba: all layers of this kind share one block, so two of them
+    # zamba: all layers of this kind share one block, so two layers are needed
     if "hybrid" in (config.get("layers_block_type") or ()):
         kept += [
             layer for layer, kind in enumerate(config["layers_block_type"]) if kind == "hybrid"
@@ -400,29 +434,29 @@ def _kept_layers(config: dict[str, Any]) -> list[int]:
     return sorted(kept)
 
 
-def _of_layer(key: str, value: Any, layer: int, count: int) -> Any:
-    """Finds what a key says of one of the `count` layers alone; None if it says the same of all."""
+def _layer_value(key: str, value: Any, layer: int, count: int) -> Any:
+    """Return the part of a key's value about one of `count` layers, or None if all are alike."""
     if not value:
         return None
-    if key in FIRST:
+    if key in LEADING_LAYER_COUNTS:
         return layer < value
-    if key in LAST:
+    if key in TRAILING_LAYER_COUNTS:
         return layer >= count - value
     if key == "moe_layer_end_index":
-        return layer <= value % count  # -1 is the last
+        return layer <= value % count  # -1 is the last layer
     if key == "per_layer_config":
         return {int(number): own for number, own in value.items()}.get(layer)
-    if _names_layers(key, value, count):
+    if _is_layer_index_list(key, value, count):
         return layer in value
-    listed = isinstance(value, list) or key == "hybrid_override_pattern"  # a letter for each layer
+    listed = isinstance(value, list) or key == "hybrid_override_pattern"  # one letter per layer
     return value[layer] if listed and len(value) == count else None
 
 
-def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
-    """Cuts a value for a model that has only the `kept` layers of `count`."""
-    if key in LAYERS and value == count:
-        return len(kept)
-    says = [_of_layer(key, value, layer, count) for layer in kept]
+def _restrict_to_layers(key: str, value: object, layers: list[int], count: int) -> Any:
+    """Reduce a value about `count` layers to the given `layers`."""
+    if key in NUM_LAYERS_KEYS and value == count:
+        return len(layers)
+    says = [_layer_value(key, value, layer, count) for layer in layers]
     if key == "per_layer_config" and value:
         return {str(layer): own for layer, own in enumerate(says) if own}
     if all(say is None for say in says):
@@ -433,15 +467,15 @@ def _cut(key: str, value: Any, kept: list[int], count: int) -> Any:
         return "".join(says)
     return (
         [layer for layer, named in enumerate(says) if named]
-        if _names_layers(key, value, count)
+        if _is_layer_index_list(key, value, count)
         else says
     )
 
 
-def _names_layers(key: str, value: Any, count: int) -> bool:
+def _is_layer_index_list(key: str, value: Any, count: int) -> bool:
     numbers = (
         isinstance(value, list)
-        and bool(re.fullmatch(NUMBERED, key))
+        and bool(re.fullmatch(LAYER_INDEX_LISTS, key))
         and all(type(number) is int for number in value)
     )
     return numbers and value == sorted({*value} & {*range(count)})

@@ -1,1 +1,1 @@
-"""Writes what a run leaves on the disk, and brings it into every other layout."""
+"""Checkpoints of a run: saving, loading, and conversion to different layouts."""

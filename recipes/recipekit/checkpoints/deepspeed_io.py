@@ -1,12 +1,10 @@
-"""Stands between DeepSpeed and its files: keeps what DeepSpeed saves, and reads what it loads."""
+"""Interception of DeepSpeed's file access: writes are collected and reads are checked."""
 
 import contextlib
 import copy
-import errno
 import importlib
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,34 +13,46 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
+from ..compat.deepspeed import (
+    DeepSpeedEngine,
+    ZeroOptimizer,
+    copies_kept,
+    find_listed_files,
+    rebuilt,
+    set_checkpoint_engine,
+    set_clipping,
+    set_scaler,
+    skip_recovery_script,
+    with_counts,
+)
 from ..parallel.blueprint import Layout
-from ..storage import errors, manifest, torch_files
-from ..storage.places import expert_optimizer_file
+from ..storage import error_feedback, manifest, torch_files
+from ..storage.file_map import expert_optimizer_file
 
 
 class DeepSpeedFiles(CheckpointEngine):
-    """Reads and writes DeepSpeed's files.
+    """DeepSpeed's checkpoint engine for this project's files.
 
-    Unpickles no code. `take` returns what was written, or in background mode what is still to be
-    written.
+    It does not run code from pickles. `take` returns the saved objects, which are not yet written
+    in background mode.
     """
 
     def __init__(self, own_part: str = "") -> None:
         super().__init__()
-        self.own_part = own_part  # the file of this rank's optimizer states
+        self.local_file = own_part  # the file with this rank's optimizer states
         self.pending: list[tuple[Any, Path]] = []
-        # memory of the last snapshot, used again by the next one
-        self.kept: list[torch.UntypedStorage] = []
+        # memory of the last snapshot, which is reused for the next snapshot
+        self.snapshot_buffers: list[torch.UntypedStorage] = []
         self.snapshots = False
         self.failure: OSError | RuntimeError | None = None
 
-    def create(self, info: Any) -> None:
+    def create(self, info: object) -> None:
         pass
 
-    def commit(self, info: Any) -> None:
+    def commit(self, info: object) -> None:
         pass
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         if self.snapshots:
             self.pending.append((state_dict, Path(path)))
             return
@@ -50,44 +60,54 @@ class DeepSpeedFiles(CheckpointEngine):
             torch.save(state_dict, path)
             self.pending.append((None, Path(path)))
         except (OSError, RuntimeError) as error:
-            # `take` raises it: the other ranks wait in the next collectives of DeepSpeed's save
-            self.failure = self.failure or error
+            self.keep_error(error)
 
-    def load(self, path: str, map_location: Any = None) -> Any:
-        content = read_pickle(Path(path))  # mapped, not read
-        if path.endswith("_optim_states.pt") and path != self.own_part:
-            # DeepSpeed opens the files of all ranks and takes its own: the other files are never
-            # read
-            return restored(content)
-        # training must not depend on a file that may be removed
-        return restored(_Memory([]).copied(content))
+    def keep_error(self, error: OSError | RuntimeError) -> None:
+        """Store the first error for `take`.
+
+        The error must not be raised here, because the other ranks wait in the next collective
+        operations of DeepSpeed's save.
+        """
+        self.failure = self.failure or error
+
+    def load(self, path: str, map_location: object = None) -> Any:
+        content = read_pickle(Path(path))  # memory-mapped, not read
+        if path.endswith("_optim_states.pt") and path != self.local_file:
+            # DeepSpeed opens all ranks' files, but uses only this rank's file. So the tensors in
+            # the other files are never read.
+            return replace_stand_ins(content)
+        # copied because training must not depend on a file that may be removed later
+        return replace_stand_ins(_SnapshotMemory([]).snapshot(content))
 
     def take(self) -> list[tuple[Any, Path]]:
-        """Returns what was saved since the last call; with `snapshots` as copies on the CPU that
-        training does not change.
+        """Return the objects saved since the last call.
 
-        Raises the first error of a write since then.
+        With `snapshots`, the objects are CPU copies, which training does not change. Raise the
+        first write error since the last call.
         """
-        if self.failure:  # the next save begins without it
+        if self.failure:  # the next save starts without this error
             failure, self.failure, self.pending = self.failure, None, []
             raise failure
-        memory = _Memory(self.kept)
+        memory = _SnapshotMemory(self.snapshot_buffers)
         pending, self.pending = (
-            [(memory.copied(content), path) for content, path in self.pending],
+            [(memory.snapshot(content), path) for content, path in self.pending],
             [],
         )
-        self.kept = memory.used
+        self.snapshot_buffers = memory.used
         return pending
 
 
-class _Memory:
-    """Copies nested containers of tensors; tensors that share memory share it in the copy too."""
+class _SnapshotMemory:
+    """Copies of nested containers of tensors, whose memory is reused.
+
+    Tensors that share memory also share memory in the copy.
+    """
 
     def __init__(self, free: list[torch.UntypedStorage]):
         self.free, self.used = {index: storage for index, storage in enumerate(free)}, []
         self.copies: dict[int, torch.UntypedStorage] = {}
 
-    def copied(self, value: Any) -> Any:
+    def snapshot(self, value: object) -> Any:
         if torch.is_tensor(value):
             value = value.detach()
             storage = value.untyped_storage()
@@ -108,143 +128,88 @@ class _Memory:
                 value.stride(),
             )
         if isinstance(value, dict):
-            return type(value)((key, self.copied(item)) for key, item in value.items())
+            return type(value)((key, self.snapshot(item)) for key, item in value.items())
         if isinstance(value, list):
-            return [self.copied(item) for item in value]
+            return [self.snapshot(item) for item in value]
         if type(value) is tuple:
-            return tuple(self.copied(item) for item in value)
+            return tuple(self.snapshot(item) for item in value)
         return copy.deepcopy(value)
-
-
-@contextlib.contextmanager
-def _copies_kept(files: DeepSpeedFiles, step: Path) -> Iterator[None]:
-    """Keep the error of a copy of swap files into a step folder for `take`.
-
-    DeepSpeed 0.19.8 copies them in the middle of a save (engine.py, save_checkpoint): a rank whose
-    disk is full would leave the other ranks waiting in the collectives after the copy.
-    """
-    copytree = shutil.copytree
-
-    def copy(source: Any, target: Any, *arguments: Any, **more: Any) -> Any:
-        try:
-            return copytree(source, target, *arguments, **more)
-        except OSError as error:
-            if not Path(target).is_relative_to(step):
-                raise
-            # the first of many files
-            reason = (
-                str(error.args[0][0][-1]) if isinstance(error, shutil.Error) else error.strerror
-            )
-            files.failure = files.failure or OSError(error.errno or errno.EIO, reason, str(target))
-            return target
-
-    shutil.copytree = copy
-    try:
-        yield
-    finally:
-        shutil.copytree = copytree
 
 
 @dataclass
 class DeepSpeedStates:
-    """The states of an engine of DeepSpeed, saved and loaded as `Engine` asks; a blueprint is not
-    needed.
+    """A DeepSpeed engine's states, saved and loaded as `Engine` requires.
+
+    The blueprint arguments are not used.
     """
 
-    made: Any  # by deepspeed.initialize
+    ds_engine: DeepSpeedEngine  # from deepspeed.initialize
     files: DeepSpeedFiles = field(default_factory=DeepSpeedFiles)
 
     def save(
-        self, step: Path, blueprint: Any, layout: Layout, background: bool
+        self, step: Path, blueprint: object, layout: Layout, background: bool
     ) -> list[tuple[Any, Path]]:
-        """Lets DeepSpeed write its files into a step folder; in the background they are copies,
-        still to be written.
+        """Let DeepSpeed save its files into a step folder; return (content, path) of each file.
+
+        With `background`, the contents are copies that are not yet written.
         """
-        # it would copy a script into the staging folder, which is removed; and a full disk would
-        # end rank 0 amid collectives
-        self.made._copy_recovery_script = lambda _: None
-        self.files.snapshots, self.made.checkpoint_engine = background, self.files
-        with _first_states(self.made.optimizer, layout), _copies_kept(self.files, step):
-            self.made.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
-        for value, path in errors.kept(self.made.basic_optimizer, step, dist.get_rank()):
+        skip_recovery_script(self.ds_engine)
+        self.files.snapshots = background
+        set_checkpoint_engine(self.ds_engine, self.files)
+        with (
+            _temporary_zero_states(self.ds_engine.optimizer, layout),
+            copies_kept(step, self.files.keep_error),
+        ):
+            self.ds_engine.save_checkpoint(str(step.parent), tag=step.name, save_latest=False)
+        for value, path in error_feedback.errors_to_save(
+            self.ds_engine.basic_optimizer, step, dist.get_rank()
+        ):
             self.files.save(value, str(path))
         return self.files.take()
 
-    def load(self, step: Path, blueprint: Any, layout: Layout, begun: bool) -> None:
-        """Lets DeepSpeed load its files, and mends what DeepSpeed 0.19.8 restores wrongly."""
-        optimizer = self.made.optimizer
+    def load(self, step: Path, blueprint: object, layout: Layout, has_stepped: bool) -> None:
+        """Let DeepSpeed load its files, and correct the values that DeepSpeed 0.19.8 restores
+        wrongly.
+        """
+        optimizer = self.ds_engine.optimizer
         clipping, scaler = (
             getattr(optimizer, "clip_grad", None),
             getattr(optimizer, "loss_scaler", None),
         )
         own = str(step / expert_optimizer_file(dist.get_rank() % layout.mesh.ep))
         if layout.zero_stage:
-            own = self.made._get_zero_ckpt_name(str(step.parent), step.name)
+            own = self.ds_engine._get_zero_ckpt_name(str(step.parent), step.name)
         if layout.swapped:
-            _restore_swapped(optimizer, Path(own), layout)
-        self.made.checkpoint_engine = DeepSpeedFiles(own)
-        _find_listed_files(self.made, step)
-        # DeepSpeed 0.19.8 leaves a print in its bf16 optimizer
+            _restore_nvme_states(optimizer, Path(own), layout)
+        set_checkpoint_engine(self.ds_engine, DeepSpeedFiles(own))
+        find_listed_files(self.ds_engine, manifest.read_manifest(step)["files"])
+        # DeepSpeed 0.19.8 has a leftover print call in its bf16 optimizer
         with contextlib.redirect_stdout(None):
-            path, _ = self.made.load_checkpoint(str(step.parent), tag=step.name)
+            path, _ = self.ds_engine.load_checkpoint(str(step.parent), tag=step.name)
         assert path is not None, f"DeepSpeed did not load {step}"
-        begun = begun and self.made.skipped_steps < self.made.global_steps
-        if not begun and not layout.swapped:
-            # zeros: an optimizer's first states may be others
+        has_stepped = has_stepped and self.ds_engine.skipped_steps < self.ds_engine.global_steps
+        if not has_stepped and not layout.swapped:
+            # drop the loaded zeros, because an optimizer's initial states may differ from zero
             getattr(optimizer, "optimizer", optimizer).state.clear()
         if clipping is not None:
-            # the saved one came back, though the user may have changed it
-            optimizer.clip_grad = clipping
+            set_clipping(optimizer, clipping)
         if scaler is not None:
-            optimizer.loss_scaler = _with_counts(scaler, optimizer.loss_scaler)
-            optimizer.dynamic_loss_scale = scaler.dynamic
-
-
-def _find_listed_files(made: Any, step: Path) -> None:
-    """Let DeepSpeed find only files that the manifest of a step folder names.
-
-    DeepSpeed 0.19.8 looks for files by a pattern: it takes a stray mp_rank_99_model_states.pt for
-    another rank's file.
-    """
-    listed = manifest.read(step)["files"]
-
-    def only_listed(find: Callable[..., list[str]]) -> Callable[..., list[str]]:
-        return lambda *place: [path for path in find(*place) if Path(path).name in listed]
-
-    made._get_all_ckpt_names = only_listed(type(made)._get_all_ckpt_names.__get__(made))
-    if hasattr(module := made.module, "ckpt_layer_path_list"):  # of a pipeline
-        module.ckpt_layer_path_list = only_listed(type(module).ckpt_layer_path_list.__get__(module))
-
-
-# of DeepSpeed's DynamicLossScaler
-COUNTED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def _with_counts(scaler: Any, saved: Any) -> Any:
-    """Return this start's loss scaler with the scale and the counts of the saved one.
-
-    The window, the hysteresis, the smallest scale and a constant scale keep the values of this
-    start's JSON.
-    """
-    if scaler.dynamic and saved.dynamic:
-        vars(scaler).update({name: vars(saved)[name] for name in COUNTED})
-        scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
-    return scaler
+            set_scaler(optimizer, with_counts(scaler, optimizer.loss_scaler))
 
 
 @contextlib.contextmanager
-def _first_states(optimizer: Any, layout: Layout) -> Iterator[None]:
-    """Give an optimizer without states the states of a checkpoint of its layout, as zeros, within
-    the `with`.
+def _temporary_zero_states(optimizer: Any, layout: Layout) -> Iterator[None]:
+    """While the `with` block runs, provide zero states for an optimizer that has no states.
 
-    In fp16 an overflow may have skipped every step so far. After a load of such a checkpoint, the
-    optimizer starts again.
+    The states are the ones that a checkpoint in its layout contains. In fp16, an overflow may have
+    skipped every step so far. After such a checkpoint is loaded, the optimizer starts with its
+    initial states.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if inner.state or layout.swapped:
         yield
         return
-    # of ZeRO-3, whose groups are empty between two steps
+    # ZeRO-3's groups are empty between two steps
     flats = getattr(optimizer, "fp32_partitioned_groups_flat", None)
     numbers = getattr(optimizer, "sub_group_to_group_id", {})
     if flats:
@@ -256,7 +221,7 @@ def _first_states(optimizer: Any, layout: Layout) -> Iterator[None]:
         for parameter in parameters:
             roles = (layout.of_matrices if matrix else layout.states) or ()
             states = {role: torch.zeros_like(parameter) for role in roles}
-            # some states of our optimizers do not have the weight's shape
+            # some states of this project's optimizers do not have the weight's shape
             if hasattr(inner, "new_states"):
                 states = inner.new_states(parameter)
             counts = {name: 0 if layout.int_step else torch.tensor(0.0) for name in layout.scalars}
@@ -268,15 +233,15 @@ def _first_states(optimizer: Any, layout: Layout) -> Iterator[None]:
         inner.state.clear()
 
 
-def _restore_swapped(optimizer: Any, file: Path, layout: Layout) -> None:
-    """Restores what DeepSpeed does not restore with NVMe offload; call it before the engine's
-    `load_checkpoint`.
+def _restore_nvme_states(optimizer: ZeroOptimizer, file: Path, layout: Layout) -> None:
+    """Restore the values that DeepSpeed does not restore with NVMe offload.
 
-    DeepSpeed 0.19.8 (engine.py) copies the swap files back, makes the 16-bit weights of all masters
-    anew, and reads nothing else. Small flat tensors, which are not swapped, keep their first
-    values; step counts and learning rates are lost; and moments in swap files are ignored, since a
-    new optimizer has no moments. So this function gives the optimizer moments of one element,
-    expanded to the width of the file, which DeepSpeed then reads from the file.
+    Call this function before the engine's `load_checkpoint`. DeepSpeed 0.19.8 (engine.py) copies
+    the swap files back and recomputes the 16-bit weights from all masters. It restores nothing
+    else. Small flat tensors, which are not swapped, keep their initial values, and step counts and
+    learning rates are lost. Moments in swap files are ignored, because a new optimizer has no
+    moments. So this function creates moments of one element in the optimizer, expanded to the size
+    in the file. DeepSpeed then reads the moments' values from the file.
     """
     saved = read_pickle(file)["optimizer_state_dict"]
     for group, numbers in zip(
@@ -299,37 +264,36 @@ def _restore_swapped(optimizer: Any, file: Path, layout: Layout) -> None:
             flat.data.copy_(master)
 
 
-_SAFE: list[Any] = [
-    *((kind, kind.place) for kind in torch_files.STANDS),
-    (torch_files.member, "builtins.getattr"),
+_SAFE_GLOBALS: list[Any] = [
+    *((kind, kind.place) for kind in torch_files.STAND_INS),
+    (torch_files.zero_stage_member, "builtins.getattr"),
 ]
-# safe_globals holds for the whole process: the first thread to leave it would end it for the others
-_READING = threading.Lock()
+# safe_globals applies to the entire process, so the first thread to leave it would end it for all
+# other threads
+_READ_LOCK = threading.Lock()
 
 
 def read_pickle(path: Path) -> Any:
-    """Maps a file of torch.save, without reading its tensors.
+    """Map a torch.save file without reading its tensors.
 
-    Raises `Refusal` for a file that is damaged, or that names a class which no checkpoint needs. No
-    code in it is run.
+    No code in the file is run. Raise `ConfigError` for a damaged file, or for a file with a class
+    that no checkpoint needs.
     """
     try:
-        with _READING, torch.serialization.safe_globals(_SAFE):
+        with _READ_LOCK, torch.serialization.safe_globals(_SAFE_GLOBALS):
             return torch.load(path, weights_only=True, mmap=True, map_location="cpu")
-    except Exception as error:  # torch raises what it pleases for a damaged or hostile file
-        raise torch_files.unsafe(path, error) from None
+    except Exception as error:  # torch may raise any error for a damaged or hostile file
+        raise torch_files.unsafe_file_error(path, error) from None
 
 
-def restored(value: Any) -> Any:
-    """Replaces the stand-ins in what `read_pickle` returned by DeepSpeed's own objects."""
-    if isinstance(value, torch_files.Stand):
-        module, _, name = type(value).place.rpartition(".")  # not an attribute that a file gave it
+def replace_stand_ins(value: object) -> Any:
+    """Replace the stand-ins in a `read_pickle` result by DeepSpeed's objects."""
+    if isinstance(value, torch_files.StandIn):
+        module, _, name = type(value).place.rpartition(".")  # no attribute from a file
         kind = getattr(importlib.import_module(module), name)
         if value.values:
             return kind(*value.values)
-        made = kind.__new__(kind)
-        made.__dict__.update(vars(value))
-        return made
+        return rebuilt(kind, vars(value))
     if isinstance(value, dict):
-        return type(value)((key, restored(item)) for key, item in value.items())
-    return [restored(item) for item in value] if isinstance(value, list) else value
+        return type(value)((key, replace_stand_ins(item)) for key, item in value.items())
+    return [replace_stand_ins(item) for item in value] if isinstance(value, list) else value

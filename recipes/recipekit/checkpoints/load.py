@@ -1,4 +1,4 @@
-"""Finds the newest complete checkpoint, and loads it into an engine."""
+"""Checkpoint loading: finding the newest complete checkpoint, and loading it into an engine."""
 
 import json
 import random
@@ -13,26 +13,25 @@ import torch
 import torch.distributed as dist
 
 from ..parallel.blueprint import Blueprint, Layout, Tensor
-from ..parallel.groups import waiting_group
+from ..parallel.groups import long_wait_group
 from ..spec.cores import usable_cores
 from ..spec.engine import Engine
-from ..spec.refusal import Refusal, Say, refuse
+from ..spec.errors import ConfigError, Say, config_error
 from ..spec.run_folder import CHECKPOINTS
 from ..spec.step_names import is_step_folder, step_folders
-from ..storage import copying, errors, manifest
-from ..storage.manifest import BLUEPRINT, STATE
+from ..storage import copying, error_feedback, manifest
+from ..storage.manifest import BLUEPRINT_FILE, STATE_FILE
 from .deepspeed_io import read_pickle
 from .reshape import reshape
-from .state import SavedState, State
-from .step_folder import UNDESCRIBED
+from .state import SavedState, TrainState
+from .step_folder import EXPERTS_NOT_DESCRIBED
 
 
-def newest(path: Path, say: Say) -> Path | None:
-    """Finds the newest complete and verified step folder of a run (`path` itself if it is a step
-    folder); None if there is none.
+def newest_verified(path: Path, say: Say) -> Path | None:
+    """Return a run's newest complete and verified step folder, or None.
 
-    The ranks share the work (a collective). Calls `say` with one line for each folder that is
-    passed over.
+    If `path` is a step folder, only that folder is checked. This is a collective operation, because
+    the ranks share the work. `say` receives one line for each folder that is skipped.
     """
     is_run = (path / CHECKPOINTS).is_dir() or not is_step_folder(path)
     steps: list[Any] = [step_folders(path / CHECKPOINTS)[::-1] if is_run else [path]]
@@ -41,14 +40,14 @@ def newest(path: Path, say: Say) -> Path | None:
     for step in steps[0]:
         names, extra = list[str](), list[str]()
         with suppress(ValueError):
-            listed = manifest.read(step)
+            listed = manifest.read_manifest(step)
             names, extra = (
                 sorted(listed["files"]),
-                manifest.say_unlisted(step, manifest.unlisted(step, listed)),
+                manifest.unlisted_notice(step, manifest.unlisted_files(step, listed)),
             )
         everyone: list[Any] = [None] * world
         dist.all_gather_object(
-            everyone, manifest.faults(step, names[rank::world]), group=waiting_group()
+            everyone, manifest.find_faults(step, names[rank::world]), group=long_wait_group()
         )
         faults = list(dict.fromkeys(fault for own in everyone for fault in own))
         if not faults:
@@ -62,13 +61,13 @@ def newest(path: Path, say: Say) -> Path | None:
     return None
 
 
-def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState, bool]:
-    """Returns (state of a step folder, whether the layout is this one).
+def check_resumable(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState, bool]:
+    """Return (a step folder's state, True if the folder can be loaded without conversion).
 
-    Raises `Refusal` if the model is another, or the folder cannot be converted.
+    Raise `ConfigError` if the folder belongs to a different model, or if it cannot be converted.
     """
-    state: SavedState = json.loads((step / STATE).read_text())
-    saved = json.loads((step / BLUEPRINT).read_text())
+    state: SavedState = json.loads((step / STATE_FILE).read_text())
+    saved = json.loads((step / BLUEPRINT_FILE).read_text())
     was = Layout.from_json(state["layout"])
     same = was == layout
     if state["step"] and (was.algorithm, was.states, was.of_matrices) != (
@@ -76,12 +75,12 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
         layout.states,
         layout.of_matrices,
     ):
-        kept, keeps = (f"{each.algorithm} ({each.kept})" for each in (was, layout))
+        kept, keeps = (f"{each.algorithm} ({each.states_text})" for each in (was, layout))
         fix = (
             "use the JSON that it was saved with, or start a new run from its weights: recipekit"
             " convert to-hf, then --model"
         )
-        raise refuse(
+        raise config_error(
             f"resume from {step}",
             f"contains optimizer states of {kept}, but this run's optimizer is {keeps}",
             fix,
@@ -90,39 +89,42 @@ def check(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[SavedState,
         if same:
             return state, True
         rule = (
-            f"was written in the layout {was}, not in this run's layout {layout}, and {UNDESCRIBED}"
+            f"was written in the layout {was}, not in this run's layout {layout}, and"
+            f" {EXPERTS_NOT_DESCRIBED}"
         )
-        raise refuse(
+        raise config_error(
             f"resume from {step}",
             rule,
             "resume once with the same ranks, degrees and strategy. A checkpoint that this run"
             " saves can change the layout",
         )
     before = Blueprint.from_json(saved)
-    differ = _differences(
-        before, blueprint, cuts=same and layout.mesh.tp > 1, begun=state["step"] > 0
+    differ = _first_difference(
+        before, blueprint, compare_splits=same and layout.mesh.tp > 1, has_stepped=state["step"] > 0
     )
     if differ:
-        raise refuse(
+        raise config_error(
             f"resume from {step}",
             f"is from another model: {differ}",
             "use the model that it was saved with, or start a new run with --out NEW",
         )
-    errors.check(step, layout, before, blueprint)
+    error_feedback.check_saved_errors(step, layout, before, blueprint)
     return state, same and [tensor.group for tensor in before.tensors] == [
         tensor.group for tensor in blueprint.tensors
     ]
 
 
-def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> str:
-    """Says the first difference in names, shapes or optimizer groups, and with `cuts` in what
-    tensor parallelism divides.
+def _first_difference(
+    saved: Blueprint, now: Blueprint, compare_splits: bool, has_stepped: bool
+) -> str:
+    """Return the first difference in names, shapes or optimizer groups; "" if all are equal.
 
-    Learning rates of groups may change; before the first step all of a group may.
+    With `compare_splits`, also compare how tensor parallelism splits the tensors. The groups'
+    learning rates may differ. Before the first step, all values of a group may differ.
     """
 
     def group(blueprint: Blueprint, tensor: Tensor) -> Any:
-        if tensor.group is None or not begun:
+        if tensor.group is None or not has_stepped:
             return None if tensor.group is None else "trained"
         return (
             replace(blueprint.groups[tensor.group], lr_scale=1.0).name
@@ -132,7 +134,11 @@ def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> s
 
     before, after = (
         {
-            tensor.name: (tensor.shape, group(each, tensor), *([tensor.cut] if cuts else []))
+            tensor.name: (
+                tensor.shape,
+                group(each, tensor),
+                *([tensor.cut] if compare_splits else []),
+            )
             for tensor in each.tensors
         }
         for each in (saved, now)
@@ -142,51 +148,54 @@ def _differences(saved: Blueprint, now: Blueprint, cuts: bool, begun: bool) -> s
             return (
                 f"{name} is {before.get(name, 'not there')} in the checkpoint and"
                 f" {after.get(name, 'not there')} in the model (shape, optimizer"
-                f" group{', cut' if cuts else ''})"
+                f" group{', cut' if compare_splits else ''})"
             )
     return ""
 
 
-def load(
+def load_checkpoint(
     engine: Engine, step: Path, blueprint: Blueprint, layout: Layout, scratch: Path, say: Say
-) -> State:
-    """Load a verified step folder into the engine and this rank's random generators; return its
-    state (a collective).
+) -> TrainState:
+    """Load a verified step folder into the engine and this rank's random generators.
 
-    A step folder of another layout is first converted into the folder `scratch`, which is removed
-    afterwards. The optimizer's numbers (betas, eps, weight decay, clipping, ...) stay those of this
-    start. Another optimizer takes the weights of step 0 only.
+    This is a collective operation. Return the folder's state. A step folder with a different layout
+    is first converted into the folder `scratch`, which is removed afterwards. The optimizer keeps
+    the hyperparameters (betas, eps, weight decay, clipping, ...) of this start. A different
+    optimizer can load only a checkpoint of step 0, and loads only its weights.
     """
-    state, same = check(step, blueprint, layout)
-    if manifest.listed_files(step, errors.FILES):
-        errors.check_frozen(engine.optimizer.param_groups[0]["freeze_step"], state["step"])
+    state, same = check_resumable(step, blueprint, layout)
+    if manifest.listed_files(step, error_feedback.ERROR_FILE_PATTERN):
+        error_feedback.check_freeze_step(
+            engine.optimizer.param_groups[0]["freeze_step"], state["step"]
+        )
     source = step
     if not same:
         source = scratch / step.name
         if dist.get_rank() == 0:
             say(f"converting {step} from {Layout.from_json(state['layout'])} to {layout}")
-        _convert(step, source, blueprint, layout)
+        _convert_layout(step, source, blueprint, layout)
 
     before = [dict(group) for group in engine.optimizer.param_groups]
     engine.load_states(source, blueprint, layout, state["step"] > 0)
-    _put_back_numbers(engine.optimizer.param_groups, before)
+    _reset_hyperparameters(engine.optimizer.param_groups, before)
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    place_counts(inner)
+    place_step_counts(inner)
 
-    own_errors = source / errors.file_of(dist.get_rank())
-    errors.restore(inner, read_pickle(own_errors) if own_errors.exists() else None)
+    own_errors = source / error_feedback.error_file_name(dist.get_rank())
+    error_feedback.restore_errors(inner, read_pickle(own_errors) if own_errors.exists() else None)
     if (generators := source / f"rng_rank_{dist.get_rank()}.pt").exists():
-        restore_generator_states(read_pickle(generators))
-    dist.barrier(waiting_group())
+        restore_rng_states(read_pickle(generators))
+    dist.barrier(long_wait_group())
     if not same and dist.get_rank() == 0:
         shutil.rmtree(scratch)
     return state
 
 
-def _convert(step: Path, out: Path, blueprint: Blueprint, layout: Layout) -> None:
-    """Convert a step folder to this run's layout on rank 0 (a collective).
+def _convert_layout(step: Path, out: Path, blueprint: Blueprint, layout: Layout) -> None:
+    """Convert a step folder to this run's layout on rank 0.
 
-    Clears the folder around `out` first. Raises `Refusal` on every rank if the conversion fails.
+    This is a collective operation. First, clear the folder that contains `out`. Raise `ConfigError`
+    on every rank if the conversion fails.
     """
     scratch = out.parent
     failed: list[Any] = [""]
@@ -194,23 +203,24 @@ def _convert(step: Path, out: Path, blueprint: Blueprint, layout: Layout) -> Non
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             reshape(step, out, layout, blueprint, copying.Effort(workers=min(8, usable_cores())))
-        except (OSError, Refusal) as error:
-            # The error is kept for later: the other ranks wait in the next collective.
+        except (OSError, ConfigError) as error:
+            # The error is raised later, because the other ranks wait in the next collective
+            # operation.
             failed = [f"cannot be converted in {scratch}: {error}"]
-    dist.broadcast_object_list(failed, group=waiting_group())
+    dist.broadcast_object_list(failed, group=long_wait_group())
     if failed[0]:
-        raise refuse(
+        raise config_error(
             f"resume from {step}",
             failed[0],
             "free space there, or start with the layout it was written in",
         )
 
 
-def _put_back_numbers(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
-    """Give an optimizer's groups the numbers that they had before a checkpoint was loaded.
+def _reset_hyperparameters(groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Restore the hyperparameters that an optimizer's groups had before a checkpoint was loaded.
 
-    An engine may restore the saved numbers, although the user may have changed them (--resume
-    PATH). After a conversion it restores only those that the other layout's optimizer had.
+    An engine may restore the saved values, although the user may have changed them (--resume PATH).
+    After a conversion, it restores only the values that the previous layout's optimizer had.
     """
     for group, own in zip(groups, before, strict=True):
         group.update(
@@ -222,12 +232,12 @@ def _put_back_numbers(groups: list[dict[str, Any]], before: list[dict[str, Any]]
         )
 
 
-def place_counts(optimizer: Any) -> None:
-    """Puts each count of steps where the optimizer looks for it: beside the weights for a fused or
-    capturable step, else on the host.
+def place_step_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Move each step count to the device where the optimizer expects it.
 
-    torch (2.13) puts them by what the file says of its own optimizer, and a fused step on a GPU
-    ends with an error at a count on the host.
+    A fused or capturable step expects the count on the weights' device. All other steps expect the
+    count on the host. torch (2.13) places the counts according to its optimizer's saved settings.
+    If the count is on the host, a fused step on a GPU fails.
     """
     on_device = any(
         group.get("fused") or group.get("capturable") for group in optimizer.param_groups
@@ -237,7 +247,7 @@ def place_counts(optimizer: Any) -> None:
             state["step"] = state["step"].to(weight.device if on_device else "cpu")
 
 
-def restore_generator_states(generators: dict[str, Any]) -> None:
+def restore_rng_states(generators: dict[str, Any]) -> None:
     torch.set_rng_state(generators["torch"].clone())
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])

@@ -1,4 +1,4 @@
-"""Old checkpoints: which step folders a run keeps, and how the others are removed."""
+"""Retention of old checkpoints: which step folders a run keeps, and how the others are removed."""
 
 import json
 import math
@@ -11,16 +11,18 @@ from typing import Any
 
 from ..spec.step_names import free_name, step_folders, step_of
 from ..storage import manifest
-from ..storage.manifest import MANIFEST, STATE
+from ..storage.manifest import MANIFEST, STATE_FILE
 
-# prefix of a step folder that is being removed: a kill leaves a folder that no start takes for a
-# checkpoint
-REMOVED = ".removed_"
+# Prefix of a step folder that is being removed. If the run is killed, no later start treats such a
+# folder as a checkpoint.
+REMOVED_PREFIX = ".removed_"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The step folders to keep: the `newest` (0: all), every `every`-th step (0: none), and the one
+    """The step folders to keep.
+
+    They are the `newest` ones (0: all), every `every`-th step (0: none) and, with `best`, the step
     with the lowest eval_loss.
     """
 
@@ -30,74 +32,80 @@ class Retention:
 
 
 def remove_old(folder: Path, retention: Retention) -> list[str]:
-    """Remove the checkpoints in `folder` that `retention` does not keep; return a line for each
-    that could not be removed as a whole.
+    """Remove the checkpoints in `folder` that `retention` does not keep.
 
-    Only real folders count whose manifest states the step in their name. A link is never followed,
-    and files that the manifest does not list stay.
+    Return a line for each checkpoint that could not be removed completely. A folder counts as a
+    checkpoint only if it is not a link and its manifest matches the step in its name. A link is
+    never followed, and files that the manifest does not list are not removed.
     """
     if not retention.newest:
         return []
-    found = own_steps(folder)
-    stays = kept(found, retention)
-    return remove(folder, {step: listed for step, listed in found.items() if step not in stays})
+    found = complete_steps(folder)
+    stays = steps_to_keep(found, retention)
+    return remove_steps(
+        folder, {step: listed for step, listed in found.items() if step not in stays}
+    )
 
 
-def remove(folder: Path, steps: dict[Path, dict[str, Any]]) -> list[str]:
-    """Remove step folders (and their manifests); return a line for each that could not be removed
-    as a whole.
-    """
-    lines = [line for step, listed in steps.items() for line in _remove(step, listed)]
-    for removed in sorted(folder.glob(f"{REMOVED}*")):  # those of a start that was killed as well
-        if not removed.is_symlink() and step_of(removed.name.removeprefix(REMOVED)) is not None:
+def remove_steps(folder: Path, steps: dict[Path, dict[str, Any]]) -> list[str]:
+    """Remove step folders and their manifests; return a line for each incomplete removal."""
+    lines = [line for step, listed in steps.items() for line in _remove_step(step, listed)]
+    for removed in sorted(folder.glob(f"{REMOVED_PREFIX}*")):  # also the folders of a killed start
+        if (
+            not removed.is_symlink()
+            and step_of(removed.name.removeprefix(REMOVED_PREFIX)) is not None
+        ):
             lines += _remove_folder(removed)
     return lines
 
 
-def own_steps(folder: Path) -> dict[Path, dict[str, Any]]:
-    """Map the complete step folders in `folder` to their manifests, the oldest step first."""
+def complete_steps(folder: Path) -> dict[Path, dict[str, Any]]:
+    """Return the complete step folders in `folder` with their manifests, oldest step first."""
     found = {}
     for step in step_folders(folder):
         with suppress(ValueError, OSError):
-            if not step.is_symlink() and (listed := manifest.read(step))["step"] == step_of(
-                step.name
-            ):
+            if not step.is_symlink() and (listed := manifest.read_manifest(step))[
+                "step"
+            ] == step_of(step.name):
                 found[step] = listed
     return found
 
 
-def kept(found: dict[Path, dict[str, Any]], retention: Retention) -> set[Path]:
-    kept = {*list(found)[-retention.newest :]}
+def steps_to_keep(complete: dict[Path, dict[str, Any]], retention: Retention) -> set[Path]:
+    kept = {*list(complete)[-retention.newest :]}
     if retention.every:
-        kept |= {step for step, listed in found.items() if listed["step"] % retention.every == 0}
+        kept |= {step for step, listed in complete.items() if listed["step"] % retention.every == 0}
     if retention.best:
-        losses = {step: _eval_loss(step) for step in found}
+        losses = {step: _eval_loss(step) for step in complete}
         kept |= {
             *sorted(
-                (step for step in found if losses[step] < math.inf), key=lambda step: losses[step]
+                (step for step in complete if losses[step] < math.inf),
+                key=lambda step: losses[step],
             )[:1]
         }
     return kept
 
 
 def _eval_loss(step: Path) -> float:
-    """Return the eval_loss of a step folder; infinity without an evaluation at this step, and if
-    the loss is not finite.
+    """Return a step folder's eval_loss.
+
+    Return infinity if there was no evaluation at this step, or if the loss is not finite.
     """
     try:
-        loss = json.loads((step / STATE).read_text()).get("eval_loss")
+        loss = json.loads((step / STATE_FILE).read_text()).get("eval_loss")
     except (OSError, ValueError, AttributeError):
         return math.inf
     return float(loss) if type(loss) in (int, float) and math.isfinite(loss) else math.inf
 
 
-def _remove(step: Path, listed: dict[str, Any]) -> list[str]:
-    """Remove a step folder, or, if it has files that its manifest does not list, only the listed
-    files.
+def _remove_step(step: Path, listed: dict[str, Any]) -> list[str]:
+    """Remove a step folder.
+
+    If it contains files that its manifest does not list, remove only the listed files.
     """
     try:
-        if not (extra := manifest.unlisted(step, listed)):
-            os.rename(step, step.with_name(f"{REMOVED}{step.name}"))
+        if not (extra := manifest.unlisted_files(step, listed)):
+            os.rename(step, step.with_name(f"{REMOVED_PREFIX}{step.name}"))
             return []
         aside = free_name(step.parent, step.name)
         os.rename(step, aside)

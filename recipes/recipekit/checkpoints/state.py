@@ -1,29 +1,31 @@
-"""Types what a run remembers besides tensors and random generators; each step folder keeps it as
-JSON.
+"""Types of a run's state except the tensors and random generators.
+
+Each step folder stores this state as JSON.
 """
 
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
 
-class State(TypedDict):
-    """Holds how far a run has come.
+class TrainState(TypedDict):
+    """A run's progress.
 
-    `data` is the state of the data stream, None before the first step.
+    `data` is the data stream's state; it is None before the first step.
     """
 
     step: int  # optimizer steps taken
-    tokens: int  # tokens with a label, over the whole global batch
+    tokens: int  # number of tokens with a label in all global batches so far
     data: Mapping[str, Any] | None
-    # of a task whose rows are samples: rows that were dealt, and then only filled up
+    # for tasks whose rows are samples: number of dealt rows that were unusable and became fill-up
+    # rows
     unusable: NotRequired[int]
-    # of the evaluation at this step, if there was one with a finite loss
+    # evaluation loss at this step, if the loss is finite
     eval_loss: NotRequired[float | None]
-    # dtype of the Hugging Face files made of this state, as torch names it without "torch."
+    # dtype of Hugging Face files made from this state: torch's name without "torch."
     export_dtype: str
 
 
-class SavedState(State):
-    """Holds a state as a step folder keeps it, with the layout that wrote the folder."""
+class SavedState(TrainState):
+    """A state as stored in a step folder, with the layout of that folder."""
 
     layout: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Opens step folders as they describe themselves, and names the layouts that they can be given."""
+"""Step folders as described by their files, and the layouts to which they can be converted."""
 
 import json
 from contextlib import suppress
@@ -7,34 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures.small_files import small_files
-from ..dslint.divisions import check_tp
-from ..dslint.shapes import divisors
+from ..dslint.divisibility import check_tp
+from ..dslint.shapes import common_divisors
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer, stage_bounds
+from ..spec.errors import ConfigError, Problem, config_error
 from ..spec.mesh import Mesh
-from ..spec.refusal import Problem, Refusal, refuse
 from ..spec.run_folder import CHECKPOINTS
 from ..spec.step_names import step_folders
-from ..storage import errors, manifest
-from . import other_programs
-from .state import State
+from ..storage import error_feedback, manifest
+from . import external_checkpoints
+from .state import TrainState
 
-UNDESCRIBED = "its sharded experts were saved before checkpoints described them"
+EXPERTS_NOT_DESCRIBED = "its sharded experts were saved before checkpoints described them"
 
 
 @dataclass(frozen=True)
-class Step:
-    """Describes a complete step folder, from its own files."""
+class StepFolder:
+    """A complete step folder, described by the files in it."""
 
     folder: Path
-    state: State
+    state: TrainState
     blueprint: Blueprint
     layout: Layout
-    tensors: dict[str, Any]  # from its manifest
-    unlisted: tuple[str, ...] = ()  # files that its manifest does not name
+    tensors: dict[str, Any]  # digests from its manifest
+    unlisted_files: tuple[str, ...] = ()  # files that its manifest does not name
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Returns a value that changes with the content, as far as names, sizes and times show."""
+        """A value that changes if the content changes; based on file names, sizes and times."""
         stats = [
             (path.name, path.stat().st_size, path.stat().st_mtime_ns)
             for path in sorted(self.folder.iterdir())
@@ -43,9 +43,9 @@ class Step:
 
     @property
     def small_files(self) -> dict[str, Path]:
-        """Map names in a model's folder to config and tokenizer files.
+        """File names in a model's folder -> config and tokenizer files.
 
-        The files are the copies in this step folder, or the files of HF Trainer beside its
+        The files are copies in this step folder, or the files that HF Trainer stores next to its
         checkpoint.
         """
         own = self.folder / "hf_files"
@@ -58,7 +58,7 @@ class Step:
 
     @property
     def model_config(self) -> dict[str, Any] | None:
-        """Reads the model's config.json; None if the checkpoint has none that can be read."""
+        """The model's config.json, or None if the checkpoint has no readable config.json."""
         with suppress(OSError, ValueError):
             return (
                 json.loads(self.small_files["config.json"].read_bytes())
@@ -66,25 +66,26 @@ class Step:
                 else None
             )
 
-    def check(self, digests: dict[str, Any]) -> None:
-        """Raises `Refusal` if the `digests` of what was read are not those of what was saved."""
+    def check_digests(self, digests: dict[str, Any]) -> None:
+        """Raise `ConfigError` if the tensors' `digests` differ from the saved digests."""
         for key, (_, _, read) in digests.items():
             if key in self.tensors and self.tensors[key][2] != read:
                 name, role = key.split("|")
-                raise refuse(
+                raise config_error(
                     f"{self.folder}: {name} ({role})",
                     "differs from what was saved: its digest does not match",
                     "use another checkpoint. Nothing was written",
                 )
 
 
-def open_step(path: Path) -> Step:
-    """Opens the step folder `path`, or the newest complete one of a run.
+def open_step(path: Path) -> StepFolder:
+    """Open the step folder `path`, or a run's newest complete step folder.
 
-    Raises `Refusal` with the first fault; contents are checked while they are read.
+    Raise `ConfigError` that reports the first fault. Contents are checked later, when they are
+    read.
     """
     if not path.is_dir():
-        raise refuse(
+        raise config_error(
             str(path),
             "the folder does not exist",
             "name a run folder, such as runs/NAME, or a step folder inside one",
@@ -93,34 +94,34 @@ def open_step(path: Path) -> Step:
     found: list[str] = []
     if (
         not (steps[0] / manifest.MANIFEST).exists()
-        and not (steps[0] / manifest.STATE).exists()
-        and (folder := other_programs.tag_folder(steps[0]))
+        and not (steps[0] / manifest.STATE_FILE).exists()
+        and (folder := external_checkpoints.tag_folder(steps[0]))
     ):
-        blueprint, layout, state = other_programs.describe(folder)
-        return Step(folder, state, blueprint, layout, {})
+        blueprint, layout, state = external_checkpoints.describe_tag_folder(folder)
+        return StepFolder(folder, state, blueprint, layout, {})
     for step in steps:
-        if faults := manifest.faults(step, ()):
+        if faults := manifest.find_faults(step, ()):
             found.append(f"{step}: {faults[0]}")
             continue
-        state = json.loads((step / manifest.STATE).read_text())
-        saved = json.loads((step / manifest.BLUEPRINT).read_text())
+        state = json.loads((step / manifest.STATE_FILE).read_text())
+        saved = json.loads((step / manifest.BLUEPRINT_FILE).read_text())
         layout = Layout.from_json(state["layout"])
         if saved is None:
-            raise refuse(
+            raise config_error(
                 str(step),
-                UNDESCRIBED,
+                EXPERTS_NOT_DESCRIBED,
                 "resume in the same layout, then convert a checkpoint that the resumed run saves",
             )
-        listed = manifest.read(step)
-        return Step(
+        listed = manifest.read_manifest(step)
+        return StepFolder(
             step,
             state,
             Blueprint.from_json(saved),
             layout,
             listed["tensors"],
-            tuple(manifest.unlisted(step, listed)),
+            tuple(manifest.unlisted_files(step, listed)),
         )
-    raise refuse(
+    raise config_error(
         str(path),
         f"contains no complete checkpoint ({'; '.join(found)})",
         "name a run folder, or a step folder inside one",
@@ -129,7 +130,7 @@ def open_step(path: Path) -> Step:
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """The degrees and the ZeRO stage that a layout should get; None: as before."""
+    """The parallel degrees and the ZeRO stage of a changed layout; None means unchanged."""
 
     dp: int | None = None
     tp: int | None = None
@@ -148,19 +149,20 @@ class LayoutChange:
 
 def target_layout(
     blueprint: Blueprint,
-    was: Layout,
+    before: Layout,
     change: LayoutChange,
     model_config: dict[str, Any] | None = None,
 ) -> Layout:
     """Return the changed layout.
 
-    Raises `Refusal` for a layout that the model cannot have (config.json states its heads).
+    Raise `ConfigError` for a layout that the model does not support. The model's number of heads is
+    read from `model_config`.
     """
-    degrees = change.degrees(was.mesh)
-    zero = change.zero if change.zero is not None else was.zero_stage
+    degrees = change.degrees(before.mesh)
+    zero = change.zero if change.zero is not None else before.zero_stage
     problems = _check_degrees(degrees, zero)
     problems += _check_plans(blueprint, degrees, check_tp(degrees["tp"], model_config))
-    if was.dtype == "float16" and (zero, was.mesh.pp) != (was.zero_stage, degrees["pp"]):
+    if before.dtype == "float16" and (zero, before.mesh.pp) != (before.zero_stage, degrees["pp"]):
         problems.append(
             Problem(
                 "fp16",
@@ -169,24 +171,26 @@ def target_layout(
             )
         )
     problems += _check_ep(blueprint, degrees) if degrees["ep"] > 1 else []
-    problems += errors.check_degrees(was, degrees, zero)
+    problems += error_feedback.check_degrees(before, degrees, zero)
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
 
     return replace(
-        was,
+        before,
         mesh=Mesh(**degrees),
         zero_stage=zero,
-        optimizer=was.optimizer if zero == was.zero_stage else default_optimizer(zero, was.dtype),
+        optimizer=before.optimizer
+        if zero == before.zero_stage
+        else default_optimizer(zero, before.dtype),
         bounds=stage_bounds(blueprint, degrees["pp"]) if degrees["pp"] > 1 else (),
         schedule="1f1b",
-        # DeepSpeed 0.19.8 does not save divided experts from swap files
-        swapped=was.swapped and zero == 3 and degrees["ep"] == 1,
+        # DeepSpeed 0.19.8 does not save sharded experts from swap files
+        swapped=before.swapped and zero == 3 and degrees["ep"] == 1,
     )
 
 
 def _check_degrees(degrees: dict[str, int], zero: int) -> list[Problem]:
-    """Refuse degrees and a ZeRO stage that no model can have."""
+    """Return problems for degrees and a ZeRO stage that no model supports."""
     problems = [
         Problem(f"{name} = {value}", "must be at least 1", f"use --{name} 1")
         for name, value in degrees.items()
@@ -212,8 +216,9 @@ def _check_degrees(degrees: dict[str, int], zero: int) -> list[Problem]:
 def _check_plans(
     blueprint: Blueprint, degrees: dict[str, int], sizes: list[Problem]
 ) -> list[Problem]:
-    """Refuse tensor-parallel and pipeline degrees that the model's plans do not allow; `sizes` are
-    the problems of the tensor-parallel degree with the sizes of the model.
+    """Return problems for degrees that the tensor-parallel and pipeline plans do not support.
+
+    `sizes` contains problems of the tensor-parallel degree with the model's sizes.
     """
     tp, pp, layers = degrees["tp"], degrees["pp"], blueprint.num_layers
     problems = []
@@ -232,8 +237,10 @@ def _check_plans(
 
 
 def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
-    """Refuses an expert-parallel degree that the model, the data ranks or the other degrees do not
-    allow.
+    """Return problems for an expert-parallel degree.
+
+    The degree must be compatible with the model's experts, the data-parallel ranks and the other
+    degrees.
     """
     ep, dp, experts = degrees["ep"], degrees["dp"], blueprint.num_experts
     found = []
@@ -257,7 +264,7 @@ def _check_ep(blueprint: Blueprint, degrees: dict[str, int]) -> list[Problem]:
             )
         )
     elif experts % ep:
-        fits = " or ".join(str(degree) for degree in divisors(experts, dp) if degree < ep)
+        fits = " or ".join(str(degree) for degree in common_divisors(experts, dp) if degree < ep)
         found.append(
             Problem(
                 f"ep = {ep}", f"does not divide the model's {experts} experts", f"use --ep {fits}"

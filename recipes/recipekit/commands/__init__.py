@@ -1,3 +1,4 @@
-"""The subcommands of `recipekit`, one module each with `main(argv)`, which returns the exit
-code.
+"""Subcommands of `recipekit`.
+
+Each subcommand is one module with a function `main(argv)` that returns the exit code.
 """

@@ -29,52 +29,56 @@ from rich.progress import (
 )
 
 from ..checkpoints.reshape import reshape
-from ..checkpoints.step_folder import LayoutChange, Step, open_step, target_layout
+from ..checkpoints.step_folder import LayoutChange, StepFolder, open_step, target_layout
 from ..checkpoints.verify import verify
 from ..convert import published
 from ..convert.hugging_face import FolderChanges, from_hf, to_hf
 from ..model.card import card_of_run
 from ..parallel.blueprint import Blueprint, Layout, default_optimizer
 from ..spec.cores import usable_cores
+from ..spec.errors import ConfigError, config_error
 from ..spec.help_page import CommandFormatter
 from ..spec.mesh import Mesh
-from ..spec.paths import path_of
-from ..spec.refusal import Refusal, refuse
+from ..spec.paths import path_argument
 from ..spec.run_folder import CHECKPOINTS
 from ..storage import journal, manifest
 from ..storage.copying import Effort
-from ..storage.places import expected_bytes
+from ..storage.file_map import expected_bytes
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {
+DTYPE_BY_FLAG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"} | {
     name: name for name in ("bfloat16", "float16", "float32")
 }
-DEGREES = {
+DEGREE_HELP = {
     "dp": "Data-parallel degree of the output.",
     "tp": "Tensor-parallel degree of the output.",
     "pp": "Pipeline-parallel degree of the output.",
     "ep": "Expert-parallel degree of the output. It must divide dp.",
     "zero": "ZeRO stage of the output, 0 to 3.",
 }
-SOURCES = {
+SOURCE_HELP = {
     "to-hf": "Run folder (its newest checkpoint) or step folder.",
     "from-hf": "Folder of Hugging Face files.",
 }
-OUT = "Folder to write."
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+OUT_HELP = "Folder to write."
+SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
-    """Run a command; return the exit code: 0 done, 1 the input is at fault, 2 usage."""
+    """Run a command and return the exit code.
+
+    The code is 0 if the command is done, 1 for an error in the input, and 2 for a wrong command
+    line.
+    """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    arguments = parser(prog).parse_args(argv)
+    arguments = make_convert_parser(prog).parse_args(argv)
     try:
         return arguments.run(arguments)
-    except Refusal as refusal:
+    except ConfigError as refusal:
         print(refusal, file=sys.stderr)
         return refusal.exit_code
     except OSError as error:
         where = Path(error.filename or arguments.out or arguments.source)
-        free = shutil.disk_usage(existing(where)).free
+        free = shutil.disk_usage(existing_parent(where)).free
         kept = arguments.out and journal.journal_file(arguments.out).exists()
         again = (
             "Run the same command again to continue. Finished work is kept"
@@ -85,17 +89,17 @@ def main(argv: list[str] | None = None, prog: str = "recipekit convert") -> int:
         return 1
 
 
-def add_degrees(one: argparse.ArgumentParser, default: int | None) -> None:
-    """Add the flags of the degrees that the output is written for, and --dry-run."""
-    for name, about in DEGREES.items():
-        one.add_argument(
+def add_degree_flags(parser: argparse.ArgumentParser, default: int | None) -> None:
+    """Add the flags for the output's degrees, and --dry-run."""
+    for name, about in DEGREE_HELP.items():
+        parser.add_argument(
             f"--{name}",
             type=int,
             default=default,
             metavar="N",
             help=f"{about} (default: {default or 'as in the checkpoint'})",
         )
-    one.add_argument(
+    parser.add_argument(
         "--dry-run",
         "--dry_run",
         action="store_true",
@@ -103,7 +107,7 @@ def add_degrees(one: argparse.ArgumentParser, default: int | None) -> None:
     )
 
 
-def parser(prog: str) -> argparse.ArgumentParser:
+def make_convert_parser(prog: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
     )
@@ -122,9 +126,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         for place in places:
             one.add_argument(
                 place,
-                type=path_of,
+                type=path_argument,
                 metavar=f"{place}_dir".upper(),
-                help=OUT if place == "out" else SOURCES.get(name, "Step folder."),
+                help=OUT_HELP if place == "out" else SOURCE_HELP.get(name, "Step folder."),
             )
         one.add_argument(
             "--workers",
@@ -136,8 +140,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
         one.add_argument(
             "--mem-limit",
             "--mem_limit",
-            type=size_of,
-            default=size_of("512M"),
+            type=parse_size,
+            default=parse_size("512M"),
             metavar="BYTES",
             help="Memory limit for buffers, for example 2G. At least 16M. (default: 512M)",
         )
@@ -149,7 +153,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     one.add_argument(
         "--dtype",
-        choices=sorted(DTYPES),
+        choices=sorted(DTYPE_BY_FLAG),
         help="Dtype of the written weights. (default: the dtype of the model's own files)",
     )
     one.add_argument(
@@ -175,10 +179,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "source",
         "out",
     )
-    add_degrees(one, 1)
+    add_degree_flags(one, 1)
     one.add_argument(
         "--dtype",
-        choices=sorted(DTYPES),
+        choices=sorted(DTYPE_BY_FLAG),
         default="bf16",
         help="Training dtype of the output. (default: bf16)",
     )
@@ -189,23 +193,25 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "source",
         "out",
     )
-    add_degrees(one, None)
+    add_degree_flags(one, None)
     command(
         "verify",
         verify_command,
         "compare every file and every tensor with the manifest that the save wrote",
         "source",
     )
-    command("inspect", inspect, "print the layout and the tensors of a checkpoint", "source")
+    command(
+        "inspect", inspect_command, "print the layout and the tensors of a checkpoint", "source"
+    )
     return made
 
 
-def size_of(text: str) -> int:
-    """Reads bytes from a text such as 2G, 512M or 1GiB."""
+def parse_size(text: str) -> int:
+    """Return the number of bytes in a string such as 2G, 512M or 1GiB."""
     number = text.upper().removesuffix("IB").removesuffix("B")
     unit = number[-1:] if number[-1:] in "KMG" else ""
     try:
-        size = int(float(number.removesuffix(unit)) * UNITS[unit])
+        size = int(float(number.removesuffix(unit)) * SIZE_UNITS[unit])
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size. Write for example 512M or 2G"
@@ -215,8 +221,8 @@ def size_of(text: str) -> int:
     return size
 
 
-class Bar:
-    """Shows a progress bar on stderr; a line at each tenth where stderr is no terminal."""
+class ProgressBar:
+    """A progress bar on stderr, or one line per tenth if stderr is not a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -242,49 +248,54 @@ class Bar:
                 print(f"{self.tenths * 10} % of {total / 2**30:.1f} GiB", file=sys.stderr)
 
 
-def effort(arguments: argparse.Namespace, bar: Bar) -> Effort:
+def effort(arguments: argparse.Namespace, bar: ProgressBar) -> Effort:
     if arguments.workers < 1:
-        raise refuse(f"--workers {arguments.workers}", "must be at least 1", "use --workers 2")
+        raise config_error(
+            f"--workers {arguments.workers}", "must be at least 1", "use --workers 2"
+        )
     return Effort(arguments.workers, arguments.mem_limit, bar)
 
 
-def existing(path: Path) -> Path:
-    """Returns the path, or the nearest folder above it that exists."""
+def existing_parent(path: Path) -> Path:
+    """Return the path, or its nearest parent folder that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def check_space(out: Path, needed: int) -> None:
-    """Raises `Refusal` if the disk has no room for the output, before anything is written."""
-    free = shutil.disk_usage(existing(out)).free
-    if needed > free:
-        raise refuse(
+def check_disk_space(out: Path, required: int) -> None:
+    """Raise `ConfigError` if the disk has too little space for the output.
+
+    Call this function before anything is written.
+    """
+    free = shutil.disk_usage(existing_parent(out)).free
+    if required > free:
+        raise config_error(
             str(out),
-            f"requires {needed:,} bytes, but only {free:,} are free",
+            f"requires {required:,} bytes, but only {free:,} are free",
             "free space, or choose another folder",
         )
 
 
-def opened(path: Path) -> Step:
-    """Open a step folder, and report the files in it that are not part of the checkpoint."""
+def open_step_and_warn(path: Path) -> StepFolder:
+    """Open a step folder and report files in it that are not part of the checkpoint."""
     step = open_step(path)
-    for line in manifest.say_unlisted(step.folder, step.unlisted):
+    for line in manifest.unlisted_notice(step.folder, step.unlisted_files):
         print(line, file=sys.stderr)
     return step
 
 
 def to_hf_command(arguments: argparse.Namespace) -> int:
-    step = opened(arguments.source)
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else None
+    step = open_step_and_warn(arguments.source)
+    dtype = DTYPE_BY_FLAG[arguments.dtype] if arguments.dtype else None
     if arguments.merge:
-        return merge(arguments, step, dtype or step.state["export_dtype"])
-    blueprint, contents = published.published_as(step, dtype)
+        return merge_adapter_command(arguments, step, dtype or step.state["export_dtype"])
+    blueprint, contents = published.plan_published_files(step, dtype)
     nbytes = published.published_bytes(blueprint, contents)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     print(
         f"{len(contents)} file{'s' if len(contents) > 1 else ''}, {nbytes / 2**30:.3f} GiB,"
         f" {', '.join(sorted({own for keys in contents.values() for own in keys.values()}))}"
     )
-    if extra := published.extra_keys(step.blueprint):
+    if extra := published.unused_file_keys(step.blueprint):
         count = f"{len(extra)} tensor{'s' if len(extra) > 1 else ''}"
         print(
             f"not written: {count} of the model's files that the model does not have and no"
@@ -292,8 +303,8 @@ def to_hf_command(arguments: argparse.Namespace) -> int:
         )
     if arguments.dry_run:
         return 0
-    check_space(arguments.out, nbytes)
-    bar = Bar()
+    check_disk_space(arguments.out, nbytes)
+    bar = ProgressBar()
     with bar.progress:
         to_hf(
             step.folder,
@@ -310,25 +321,25 @@ def to_hf_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
-    """Write the merged model of a checkpoint with an adapter."""
-    from ..convert.merge import adapted_model, to_merged  # imports transformers and peft
+def merge_adapter_command(arguments: argparse.Namespace, step: StepFolder, dtype: str) -> int:
+    """Write the merged model of a checkpoint that contains an adapter."""
+    from ..convert.merge import empty_adapted_model, to_merged  # imports transformers and peft
 
     if arguments.verify:
-        raise refuse(
+        raise config_error(
             "--verify with --merge",
             "cannot be combined: merged weights are computed, so they have no copy to compare with",
             "use only one of them. --merge verifies the files that it reads",
         )
-    adapted_model(step)
+    empty_adapted_model(step)
     frozen = sum(tensor.numel for tensor in step.blueprint.tensors if tensor.group is None)
     nbytes = frozen * (4 if dtype == "float32" else 2)
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     print(f"the whole model, its adapter merged: about {nbytes / 2**30:.3f} GiB, {dtype}")
     if arguments.dry_run:
         return 0
-    check_space(arguments.out, nbytes)
-    bar = Bar()
+    check_disk_space(arguments.out, nbytes)
+    bar = ProgressBar()
     with bar.progress:
         to_merged(
             step, arguments.out, dtype, effort(arguments, bar), card_of_step(step, merged=True)
@@ -337,9 +348,10 @@ def merge(arguments: argparse.Namespace, step: Step, dtype: str) -> int:
     return 0
 
 
-def card_of_step(step: Step, merged: bool) -> str:
-    """Return the model card of a checkpoint in its run folder; "" for a step folder elsewhere,
-    whose run is unknown.
+def card_of_step(step: StepFolder, merged: bool) -> str:
+    """Return the model card for a checkpoint in its run folder.
+
+    The result is "" for a step folder elsewhere, because its run is unknown.
     """
     checkpoints = step.folder.resolve().parent
     return (
@@ -349,35 +361,37 @@ def card_of_step(step: Step, merged: bool) -> str:
     )
 
 
-def change_of(arguments: argparse.Namespace) -> LayoutChange:
-    return LayoutChange(**{name: getattr(arguments, name) for name in DEGREES})
+def requested_layout_change(arguments: argparse.Namespace) -> LayoutChange:
+    return LayoutChange(**{name: getattr(arguments, name) for name in DEGREE_HELP})
 
 
 def from_hf_command(arguments: argparse.Namespace) -> int:
-    # imports transformers, which only this command needs
+    # This imports transformers, which only this command needs.
     from ..model.describe import published_model
 
-    dtype = DTYPES[arguments.dtype]
+    dtype = DTYPE_BY_FLAG[arguments.dtype]
     model = published_model(arguments.source)
     blueprint = model.blueprint
     for note in model.notes:
         print(note)
     start = Layout(Mesh(), 0, default_optimizer(0, dtype), dtype)
-    layout = target_layout(blueprint, start, change_of(arguments), model.config)
+    layout = target_layout(blueprint, start, requested_layout_change(arguments), model.config)
 
     changes = FolderChanges(model.config, model.copies)
 
     def convert_to(own: Effort) -> None:
         return from_hf(arguments.source, arguments.out, blueprint, layout, own, changes)
 
-    return write(arguments, blueprint, layout, convert_to)
+    return run_conversion(arguments, blueprint, layout, convert_to)
 
 
 def reshape_command(arguments: argparse.Namespace) -> int:
-    step = opened(arguments.source)
-    layout = target_layout(step.blueprint, step.layout, change_of(arguments), step.model_config)
+    step = open_step_and_warn(arguments.source)
+    layout = target_layout(
+        step.blueprint, step.layout, requested_layout_change(arguments), step.model_config
+    )
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
-    return write(
+    return run_conversion(
         arguments,
         step.blueprint,
         layout,
@@ -385,11 +399,11 @@ def reshape_command(arguments: argparse.Namespace) -> int:
     )
 
 
-def write(
+def run_conversion(
     arguments: argparse.Namespace,
     blueprint: Blueprint,
     layout: Layout,
-    work: Callable[[Effort], None],
+    convert: Callable[[Effort], None],
 ) -> int:
     nbytes = expected_bytes(blueprint, layout)
     print(
@@ -398,38 +412,39 @@ def write(
     )
     if arguments.dry_run:
         return 0
-    check_space(arguments.out, nbytes)
-    bar = Bar()
+    check_disk_space(arguments.out, nbytes)
+    bar = ProgressBar()
     with bar.progress:
-        work(effort(arguments, bar))
+        convert(effort(arguments, bar))
     print(f"wrote {arguments.out}. Start it with --resume {arguments.out}")
     return 0
 
 
 def verify_command(arguments: argparse.Namespace) -> int:
     if not arguments.source.is_dir():
-        raise refuse(
+        raise config_error(
             str(arguments.source),
             "is not a folder",
             "name a step folder, such as runs/NAME/checkpoints/step_00000010",
         )
-    bar = Bar()
+    bar = ProgressBar()
     with bar.progress:
         faults = verify(arguments.source, effort(arguments, bar))
     for fault in faults:
         print(f"{arguments.source}: {fault}", file=sys.stderr)
     if not faults:
-        for line in manifest.say_unlisted(
-            arguments.source, manifest.unlisted(arguments.source, manifest.read(arguments.source))
+        for line in manifest.unlisted_notice(
+            arguments.source,
+            manifest.unlisted_files(arguments.source, manifest.read_manifest(arguments.source)),
         ):
             print(line, file=sys.stderr)
         print(f"{arguments.source}: every file and every tensor matches the manifest of the save")
     return 1 if faults else 0
 
 
-def inspect(arguments: argparse.Namespace) -> int:
-    step = opened(arguments.source)
-    # tasks of samples count unusable rows
+def inspect_command(arguments: argparse.Namespace) -> int:
+    step = open_step_and_warn(arguments.source)
+    # Tasks with samples count unusable rows.
     unit = "samples" if "unusable" in step.state else "tokens"
     print(f"step     {step.state['step']}, {step.state['tokens']:,} {unit}")
     print(f"layout   {step.layout}")

@@ -10,17 +10,17 @@ import argparse
 import difflib
 from pathlib import Path
 
+from ..spec.errors import config_error
 from ..spec.help_page import CommandFormatter
-from ..spec.paths import path_of
-from ..spec.refusal import refuse
+from ..spec.paths import path_argument
 from ..spec.shadows import HIDEABLE
 from ..spec.shipped import recipes, strategies
 
 
-def shipped(name: str) -> Path:
-    """Return the shipped file called `name`; its ending may be left out.
+def find_shipped_file(name: str) -> Path:
+    """Return the shipped file called `name`, which may omit the file's ending.
 
-    Raise `Refusal` with near names if there is none.
+    Raises `ConfigError` with similar names if there is no such file.
     """
     files = {file.name: file for file in (*recipes().values(), *strategies().values())}
     for ending in ("", ".py", ".json"):
@@ -31,31 +31,31 @@ def shipped(name: str) -> Path:
         Path(name).stem if name.endswith(".py") else Path(name).name, names, 2, 0.75
     )
     listed = f"a JSON is {', '.join(strategies())}, and recipekit ls lists the recipes"
-    raise refuse(
+    raise config_error(
         f"recipekit cp {name}",
         "no recipe or JSON has this name",
         f"did you mean {' or '.join(near)}?" if near else listed,
     )
 
 
-def copy(name: str, target: Path | None) -> Path:
-    """Copy a shipped file to `target`, a file or folder; return the new file.
+def copy_shipped_file(name: str, target: Path | None) -> Path:
+    """Copy a shipped file to `target`, a file or folder, and return the new file.
 
-    Raise `Refusal` if it cannot be written.
+    Raises `ConfigError` if the new file cannot be written.
     """
-    source = shipped(name)
+    source = find_shipped_file(name)
     file = (
         Path(source.name) if target is None else target / source.name if target.is_dir() else target
     )
     where = f"recipekit cp {name} {file}"
     if file.suffix != source.suffix:
-        raise refuse(
+        raise config_error(
             where,
             f"a copy of {source.name} must end in {source.suffix}",
             f"write {file.with_suffix(source.suffix)}",
         )
     if file.suffix == ".py" and file.stem in HIDEABLE | {"recipekit", "launch"}:
-        raise refuse(
+        raise config_error(
             where,
             f"{file.name} would hide the library {file.stem} from Python",
             f"write my_{file.name}",
@@ -64,24 +64,24 @@ def copy(name: str, target: Path | None) -> Path:
         with file.open("xb") as stream:
             stream.write(source.read_bytes())
     except FileExistsError:
-        raise refuse(
+        raise config_error(
             where,
             f"{file} exists, and a copy never overwrites a file",
             "give another name, or remove that file",
         ) from None
     except FileNotFoundError:
-        raise refuse(
+        raise config_error(
             where, f"the folder {file.parent} does not exist", f"run: mkdir -p {file.parent}"
         ) from None
     except OSError as error:
-        raise refuse(
+        raise config_error(
             where, f"cannot be written: {error.strerror}", "choose a folder that you can write to"
         ) from None
     return file
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Copy a file; return the exit code."""
+    """Copy a file, and return the exit code."""
     parser = argparse.ArgumentParser(
         "recipekit cp", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
     )
@@ -93,14 +93,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "file",
         nargs="?",
-        type=path_of,
+        type=path_argument,
         metavar="FILE",
         help=(
             "New file, or an existing folder for it. (default: the same name in the current folder)"
         ),
     )
     arguments = parser.parse_args(argv)
-    file = copy(arguments.name, arguments.file)
+    file = copy_shipped_file(arguments.name, arguments.file)
     way = f"recipekit run {file} --tiny" if file.suffix == ".py" else f"recipekit lint {file}"
     print(f"wrote {file}. Try: {way}")
     return 0

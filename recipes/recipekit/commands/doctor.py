@@ -34,36 +34,51 @@ from pathlib import Path
 from typing import Any
 
 from ..doctor import fabric
-from ..doctor.rendezvous import Chair, Line, Member, echo, meet, reach
+from ..doctor.rendezvous import (
+    Coordinator,
+    JsonConnection,
+    Member,
+    join_rendezvous,
+    measure_round_trips,
+    start_echo_server,
+)
 from ..doctor.report import Report
-from ..doctor.subject import Slot, Subject, examine_host, left_mark, local_gpus, read_subject, room
+from ..doctor.target import (
+    DoctorTarget,
+    RankInfo,
+    examine_host,
+    free_space,
+    local_gpu_numbers,
+    resolve_target,
+    shared_marker,
+)
 from ..dslint import check
 from ..hosts import findings, gpus, op_cache
-from ..hosts.findings import Findings, Row
+from ..hosts.findings import Findings, ReportRow
 from ..hosts.torch_builds import gpus_in_use
 from ..runtime.stopping import start_launcher_watch
 from ..spec.command import recipe_of
+from ..spec.errors import ConfigError, exit_with_error
 from ..spec.help_page import CommandFormatter
-from ..spec.packages import pins, require_packages
-from ..spec.paths import path_of
+from ..spec.packages import pinned_requirements, require_packages
+from ..spec.paths import path_argument
 from ..spec.ranks import take_rank
-from ..spec.refusal import Refusal, exit_refused
 from ..spec.shipped import recipe_path
 from ..spec.utf8 import use_utf8
 
-LOOK = 180.0  # seconds in which a host has to report about itself
-CONNECT = 5.0  # seconds in which a rank has to connect to another
-PREPARE = 1800.0  # seconds for imports, compiles and counting
-JOIN = 600.0  # seconds for connecting all ranks: a large NCCL job takes minutes
-MEASURE = 120.0  # seconds in which the two seconds of measuring have to be over
-SUSPECT = 1.5  # a rank slower than so many times the others' seconds is measured once more
+HOST_REPORT_SECONDS = 180.0  # seconds within which a host must report about itself
+CONNECT_SECONDS = 5.0  # seconds within which a rank must connect to a different rank
+PREPARE_SECONDS = 1800.0  # seconds for imports, compiles and counting
+JOIN_SECONDS = 600.0  # seconds for connecting all ranks: a large NCCL job takes minutes
+MEASURE_SECONDS = 120.0  # seconds within which the two-second measurement must end
+REMEASURE_RATIO = 1.5  # if a rank exceeds the others' seconds by this factor, it is measured again
 
 
 # The command line
 
 
 def read_arguments(
-    words: list[str], prog: str
+    argv: list[str], prog: str
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog, description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
@@ -79,7 +94,7 @@ def read_arguments(
     )
     parser.add_argument(
         "--out",
-        type=path_of,
+        type=path_argument,
         metavar="FOLDER",
         help="Run folder to check. (default: the recipe's own run folder; without --recipe: runs)",
     )
@@ -122,12 +137,13 @@ def read_arguments(
             " all-reduce."
         ),
     )
-    # number of an open socket: this process is a rank's torch part
+    # The value is the number of an open socket. With this flag, the process is the torch part of a
+    # rank.
     parser.add_argument("--torch-part", "--torch_part", type=int, help=argparse.SUPPRESS)
-    # the deepspeed launcher adds it
+    # The deepspeed launcher adds this flag.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    arguments, flags = parser.parse_known_args(words)
-    arguments.words = words
+    arguments, flags = parser.parse_known_args(argv)
+    arguments.words = argv
     arguments.flags = flags[1:] if flags[:1] == ["--"] else flags
     if arguments.flags and not arguments.recipe:
         parser.error(f"unknown: {' '.join(arguments.flags)}. Flags of a recipe need --recipe FILE")
@@ -143,16 +159,18 @@ def read_arguments(
     return parser, arguments
 
 
-def same_command(words: list[str]) -> list[str]:
-    """Return the argv that starts the doctor once more, as another process, whose `environment`
-    finds this package.
+def doctor_command(argv: list[str]) -> list[str]:
+    """Return the argv that starts the doctor again in a separate process.
+
+    The process finds this package through `doctor_environment`.
     """
-    return [sys.executable, "-P", "-m", "recipekit", "doctor", *words]
+    return [sys.executable, "-P", "-m", "recipekit", "doctor", *argv]
 
 
-def environment() -> dict[str, str]:
-    """Return the variables of this process, with the folder of this package on Python's path: in a
-    clone it need not be installed.
+def doctor_environment() -> dict[str, str]:
+    """Return this process's environment, with this package's folder added to Python's path.
+
+    In a clone, the package therefore need not be installed.
     """
     kit = str(Path(__file__).resolve().parents[2])
     return os.environ | {
@@ -160,36 +178,38 @@ def environment() -> dict[str, str]:
     }
 
 
-def subject_of(arguments: argparse.Namespace, slot: Slot) -> Subject:
-    return read_subject(arguments.recipe, arguments.flags, arguments.out, arguments.world, slot)
+def target_of(arguments: argparse.Namespace, rank_info: RankInfo) -> DoctorTarget:
+    return resolve_target(
+        arguments.recipe, arguments.flags, arguments.out, arguments.world, rank_info
+    )
 
 
 # One rank
 
 
-class TorchPart:
-    """Runs torch in a process of this rank: if that process hangs or dies, it is ended."""
+class TorchProcess:
+    """A separate process of this rank that runs torch and is killed if it hangs or dies."""
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(self, argv: list[str]) -> None:
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self._process = subprocess.Popen(
-            same_command(["--torch-part", str(theirs.fileno()), *words]),
-            env=environment() | {"PYTHONUNBUFFERED": "1"},
+            doctor_command(["--torch-part", str(theirs.fileno()), *argv]),
+            env=doctor_environment() | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stderr=self._errors,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # so that its compilers end with the process
+            start_new_session=True,  # so that its compilers end together with the process
         )
         theirs.close()
-        self._line = Line(ours)
+        self._line = JsonConnection(ours)
 
-    def ask(self, order: Any, seconds: float) -> dict[str, Any]:
-        """Sends an order; returns the answer, or {"error": why} if there is none."""
+    def ask(self, request: object, seconds: float) -> dict[str, Any]:
+        """Send a request and return the answer, or {"error": reason} if there is no answer."""
         try:
-            if order is not None:
-                self._line.send(order)
-            return self._line.read(seconds)
+            if request is not None:
+                self._line.send(request)
+            return self._line.receive(seconds)
         except TimeoutError:
             return {"error": f"did not answer within {seconds:.0f} s"}
         except (OSError, ValueError):
@@ -208,87 +228,94 @@ class TorchPart:
         self._errors.close()
 
 
-def rank_main(arguments: argparse.Namespace, slot: Slot) -> int:
-    """Examines one rank; returns the exit code, which is the same on all ranks."""
+def rank_main(arguments: argparse.Namespace, rank_info: RankInfo) -> int:
+    """Examine one rank and return the exit code, which is the same on all ranks."""
     start_launcher_watch()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left behind
-    subject = subject_of(arguments, slot)
-    master_port = arguments.master_port or slot.port
-    if slot.rank == 0 and slot.world > 1:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
+    subject = target_of(arguments, rank_info)
+    master_port = arguments.master_port or rank_info.port
+    if rank_info.rank == 0 and rank_info.world > 1:
         print(
-            f"doctor: waiting for {slot.world - 1} more ranks, at most {arguments.patience:.0f} s",
+            f"doctor: waiting for {rank_info.world - 1} more ranks, at most"
+            f" {arguments.patience:.0f} s",
             flush=True,
         )
-    meeting = meet(slot.rank, slot.world, slot.address, slot.port, arguments.patience)
-    with contextlib.closing(meeting), echo() as listener:
-        if isinstance(meeting, Chair):
-            with left_mark(subject.out, meeting.id) as mark:
-                meeting.tell(mark)
+    meeting = join_rendezvous(
+        rank_info.rank, rank_info.world, rank_info.address, rank_info.port, arguments.patience
+    )
+    with contextlib.closing(meeting), start_echo_server() as listener:
+        if isinstance(meeting, Coordinator):
+            with shared_marker(subject.out, meeting.id) as mark:
+                meeting.broadcast(mark)
                 report = Report(
-                    slot.local_world,
+                    rank_info.local_world,
                     meeting.gather(
-                        look(subject, slot, mark, master_port, listener, None),
-                        LOOK,
+                        collect_rank_report(subject, rank_info, mark, master_port, listener, None),
+                        HOST_REPORT_SECONDS,
                         "the state of its host",
                     ),
                 )
-            return conduct(arguments, slot, subject, meeting, report)
-        # rank 0 may still wait for other ranks
-        mark = meeting.hear(LOOK + 1.5 * arguments.patience)
-        meeting.gather(look(subject, slot, mark, master_port, listener, meeting))
-        addresses = meeting.hear(2 * LOOK)
-        meeting.gather(reach(to_reach(slot, addresses, meeting), CONNECT))
+            return run_joint_checks(arguments, rank_info, subject, meeting, report)
+        # Rank 0 may still be waiting for other ranks.
+        mark = meeting.receive(HOST_REPORT_SECONDS + 1.5 * arguments.patience)
+        meeting.gather(
+            collect_rank_report(subject, rank_info, mark, master_port, listener, meeting)
+        )
+        addresses = meeting.receive(2 * HOST_REPORT_SECONDS)
+        meeting.gather(
+            measure_round_trips(echo_addresses(rank_info, addresses, meeting), CONNECT_SECONDS)
+        )
         if not arguments.quick:
-            with contextlib.closing(TorchPart(arguments.words)) as torch_part:
-                meeting.gather(torch_part.ask(None, PREPARE))
-                while (order := meeting.hear(2 * PREPARE)) is not None:
+            with contextlib.closing(TorchProcess(arguments.words)) as torch_part:
+                meeting.gather(torch_part.ask(None, PREPARE_SECONDS))
+                while (order := meeting.receive(2 * PREPARE_SECONDS)) is not None:
                     meeting.gather(torch_part.ask(order, order["seconds"]))
-                return meeting.hear(2 * MEASURE)
-        return meeting.hear(2 * LOOK)
+                return meeting.receive(2 * MEASURE_SECONDS)
+        return meeting.receive(2 * HOST_REPORT_SECONDS)
 
 
-def look(
-    subject: Subject,
-    slot: Slot,
-    mark: str | None,
+def collect_rank_report(
+    target: DoctorTarget,
+    rank_info: RankInfo,
+    marker: str | None,
     master_port: int,
     listener: socket.socket,
     member: Member | None,
 ) -> dict[str, Any]:
-    """Collects the report of a rank about itself; the first rank of a host reports about the host
-    too.
-    """
+    """Collect a rank's report about itself. The host's first rank also reports about the host."""
     seen: dict[str, Any] = {
-        "node": slot.rank - slot.local_rank,
+        "node": rank_info.rank - rank_info.local_rank,
         "name": socket.gethostname(),
         "address": member.own_address if member else "",
         "port": listener.getsockname()[1],
     }
-    if slot.local_rank == 0:
+    if rank_info.local_rank == 0:
         seen |= {
-            "findings": findings.to_json(examine_host(subject, slot, mark, master_port, pins())),
-            "room": room(subject),
-            "ranks": slot.local_world,
+            "findings": findings.to_json(
+                examine_host(target, rank_info, marker, master_port, pinned_requirements())
+            ),
+            "room": free_space(target),
+            "ranks": rank_info.local_world,
         }
-        seen |= {"fabric": fabric.facts(local_gpus()[: slot.local_world])}
+        seen |= {"fabric": fabric.collect_links(local_gpu_numbers()[: rank_info.local_world])}
     return seen
 
 
-def to_reach(
-    slot: Slot, addresses: dict[str, Any], member: Member | None
+def echo_addresses(
+    rank_info: RankInfo, addresses: dict[str, Any], member: Member | None
 ) -> dict[int, tuple[str, int]]:
-    """Maps each rank to the address of its echo.
+    """Return the address of each other rank's echo server.
 
     Ranks on rank 0's host are reached at rank 0's address.
     """
-    here = addresses[str(slot.rank)][0]
+    here = addresses[str(rank_info.rank)][0]
     places = {}
     for rank, (node, address, port) in addresses.items():
-        if int(rank) != slot.rank:
+        if int(rank) != rank_info.rank:
             host = (
                 "127.0.0.1"
                 if node == here
-                else member.chair_address
+                else member.coordinator_address
                 if member and node == 0
                 else address
             )
@@ -299,91 +326,102 @@ def to_reach(
 # Rank 0
 
 
-def conduct(
-    arguments: argparse.Namespace, slot: Slot, subject: Subject, meeting: Chair, report: Report
+def run_joint_checks(
+    arguments: argparse.Namespace,
+    rank_info: RankInfo,
+    target: DoctorTarget,
+    coordinator: Coordinator,
+    report: Report,
 ) -> int:
-    """Lead all ranks through the joint checks, print the report, and send the ranks the exit
-    code.
-    """
-    report.clocks(meeting.clocks())
+    """Lead all ranks through the joint checks, print the report and send them the exit code."""
+    report.add_clocks(coordinator.measure_clocks())
     addresses = {
         str(rank): (seen["node"], seen["address"], seen["port"])
         for rank, seen in report.seen.items()
     }
-    meeting.tell(addresses)
-    report.reached(
-        meeting.gather(
-            reach(to_reach(slot, addresses, None), CONNECT),
-            CONNECT * slot.world / 32 + 60,
+    coordinator.broadcast(addresses)
+    report.add_connections(
+        coordinator.gather(
+            measure_round_trips(echo_addresses(rank_info, addresses, None), CONNECT_SECONDS),
+            CONNECT_SECONDS * rank_info.world / 32 + 60,
             "whom it reaches",
         )
     )
 
     if arguments.quick:
-        report.add(Row("all-reduce", "not measured (--quick)"), [0])
+        report.add(ReportRow("all-reduce", "not measured (--quick)"), [0])
     else:
         print(f"doctor: starting torch on {len(report.seen)} ranks", flush=True)
-        with contextlib.closing(TorchPart(arguments.words)) as torch_part:
-            conduct_torch(torch_part, slot, subject, meeting, report)
+        with contextlib.closing(TorchProcess(arguments.words)) as torch_part:
+            run_torch_checks(torch_part, rank_info, target, coordinator, report)
 
-    report.absent(meeting.lost)
+    report.add_missing_ranks(coordinator.lost)
     print(report, flush=True)
     code = 1 if report.problems else 0
-    meeting.tell(code)
+    coordinator.broadcast(code)
     return code
 
 
-def conduct_torch(
-    torch_part: TorchPart, slot: Slot, subject: Subject, meeting: Chair, report: Report
+def run_torch_checks(
+    torch_process: TorchProcess,
+    rank_info: RankInfo,
+    target: DoctorTarget,
+    coordinator: Coordinator,
+    report: Report,
 ) -> None:
-    """Lead the torch parts of all ranks: each prepares alone, then all measure together."""
-    ready = meeting.gather(torch_part.ask(None, PREPARE), PREPARE, "its torch and ops")
-    report.prepared(ready, subject.out)
+    """Lead all ranks' torch processes: each process prepares alone, then all measure together."""
+    ready = coordinator.gather(
+        torch_process.ask(None, PREPARE_SECONDS), PREPARE_SECONDS, "its torch and ops"
+    )
+    report.add_preparation(ready, target.out)
     if (
         report.connected
-        and _well(ready, meeting)
+        and _all_ranks_ok(ready, coordinator)
         and not any(told["unfit"] for told in ready.values())
     ):
         print(
             "doctor: connecting the ranks, then two seconds of all-reduce and messages",
             flush=True,
         )
-        seconds = JOIN if any(told["gpus"] for told in ready.values()) else MEASURE
-        order = {"port": _torch_port(slot), "seconds": seconds}
-        joined = _together(order, torch_part, meeting, "its process group")
-        report.measured(_measured(joined, torch_part, meeting, report), joined)
+        seconds = JOIN_SECONDS if any(told["gpus"] for told in ready.values()) else MEASURE_SECONDS
+        order = {"port": _torch_port(rank_info), "seconds": seconds}
+        joined = _ask_all_ranks(order, torch_process, coordinator, "its process group")
+        report.add_measurements(_measure_ranks(joined, torch_process, coordinator, report), joined)
     else:
-        report.add(Row("all-reduce", "not measured: see the problems"), [0])
-    meeting.tell(None)
+        report.add(ReportRow("all-reduce", "not measured: see the problems"), [0])
+    coordinator.broadcast(None)
 
 
-def _together(
-    order: dict[str, Any], torch_part: TorchPart, meeting: Chair, about: str
+def _ask_all_ranks(
+    request: dict[str, Any], torch_process: TorchProcess, coordinator: Coordinator, description: str
 ) -> dict[int, dict[str, Any]]:
-    """Send an order to the torch parts of all ranks; return each rank's answer."""
-    meeting.tell(order)
-    return meeting.gather(torch_part.ask(order, order["seconds"]), order["seconds"] + 30, about)
+    """Send a request to all ranks' torch processes and return each rank's answer."""
+    coordinator.broadcast(request)
+    return coordinator.gather(
+        torch_process.ask(request, request["seconds"]), request["seconds"] + 30, description
+    )
 
 
-def _well(found: dict[int, dict[str, Any]], meeting: Chair) -> bool:
-    """Return True if no rank is lost and none has reported an error."""
-    return not meeting.lost and not any("error" in told for told in found.values())
+def _all_ranks_ok(replies: dict[int, dict[str, Any]], coordinator: Coordinator) -> bool:
+    """Return True if no rank is lost and no rank has reported an error."""
+    return not coordinator.lost and not any("error" in told for told in replies.values())
 
 
-def _measured(
-    joined: dict[int, dict[str, Any]], torch_part: TorchPart, meeting: Chair, report: Report
+def _measure_ranks(
+    joined: dict[int, dict[str, Any]],
+    torch_process: TorchProcess,
+    coordinator: Coordinator,
+    report: Report,
 ) -> dict[int, dict[str, Any]]:
-    """Return the measurements of the ranks that have joined, or the errors with which they did
-    not join.
-    """
-    if not _well(joined, meeting):
+    """Return the measurements of all ranks, or the joining results if not all ranks joined."""
+    if not _all_ranks_ok(joined, coordinator):
         return joined
-    order = {"seconds": MEASURE}
-    found = _together(order, torch_part, meeting, "its measurements")
+    order = {"seconds": MEASURE_SECONDS}
+    found = _ask_all_ranks(order, torch_process, coordinator, "its measurements")
 
-    # The better of two measurements counts: a busy machine is slow once, a slow machine twice.
-    if _well(found, meeting) and report.slow(found, SUSPECT):
-        second = _together(order, torch_part, meeting, "its measurements")
+    # The better of two measurements counts. A busy machine is slow only once, a slow machine twice.
+    if _all_ranks_ok(found, coordinator) and report.find_slow_ranks(found, REMEASURE_RATIO):
+        second = _ask_all_ranks(order, torch_process, coordinator, "its measurements")
         found = {
             rank: min(told, found[rank], key=lambda told: told.get("work", -1.0))
             for rank, told in second.items()
@@ -391,80 +429,84 @@ def _measured(
     return found
 
 
-def _torch_port(slot: Slot) -> int:
-    """Returns the master port, or a free port if another program has that one."""
+def _torch_port(rank_info: RankInfo) -> int:
+    """Return the master port, or a free port if a different program uses the master port."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        for port in (slot.port, 0):
+        for port in (rank_info.port, 0):
             with contextlib.suppress(OSError), socket.create_server(("", port)) as free:
                 return free.getsockname()[1]
-    return slot.port
+    return rank_info.port
 
 
 # The part that needs torch
 
 
-def torch_main(arguments: argparse.Namespace, slot: Slot) -> None:
-    """Reports to the rank that started this process what torch sees, compiles and counts, and then
-    measures on its order.
+def torch_main(arguments: argparse.Namespace, rank_info: RankInfo) -> None:
+    """Report to this process's rank and then measure on its request.
+
+    The report contains the visible GPUs, the compiled ops and the required bytes.
     """
     start_launcher_watch()
-    line = Line(socket.socket(fileno=arguments.torch_part))
-    subject = subject_of(arguments, slot)
-    unfit = [*gpus.check_gpus_seen(), *gpus.check_ordinal(slot.local_rank)]
+    line = JsonConnection(socket.socket(fileno=arguments.torch_part))
+    subject = target_of(arguments, rank_info)
+    unfit = [*gpus.check_torch_sees_gpus(), *gpus.check_gpu_of_rank(rank_info.local_rank)]
     told: dict[str, Any] = {
-        "findings": findings.to_json(itertools.chain(unfit, prepare(subject, slot))),
+        "findings": findings.to_json(itertools.chain(unfit, prepare_torch(subject, rank_info))),
         "unfit": bool(unfit),
         "gpus": gpus_in_use(),
     }
-    if slot.rank == 0 and subject.plan and subject.plan.model_config:
-        from ..doctor.needs import count_needs
+    if rank_info.rank == 0 and subject.plan and subject.plan.model_config:
+        from ..doctor.needs import count_required_bytes
 
         try:
-            told["needs"] = count_needs(subject.plan, on_gpu=bool(gpus_in_use()))
-        except Refusal as refusal:  # a model without a pipeline plan, say
-            told["findings"] += findings.to_json(iter(refusal.problems))
+            told["needs"] = count_required_bytes(subject.plan, on_gpu=bool(gpus_in_use()))
+        except ConfigError as error:  # for example a model without a pipeline plan
+            told["findings"] += findings.to_json(iter(error.problems))
     line.send(told)
-    os.environ["MASTER_PORT"] = str(line.read(2 * PREPARE)["port"])
-    from ..doctor.speed import join, measure
+    os.environ["MASTER_PORT"] = str(line.receive(2 * PREPARE_SECONDS)["port"])
+    from ..doctor.speed import join_process_group, measure_speed
 
-    line.send(join())
-    while line.read(2 * PREPARE):  # the rank ends this process
-        line.send(measure())
+    line.send(join_process_group())
+    while line.receive(2 * PREPARE_SECONDS):  # the rank ends this process
+        line.send(measure_speed())
 
 
-def prepare(subject: Subject, slot: Slot) -> Findings:
-    """Reports what torch sees on this rank; on the first rank of a host compiles the ops that the
-    recipe needs.
+def prepare_torch(target: DoctorTarget, rank_info: RankInfo) -> Findings:
+    """Report this rank's torch version and devices.
+
+    On a host's first rank, also compile the recipe's ops.
     """
     import torch
 
-    if slot.local_rank == 0:
+    if rank_info.local_rank == 0:
         cuda = (
             f"CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"
             if gpus_in_use()
             else "CPU"
         )
-        yield Row("torch", f"{torch.__version__}, {cuda}{peers()}")
-    if subject.plan is None:
+        yield ReportRow("torch", f"{torch.__version__}, {cuda}{describe_peer_access()}")
+    if target.plan is None:
         return
     from ..run import _single_process_defaults
 
     _single_process_defaults()
     from ..hosts.ops import prepare_ops
-    from ..runtime.start import quiet
+    from ..runtime.start import quiet_library_logs
 
-    quiet()
-    yield from check.check_device(subject.plan.ds_config, "cuda" if gpus_in_use() else "cpu")
-    if slot.local_rank == 0:
+    quiet_library_logs()
+    yield from check.check_device(target.plan.ds_config, "cuda" if gpus_in_use() else "cpu")
+    if rank_info.local_rank == 0:
         try:
-            prepare_ops(subject.plan.ds_config, print)
-            yield Row("ops", f"the ops of the recipe are compiled in {op_cache.folder()}")
-        except Refusal as refusal:
-            yield from refusal.problems
+            prepare_ops(target.plan.ds_config, print)
+            yield ReportRow(
+                "ops", f"the ops of the recipe are compiled in {op_cache.find_op_folder()}"
+            )
+        except ConfigError as error:
+            yield from error.problems
 
 
-def peers() -> str:
-    """Says whether the GPUs of this host reach each other's memory directly."""
+def describe_peer_access() -> str:
+    """Return how many GPU pairs on this host can access each other's memory directly."""
     import torch
 
     count = torch.cuda.device_count() if gpus_in_use() else 0
@@ -477,13 +519,13 @@ def peers() -> str:
     )
 
 
-# The whole
+# The complete check
 
 
 def local_main(arguments: argparse.Namespace) -> int:
-    """Starts all ranks on this machine; returns their exit code."""
+    """Start all ranks on this machine and return their exit code."""
     try:
-        count = arguments.ranks or len(gpus.gpus()) or 2
+        count = arguments.ranks or len(gpus.visible_gpus()) or 2
     except OSError:
         count = 2  # `check_devices` reports the fault
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -503,13 +545,18 @@ def local_main(arguments: argparse.Namespace) -> int:
     )
 
 
-def start_ranks(first: int, count: int, place: dict[str, str], words: list[str]) -> int:
-    """Starts the ranks of this host, from rank `first` on; returns their exit code."""
+def start_ranks(first: int, count: int, variables: dict[str, str], argv: list[str]) -> int:
+    """Start the ranks of this host, beginning with rank `first`, and return their exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no rank is left behind
     ranks = [
         subprocess.Popen(
-            same_command(words),
-            env=environment() | place | {"RANK": str(first + index), "LOCAL_RANK": str(index)},
+            doctor_command(argv),
+            env=doctor_environment()
+            | variables
+            | {
+                "RANK": str(first + index),
+                "LOCAL_RANK": str(index),
+            },
         )
         for index in range(count)
     ]
@@ -528,23 +575,23 @@ def start_ranks(first: int, count: int, place: dict[str, str], words: list[str])
 
 
 def main(argv: list[str] | None = None, prog: str = "recipekit doctor") -> int:
-    """Examine this rank, or start the ranks of this machine; return the exit code."""
+    """Examine this rank, or start the ranks of this machine, and return the exit code."""
     parser, arguments = read_arguments(sys.argv[1:] if argv is None else argv, prog)
-    # problems found by another Python would be of no use
+    # The problems that a different Python finds would be of no use.
     if importlib.util.find_spec("torch") is None:
         require_packages()
     place = os.environ
     try:
         lines = [*use_utf8(), *take_rank(place)]
         if arguments.recipe and "RANK" not in place:
-            recipe_of(arguments.recipe)  # before ranks are started and links are measured
-    except Refusal as refusal:
-        exit_refused(refusal)
+            recipe_of(arguments.recipe)  # before ranks start and links are measured
+    except ConfigError as refusal:
+        exit_with_error(refusal)
     if lines and arguments.torch_part is None and place.get("RANK", "0") == "0":
         print("\n".join(lines), flush=True)
     if "RANK" not in place:
         return local_main(arguments)
-    # `python -m launch --doctor` starts one process on each host
+    # `python -m launch --doctor` starts one process on each host.
     if place.get("LAUNCH_ONCE") == "1":
         return start_ranks(
             int(place["RANK"]),
@@ -553,7 +600,7 @@ def main(argv: list[str] | None = None, prog: str = "recipekit doctor") -> int:
             arguments.words,
         )
     try:
-        slot = Slot(
+        slot = RankInfo(
             rank=int(place["RANK"]),
             world=int(place["WORLD_SIZE"]),
             local_rank=int(place.get("LOCAL_RANK", arguments.local_rank or 0)),
@@ -568,7 +615,7 @@ def main(argv: list[str] | None = None, prog: str = "recipekit doctor") -> int:
             torch_main(arguments, slot)
             return 0
         return rank_main(arguments, slot)
-    except Refusal as refusal:
+    except ConfigError as refusal:
         if slot.local_rank == 0 or refusal.exit_code != 2:
             print(
                 "\n".join(f"doctor, rank {slot.rank}: {problem}" for problem in refusal.problems),

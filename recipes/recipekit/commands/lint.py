@@ -27,69 +27,71 @@ import hjson
 
 from ..architectures.lookup import model_config
 from ..data.mixture import domains_of
-from ..dslint import baseline, check, divisions, fixes, json_file, numbers, resolve
+from ..dslint import baseline, check, divisibility, fixes, json_file, numbers, resolve
 from ..dslint import rules as ds_rules
 from ..dslint.schema import schema
 from ..plan import check_mixture
 from ..spec.command import recipe_of
-from ..spec.help_page import CommandFormatter
-from ..spec.mesh import Mesh, make_mesh
-from ..spec.optimizer_specs import FACTORS, FACTS, GRADIENT
-from ..spec.optimizer_specs import Facts as OptimizerFacts
-from ..spec.paths import path_of
-from ..spec.phases import Ramp
-from ..spec.recipe import Recipe, check_kinds, check_recipe
-from ..spec.refusal import (
+from ..spec.errors import (
     APPLIES,
     FAILS,
     HANGS,
     IGNORES,
     REPLACES,
     WRONG,
+    ConfigError,
     Problem,
-    Refusal,
-    exit_refused,
-    refuse,
+    config_error,
+    exit_with_error,
 )
+from ..spec.help_page import CommandFormatter
+from ..spec.mesh import Mesh, make_mesh
+from ..spec.optimizer_specs import ADAFACTOR_STATES, GRADIENT, OPTIMIZERS
+from ..spec.optimizer_specs import OptimizerSpec as OptimizerFacts
+from ..spec.paths import path_argument
+from ..spec.recipe import Recipe, check_kinds, check_recipe
+from ..spec.schedules import Ramp
 from ..spec.shipped import IS_WHEEL, STRATEGIES, recipe_path
 from ..spec.task_specs import TASKS
 
 README = STRATEGIES / "README.md"
-DEGREES = {
+DEGREE_NAMES = {
     "tp": "Tensor-parallel",
     "pp": "Pipeline-parallel",
     "sp": "Sequence-parallel",
     "ep": "Expert-parallel",
 }
-BEGIN, END = (
+TABLE_BEGIN, TABLE_END = (
     "<!-- {}: written by python tools/lint.py --table -->\n",
     "<!-- end of what is written -->\n",
 )
 
 
-def read(
+def read_lenient_json(
     name: str | dict[str, Any], folder: Path, json_only: bool
 ) -> tuple[dict[str, Any], Path | None, list[Problem]]:
-    """Reads the JSON; returns it, its path, and what is wrong with its text.
+    """Read the JSON, and return it with its path and the problems in its text.
 
-    DeepSpeed itself reads Hjson: comments, no quotes, spare commas. So for a file that a script
-    hands to DeepSpeed these faults are only advice.
+    DeepSpeed itself reads Hjson, which allows comments, missing quotes and extra commas. For a file
+    that a script passes to DeepSpeed, these problems are therefore only advice.
     """
     try:
-        return *json_file.load(name, folder), []
-    except Refusal as refusal:
+        return *json_file.load_ds_config(name, folder), []
+    except ConfigError as error:
         found = (
-            [replace(problem, outcome=FAILS) for problem in refusal.problems]
+            [replace(problem, outcome=FAILS) for problem in error.problems]
             if json_only
-            else refusal.problems
+            else error.problems
         )
         try:
-            config = hjson.loads(json_file.read_text(Path(str(name))), object_pairs_hook=once_each)
-        # hjson 3.1.0 raises IndexError for text that ends within '''.
+            config = hjson.loads(
+                json_file.read_text(Path(str(name))), object_pairs_hook=reject_duplicate_keys
+            )
+        # hjson 3.1.0 raises IndexError for text that ends inside a ''' string.
         except (OSError, ValueError, RecursionError, IndexError):
-            raise Refusal(found) from None
+            raise ConfigError(found) from None
         if not isinstance(config, dict):
-            raise Refusal(found) from None
+            raise ConfigError(found) from None
         if json_only:
             found = [
                 replace(
@@ -102,7 +104,7 @@ def read(
         return config, Path(str(name)), found
 
 
-def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is written twice")
     return dict(pairs)
@@ -116,13 +118,13 @@ def lint(
     filled_by: str = "",
     layout: dict[str, int] | None = None,
 ) -> tuple[list[Problem], list[str]]:
-    """Check a JSON; return every problem, and one line for each decision or piece of advice."""
+    """Check a JSON. Return every problem, and one line for each decision or piece of advice."""
     recipe, shape, problems = None, None, list[Problem]()
     if path:
         try:
             recipe, shape, problems = _read_recipe(path)
-        except Refusal as refusal:
-            return refusal.problems, []
+        except ConfigError as error:
+            return error.problems, []
     config, file, found = _config_of(name, path, recipe, json_only)
     problems += found
     if config is None:
@@ -132,16 +134,16 @@ def lint(
     given = check.LintInput(config, recipe=recipe, model_config=shape, script=script)
 
     def check_on(ranks: int | None) -> list[Problem]:
-        return check.check(replace(given, world=ranks))
+        return check.lint_config(replace(given, world=ranks))
 
     found = check_on(world)
     if recipe and world:
-        found = divisions.name_worlds(
+        found = divisibility.suggest_world_sizes(
             found, world, _divisor(_degrees(vars(recipe), config)), check_on
         )
 
-    # The recipe and the JSON may both set the degree that a problem is about.
-    problems, notes = _without_advice(list(dict.fromkeys(problems + found)), json_only, filled_by)
+    # Both the recipe and the JSON may set the degree that a problem is about.
+    problems, notes = _split_advice(list(dict.fromkeys(problems + found)), json_only, filled_by)
     lines = [] if problems else [f"{file or 'the JSON of the recipe'}: clean"]
     lines += notes
     if recipe and shape is None:
@@ -151,27 +153,30 @@ def lint(
         )
     if recipe and world and not problems:
         mesh = make_mesh(world, **_degrees(vars(recipe), config))
-        lines += _decisions(config, recipe, mesh, shape)
+        lines += _describe_decisions(config, recipe, mesh, shape)
     return problems, lines
 
 
-def _decisions(
+def _describe_decisions(
     config: dict[str, Any], recipe: Recipe, mesh: Mesh, shape: dict[str, Any] | None
 ) -> list[str]:
-    """Return a line for each value that the recipe and the ranks decide."""
-    resolved, notes = resolve.resolve(config, recipe, mesh, shape)
-    return [*notes, *batches(mesh, resolved, recipe.ramp)]
+    """Return a line for each value that is derived from the recipe and the number of ranks."""
+    resolved, notes = resolve.resolve_ds_config(config, recipe, mesh, shape)
+    return [*notes, *describe_batch_sizes(mesh, resolved, recipe.ramp)]
 
 
-def _without_advice(
-    found: list[Problem], json_only: bool, filled_by: str
+def _split_advice(
+    problems_and_advice: list[Problem], json_only: bool, filled_by: str
 ) -> tuple[list[Problem], list[str]]:
-    """Split what was found into problems and notes. A setting that DeepSpeed applies is only advice
-    about the JSON of another script.
+    """Split problems and advice into problems and notes.
+
+    If a script other than a recipe reads the JSON, a setting that DeepSpeed applies is only advice.
     """
-    advice = [problem for problem in found if json_only and problem.outcome == APPLIES]
-    problems = [problem for problem in found if problem not in advice]
-    notes = [f"note: {told(problem)}" for problem in advice]
+    advice = [
+        problem for problem in problems_and_advice if json_only and problem.outcome == APPLIES
+    ]
+    problems = [problem for problem in problems_and_advice if problem not in advice]
+    notes = [f"note: {format_problem(problem)}" for problem in advice]
     if json_only and not filled_by and any('= "auto"' in problem.where for problem in problems):
         notes.append(
             'note: Trainer and accelerate fill many "auto" values before DeepSpeed reads them: add'
@@ -181,36 +186,37 @@ def _without_advice(
 
 
 def _read_recipe(path: Path) -> tuple[Recipe | None, dict[str, Any] | None, list[Problem]]:
-    """Return a recipe, its model's config.json if it is on this machine, and the recipe's own
-    problems.
+    """Return a recipe, its model's config.json and the recipe's problems.
 
-    Raise `Refusal` for values of a wrong type, with which nothing else can be checked.
+    The config.json is None if it is not on this machine. Raises `ConfigError` for values of a wrong
+    type, because nothing else can be checked with such values.
     """
     problems, shape = list[Problem](), None
     try:
         recipe = recipe_of(path)
-    except Refusal as refusal:
-        return None, None, refusal.problems
+    except ConfigError as error:
+        return None, None, error.problems
     if wrong := check_kinds(vars(recipe)):
-        raise Refusal(wrong)
+        raise ConfigError(wrong)
     try:
         problems += check_recipe(recipe)
         shape = model_config(
             recipe.model, recipe.task if recipe.task in tuple(TASKS) else Recipe.task
         )
         if isinstance(recipe.dataset, str):
-            problems += check_mixture(recipe.facts, domains_of(recipe.dataset))
-    except Refusal as refusal:
-        problems += refusal.problems
+            problems += check_mixture(recipe.task_spec, domains_of(recipe.dataset))
+    except ConfigError as error:
+        problems += error.problems
     return recipe, shape, problems
 
 
 def _config_of(
     name: str | dict[str, Any] | None, path: Path | None, recipe: Recipe | None, json_only: bool
 ) -> tuple[dict[str, Any] | None, Path | None, list[Problem]]:
-    """Return the JSON to check, its path, and the problems of its text and of the recipe's engine.
+    """Return the JSON to check, its path, and the problems in its text and in the recipe's engine.
 
-    A recipe of an engine of torch has no JSON: its settings in DeepSpeed's words are checked.
+    A recipe that uses one of torch's engines has no JSON. Its settings are checked in DeepSpeed's
+    terms.
     """
     problems: list[Problem] = []
     if not name and not recipe:
@@ -222,41 +228,42 @@ def _config_of(
                 frozenset({"ds_config"}) if name else frozenset(),
             )
         if recipe and recipe.engine != "deepspeed":
-            return baseline.own_config(), Path(recipe.engine), problems
+            return baseline.torch_engine_config(), Path(recipe.engine), problems
         folder = path.resolve().parent if path else Path.cwd()
-        config, file, found = read(name or getattr(recipe, "ds_config", ""), folder, json_only)
+        config, file, found = read_lenient_json(
+            name or getattr(recipe, "ds_config", ""), folder, json_only
+        )
         return config, file, problems + found
-    except Refusal as refusal:
-        return None, None, problems + refusal.problems
+    except ConfigError as error:
+        return None, None, problems + error.problems
 
 
 def _degrees(fields: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
-    """Return the parallel degrees of a recipe's fields, replaced by those that the JSON sets."""
-    return {axis: fields[axis] for axis in DEGREES} | numbers.degrees(config)
+    """Return the parallel degrees in a recipe's fields, replaced by any degrees in the JSON."""
+    return {axis: fields[axis] for axis in DEGREE_NAMES} | numbers.read_degrees(config)
 
 
 def _divisor(degrees: dict[str, int]) -> int:
-    """Return the number that divides every world size that fits the parallel degrees."""
+    """Return a number that divides every world size that is valid for the parallel degrees."""
     return math.prod(max(1, degree) for degree in degrees.values())
 
 
-def fix(
+def write_fixed_json(
     name: str, folder: Path, json_only: bool, check_on: Callable[[dict[str, Any]], list[Problem]]
 ) -> tuple[Path | None, list[str]]:
-    """Write what can be fixed beside the JSON, as NAME.fixed.json; return its path, and one line
-    for each change.
+    """Write the JSON with all possible fixes to NAME.fixed.json in the same folder.
 
-    The path is None if nothing can be fixed. Raises `Refusal` if the file is there already or
-    cannot be written.
+    Return the new path and one line for each change. The path is None if nothing can be fixed.
+    Raises `ConfigError` if the file already exists or cannot be written.
     """
     try:
-        config, file, faults = read(name, folder, json_only)
-    except Refusal:  # not JSON at all, which the list of problems says
+        config, file, faults = read_lenient_json(name, folder, json_only)
+    except ConfigError:  # not JSON at all; the list of problems reports this
         return None, []
     assert file is not None
-    if not config:  # an empty file is no JSON that somebody wrote
+    if not config:  # nobody meant to write an empty file as JSON
         return None, []
-    fixed, changes = fixes.fix(config, check_on)
+    fixed, changes = fixes.apply_fixes(config, check_on)
     if not changes and (json_only or not faults):
         return None, []
     lines = [
@@ -265,13 +272,13 @@ def fix(
     ]
     target = file.with_name(f"{file.name.removesuffix('.json')}.fixed.json")
     try:
-        # half a surrogate pair as it was: \ud800
+        # Write half of a surrogate pair in its original form: \ud800
         with target.open("x", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(json.dumps(fixed, indent=2, ensure_ascii=False) + "\n")
     except FileExistsError:
-        raise refuse(f"--fix {target}", "already exists", "delete it or rename it") from None
+        raise config_error(f"--fix {target}", "already exists", "delete it or rename it") from None
     except OSError as error:
-        raise refuse(
+        raise config_error(
             f"--fix {target}",
             f"cannot be written: {error.strerror}",
             "copy the JSON to a folder that you can write to",
@@ -282,8 +289,8 @@ def fix(
     ]
 
 
-def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
-    """Says what a step takes, and from which step on another number of rows."""
+def describe_batch_sizes(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
+    """Return the size of a step's batch, and the steps at which this size changes."""
     micro, steps = (
         resolved["train_micro_batch_size_per_gpu"],
         resolved["gradient_accumulation_steps"],
@@ -296,8 +303,8 @@ def batches(mesh: Mesh, resolved: dict[str, Any], ramp: Ramp) -> list[str]:
     return [f"{mesh}: {resolved['train_batch_size']} {each} {steps} accumulation", *changes]
 
 
-def told(problem: Problem) -> str:
-    """Return a problem as it is printed, with the outcome under DeepSpeed alone."""
+def format_problem(problem: Problem) -> str:
+    """Return the printed form of a problem, including the outcome in DeepSpeed alone."""
     return (
         f"{problem} (DeepSpeed {schema()['deepspeed']} {problem.outcome})"
         if problem.outcome
@@ -306,8 +313,10 @@ def told(problem: Problem) -> str:
 
 
 def verdict(problems: list[Problem]) -> str:
-    """Returns the outcome under DeepSpeed of a file with these problems: "fails" or trains wrongly,
-    "ignores" a part, or "applies" all as written.
+    """Return the outcome in DeepSpeed alone for a file with these problems.
+
+    "fails" includes hangs and wrong numbers, "ignores" means that some settings have no effect, and
+    "applies" means that everything works as written.
     """
     outcomes = {problem.outcome for problem in problems}
     return (
@@ -323,8 +332,10 @@ def verdict(problems: list[Problem]) -> str:
 
 
 def support_table() -> str:
-    """Writes the rules of combinations, and the keys that are read in some places only, as a
-    Markdown list: no table of them fits a screen.
+    """Return a Markdown list of the rules for combined settings.
+
+    The list also contains the keys that work only in some configurations. A table would not fit on
+    a screen.
     """
     lines = [
         (
@@ -338,24 +349,27 @@ def support_table() -> str:
         "shows. The other entries depend on the script or the model.",
         "",
     ]
-    for rule in ds_rules.RULES:
-        if rule.together:
-            lines += entry(f"**{rule.together}**", rule)
+    for rule in ds_rules.DEEPSPEED_RULES:
+        if rule.combination:
+            lines += table_entry(f"**{rule.combination}**", rule)
     lines += ["", "### Keys that work only in some configurations", ""]
     alone = [
-        rule for rule in ds_rules.RULES + ds_rules.STOCK_RULES if not rule.together and rule.source
+        rule
+        for rule in ds_rules.DEEPSPEED_RULES + ds_rules.STOCK_RULES
+        if not rule.combination and rule.source
     ]
     same = lambda rule: (rule.key.rpartition(".")[0], *rule[2:6])  # noqa: E731
     for (block, *_), group in groupby(
-        sorted(alone, key=lambda rule: [order(alone, same(rule)), alone.index(rule)]), key=same
+        sorted(alone, key=lambda rule: [rule_position(alone, same(rule)), alone.index(rule)]),
+        key=same,
     ):
         rules = list(group)
         keys = ", ".join(f"`{rule.key.rpartition('.')[2]}`" for rule in rules)
-        lines += entry(f"`{block}`: {keys}" if block else keys, rules[0])
+        lines += table_entry(f"`{block}`: {keys}" if block else keys, rules[0])
     return "\n".join(lines) + "\n"
 
 
-def entry(of: str, rule: ds_rules.Rule) -> list[str]:
+def table_entry(title: str, rule: ds_rules.Rule) -> list[str]:
     mark = {
         APPLIES: "works",
         FAILS: "fails",
@@ -365,11 +379,11 @@ def entry(of: str, rule: ds_rules.Rule) -> list[str]:
         WRONG: "wrong numbers",
     }[rule.outcome]
     fix = f" Fix: {rule.fix}." if rule.fix else ""
-    text = f"- {of} ({mark}): {rule.rule}.{fix} Source: {rule.source}"
+    text = f"- {title} ({mark}): {rule.rule}.{fix} Source: {rule.source}"
     return wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
+def rule_position(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
     return next(
         index
         for index, rule in enumerate(rules)
@@ -378,15 +392,16 @@ def order(rules: list[ds_rules.Rule], like: tuple[str, ...]) -> int:
 
 
 def optimizer_table() -> str:
-    """Writes the optimizers that a recipe's JSON may name, what each keeps, and why the others are
-    refused, as a Markdown list.
+    """Return a Markdown list of the optimizers that a recipe's JSON may name.
+
+    The list shows each optimizer's states and explains why other optimizers are rejected.
     """
     lines = []
-    for name, facts in FACTS.items():
+    for name, facts in OPTIMIZERS.items():
         text = (
-            f"- `{name}`: refused: {facts.lacks}"
-            if facts.lacks
-            else f"- `{name}`: {_where(facts)}. States: {_kept(facts)}"
+            f"- `{name}`: refused: {facts.unsupported_reason}"
+            if facts.unsupported_reason
+            else f"- `{name}`: {_describe_support(facts)}. States: {_describe_states(facts)}"
         )
         lines += wrap(
             text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -394,59 +409,61 @@ def optimizer_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _where(facts: OptimizerFacts) -> str:
-    if facts.acts_on == GRADIENT:
+def _describe_support(spec: OptimizerFacts) -> str:
+    if spec.acts_on == GRADIENT:
         return "ZeRO-0 and torch's DDP (implemented in recipekit/optim)"
     stages = "ZeRO-0, -1, -2 and -3"
     return (
         f"{stages}, torch's DDP and FSDP2 (implemented in recipekit/optim)"
-        if facts.ours
+        if spec.is_own_class
         else stages
     )
 
 
-def _kept(facts: OptimizerFacts) -> str:
-    """Names the states, for a weight of which each takes 4 bytes."""
+def _describe_states(spec: OptimizerFacts) -> str:
+    """Describe an optimizer's states. Each state needs 4 bytes per weight."""
     more = [
-        f"with {option} also {' and '.join(map(_code, names))}"
-        for option, names in facts.added.items()
+        f"with {option} also {' and '.join(map(_as_code, names))}"
+        for option, names in spec.optional_states.items()
     ]
-    if facts.host is not None and facts.host.states != facts.states:
+    if spec.host is not None and spec.host.states != spec.states:
         more.append(
-            f"with offload (computed by DeepSpeed) {' and '.join(map(_code, facts.host.states))}"
+            f"with offload (computed by DeepSpeed) {' and '.join(map(_as_code, spec.host.states))}"
         )
-    if facts.matrices is not None:
-        more.append(f"for a matrix {' and '.join(map(_code, facts.matrices))}")
-    if facts.states == FACTORS:
-        rows, columns, elements = map(_code, FACTORS)
+    if spec.matrix_states is not None:
+        more.append(f"for a matrix {' and '.join(map(_as_code, spec.matrix_states))}")
+    if spec.states == ADAFACTOR_STATES:
+        rows, columns, elements = map(_as_code, ADAFACTOR_STATES)
         return (
             f"{elements} for a vector; {rows} and {columns}, with one number for each row and"
             " column, for other weights"
         )
-    if facts.acts_on == GRADIENT:
+    if spec.acts_on == GRADIENT:
         more.append("and the unsent remainder of each rank")
-    return ", ".join([" and ".join(map(_code, facts.states)) or "none", *more])
+    states = [*map(_as_code, spec.states)]
+    listed = " and ".join(filter(None, [", ".join(states[:-1]), *states[-1:]]))  # "a, b and c"
+    return ", ".join([listed or "none", *more])
 
 
-def _code(name: str) -> str:
+def _as_code(name: str) -> str:
     return f"`{name}`"
 
 
-def with_table(page: str) -> str:
-    """Returns the page with today's lists between their marks."""
+def update_tables(page: str) -> str:
+    """Return the page with the current lists between their markers."""
     for name, written in (("optimizers", optimizer_table()), ("combinations", support_table())):
-        before, mark, rest = page.partition(BEGIN.format(name))
-        _, _, after = rest.partition(END)
-        page = f"{before}{mark}{written}{END}{after}"
+        before, mark, rest = page.partition(TABLE_BEGIN.format(name))
+        _, _, after = rest.partition(TABLE_END)
+        page = f"{before}{mark}{written}{TABLE_END}{after}"
     return page
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
+def make_lint_parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=CommandFormatter)
     parser.add_argument(
         "config",
         nargs="?",
-        type=lambda text: str(path_of(text)),
+        type=lambda text: str(path_argument(text)),
         help=(
             "DeepSpeed JSON to check: a path, or a name in ds_configs/. (default: the recipe's"
             " JSON)"
@@ -480,13 +497,13 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
             " (default: none)"
         ),
     )
-    for axis in DEGREES:
+    for axis in DEGREE_NAMES:
         default = "1" if axis == "pp" else "the JSON's, or 1"
         parser.add_argument(
             f"--{axis}",
             type=int,
             metavar="N",
-            help=f"{DEGREES[axis]} degree in the script of --json-only. (default: {default})",
+            help=f"{DEGREE_NAMES[axis]} degree in the script of --json-only. (default: {default})",
         )
     parser.add_argument(
         "--fix",
@@ -508,15 +525,17 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
-    """Check the JSON of a command line; return the exit code."""
-    parser = make_parser(prog)
+    """Check the JSON that a command line names, and return the exit code."""
+    parser = make_lint_parser(prog)
     given = sys.argv[1:] if argv is None else argv
     arguments = parser.parse_args(given)
     if arguments.table:
-        _write_table(parser, given)
+        _write_tables(parser, given)
         return 0
 
-    layout = {axis: degree for axis in DEGREES if (degree := getattr(arguments, axis)) is not None}
+    layout = {
+        axis: degree for axis in DEGREE_NAMES if (degree := getattr(arguments, axis)) is not None
+    }
     json_only = bool(arguments.json_only or arguments.filled_by or layout)
     _check_arguments(parser, arguments, layout, json_only)
 
@@ -529,26 +548,28 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
     if arguments.fix and name is not None and problems:
         folder = arguments.recipe.resolve().parent if arguments.recipe else Path.cwd()
         try:
-            written, changes = fix(name, folder, json_only, lambda config: linted(config)[0])
-        except Refusal as refusal:
-            exit_refused(refusal)
+            written, changes = write_fixed_json(
+                name, folder, json_only, lambda config: linted(config)[0]
+            )
+        except ConfigError as error:
+            exit_with_error(error)
         if written is not None:
             print("\n".join(changes))
             name, (problems, lines) = written, linted(str(written))
-    say(name or arguments.recipe, problems, lines)
+    print_problems(name or arguments.recipe, problems, lines)
     return 1 if problems else 0
 
 
-def _write_table(parser: argparse.ArgumentParser, given: list[str]) -> None:
-    """Write the tables of ds_configs/README.md, or end with the parser's error."""
-    if len(given) > 1:
+def _write_tables(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """Write the tables in ds_configs/README.md, or exit with the parser's error."""
+    if len(argv) > 1:
         parser.error("--table cannot be combined with other arguments")
     if IS_WHEEL:
         parser.error(
             "--table requires a clone of the repository, because an installed package has no"
             " ds_configs/README.md"
         )
-    README.write_text(with_table(README.read_text()))
+    README.write_text(update_tables(README.read_text()))
     print(f"wrote the tables of rules and optimizers into {README.relative_to(README.parents[1])}")
 
 
@@ -558,7 +579,7 @@ def _check_arguments(
     layout: dict[str, int],
     json_only: bool,
 ) -> None:
-    """End with the parser's error if the arguments do not fit together."""
+    """Exit with the parser's error if the arguments cannot be combined."""
     if arguments.config is None and arguments.recipe is None:
         parser.error("give a JSON, or --recipe, or both")
     if arguments.recipe and json_only:
@@ -574,10 +595,13 @@ def _check_arguments(
         parser.error("--fix requires the path of a JSON")
 
 
-def say(name: str | Path, problems: list[Problem], lines: list[str]) -> None:
+def print_problems(name: str | Path, problems: list[Problem], lines: list[str]) -> None:
     if problems:
         print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {name}")
         print(
-            "\n".join(f"  {number}. {told(problem)}" for number, problem in enumerate(problems, 1))
+            "\n".join(
+                f"  {number}. {format_problem(problem)}"
+                for number, problem in enumerate(problems, 1)
+            )
         )
     print("\n".join(lines), end="\n" if lines else "")

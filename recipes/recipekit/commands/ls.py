@@ -29,14 +29,14 @@ NEEDS = re.compile(r"^Needs: ([^(.]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Line:
-    """A recipe in the list."""
+class RecipeListing:
+    """One recipe's line in the list."""
 
     name: str
-    layout: str  # strategy and degrees on the ranks of the docstring's command
-    states: str  # GiB of each rank; "-" for less than 0.1
+    layout: str  # strategy, and parallel degrees for the ranks in the docstring's command
+    states: str  # GiB per rank; "-" for less than 0.1
     hardware: str
-    checked: str  # date of the CPU run with --tiny, and the GPU figure
+    checked: str  # date of the CPU run with --tiny, and the speed on a GPU
     goal: str
 
     @property
@@ -44,8 +44,10 @@ class Line:
         return self.name, self.layout, self.states, self.hardware, self.checked, self.goal
 
 
-def read_line(file: Path) -> Line:
-    """Read a recipe's file: values of its RECIPE, and the command, memory and hardware of its
+def read_listing(file: Path) -> RecipeListing:
+    """Read a recipe's file.
+
+    The listing combines values from its RECIPE with the command, memory and hardware in its
     docstring.
     """
     recipe = recipe_of(file)
@@ -58,7 +60,7 @@ def read_line(file: Path) -> Line:
         if recipe.engine == "deepspeed"
         else recipe.engine
     )
-    return Line(
+    return RecipeListing(
         name=file.stem,
         layout=f"{strategy} {mesh}",
         states=f"{states[1]} GiB" if states else "-",
@@ -68,23 +70,26 @@ def read_line(file: Path) -> Line:
     )
 
 
-def cut(line: str, room: int) -> str:
-    """Return a line of at most `room` characters; a room of 3 or less has no edge."""
-    return f"{line[: room - 3]}..." if 3 < room < len(line) else line
+def truncate_line(line: str, width: int) -> str:
+    """Return a line shortened to `width` characters.
+
+    A width of 3 or less means no limit. For example, the width of a file is 0.
+    """
+    return f"{line[: width - 3]}..." if 3 < width < len(line) else line
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the list; return the exit code."""
+    """Print the list and return the exit code."""
     parser = argparse.ArgumentParser(
         "recipekit ls", description=__doc__, formatter_class=CommandFormatter, allow_abbrev=False
     )
     parser.parse_args(argv)
-    lines = [read_line(file).columns for file in recipes().values()]
+    lines = [read_listing(file).columns for file in recipes().values()]
     widths = [min(28, max(map(len, column))) for column in zip(*lines, strict=True)][:-1]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for *cells, goal in lines:
         print(
-            cut(
+            truncate_line(
                 "  ".join(
                     [*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), goal]
                 ),

@@ -8,24 +8,25 @@ import importlib.util
 import os
 import sys
 
-from ..spec.refusal import refuse
+from ..spec.errors import config_error
 
-TYPED_AS = "LAUNCH_TYPED_AS"  # the beginning of the command that launch shows to continue a run
+TYPED_AS = "LAUNCH_TYPED_AS"  # first words of the command that launch prints to continue a run
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Turn this process into `python -m launch`, which then gets all signals and gives the exit
-    code.
+    """Replace this process with `python -m launch`.
+
+    launch then receives all signals and sets the exit code.
     """
     words = sys.argv[1:] if argv is None else argv
     if importlib.util.find_spec("launch") is None:
-        raise refuse(
+        raise config_error(
             "recipekit run",
             f"{sys.executable} has no package launch",
             "install this one again: make setup, or pip install .",
         )
     sys.stdout.flush()
-    # -P: a file launch.py of the current folder must not hide the package
+    # -P prevents a file named launch.py in the current folder from shadowing the package.
     os.execve(
         sys.executable,
         [sys.executable, "-P", "-m", "launch", *words],

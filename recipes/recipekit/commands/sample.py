@@ -15,81 +15,88 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..architectures.export_folder import Export, base_of, check_files, find_export
+from ..spec.errors import ConfigError, config_error
 from ..spec.help_page import CommandFormatter
-from ..spec.hub import hub_is_away, hub_refusal
-from ..spec.paths import path_of
-from ..spec.refusal import Refusal, refuse
+from ..spec.hub import hub_error, hub_is_unreachable
+from ..spec.paths import path_argument
 
-LENGTH = 100  # new tokens, unless stated
-OF_CHAT, OF_TEXT = "Hello! Who are you?", "The"  # prompts, unless stated
-AGAIN = "download it again, or write it again with recipekit convert to-hf RUN NEW_FOLDER"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DEFAULT_NEW_TOKENS = 100  # new tokens, unless stated
+DEFAULT_CHAT_PROMPT, DEFAULT_TEXT_PROMPT = "Hello! Who are you?", "The"  # prompts, unless stated
+REDOWNLOAD_FIX = "download it again, or write it again with recipekit convert to-hf RUN NEW_FOLDER"
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A model of transformers or peft with its tokenizer."""
+    """A transformers or peft model with its tokenizer."""
 
     model: Any
     tokenizer: Any
     about: str
 
     @property
-    def ends(self) -> list[int]:
-        """The tokens at which the model stops, by its generation config, or else by its
-        tokenizer.
-        """
-        from ..model.small_files import ids_of
+    def stop_token_ids(self) -> list[int]:
+        """Return the tokens at which the model stops.
 
-        stated = ids_of(self.model.generation_config.eos_token_id)
-        return stated or ids_of(self.tokenizer.eos_token_id)
+        They come from its generation config, otherwise from its tokenizer.
+        """
+        from ..model.small_files import token_ids_in
+
+        stated = token_ids_in(self.model.generation_config.eos_token_id)
+        return stated or token_ids_in(self.tokenizer.eos_token_id)
 
     @property
-    def positions(self) -> int | None:
-        """The tokens that the model's config.json has positions for; None if it states no such
-        number.
-        """
+    def max_positions(self) -> int | None:
+        """Return the number of positions in the model's config.json, or None if not stated."""
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         return most if isinstance(most, int) and most > 0 else None
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Generated text without special tokens and trailing blanks; `stop` is the token that ended it,
-    "" without one.
+    """Generated text without special tokens and without trailing blanks.
+
+    `stop_token` is the token that ended the text, or "".
     """
 
     text: str
     num_tokens: int
-    stop: str
-    ends: tuple[str, ...] = field(default=())
+    stop_token: str
+    stop_tokens: tuple[str, ...] = field(default=())
 
     @property
-    def end(self) -> str:
-        """A line that says whether the stop token was reached."""
-        if self.stop:
-            return f"stop token: {self.stop} was reached after {self.num_tokens} new tokens"
+    def stop_message(self) -> str:
+        """Return a line that states whether the stop token was reached."""
+        if self.stop_token:
+            return f"stop token: {self.stop_token} was reached after {self.num_tokens} new tokens"
         stops = (
-            f"not reached ({' or '.join(self.ends)})"
-            if self.ends
+            f"not reached ({' or '.join(self.stop_tokens)})"
+            if self.stop_tokens
             else "the model has no stop token"
         )
         return f"stop token: {stops}. The text was cut off after {self.num_tokens} new tokens"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit code: 0 done, 1 the input is at fault, 2 usage."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which nothing here uses, would warn
-    arguments = parser().parse_args(argv)
+    """Run the command and return the exit code.
+
+    The code is 0 if the command is done, 1 for an error in the input, and 2 for a wrong command
+    line.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, which is not used here, would warn
+    arguments = make_sample_parser().parse_args(argv)
     try:
-        check(arguments.prompt, arguments.max_new_tokens)
+        check_generation_flags(arguments.prompt, arguments.max_new_tokens)
         export = find_export(arguments.folder)
-        generator = load(export)
-        chat = as_chat(export, generator.tokenizer, arguments.chat)
-        prompt = arguments.prompt or (OF_CHAT if chat else OF_TEXT)
-        ids = encoded(generator, prompt, chat)
+        generator = load_generator(export)
+        chat = is_chat_prompt(export, generator.tokenizer, arguments.chat)
+        prompt = arguments.prompt or (DEFAULT_CHAT_PROMPT if chat else DEFAULT_TEXT_PROMPT)
+        ids = encode_prompt(generator, prompt, chat)
         length, lowered = fitting_length(generator, len(ids), arguments.max_new_tokens)
         for note in (generator.about, *export.notes, *lowered):
             print(note)
@@ -101,15 +108,15 @@ def main(argv: list[str] | None = None) -> int:
         if chat and not export.task and arguments.chat is None:
             print("The task of this model is unknown. For a model of plain text, use --no-chat")
         print(f"prompt ({how}; {len(ids)} tokens): {prompt}\n", flush=True)
-        sample = write(generator, ids, length, chat)
-    except Refusal as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.exit_code
-    print(f"{sample.text}\n\n{sample.end}")
+        sample = generate_sample(generator, ids, length, chat)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"{sample.text}\n\n{sample.stop_message}")
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_sample_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="recipekit sample",
         description=__doc__,
@@ -118,18 +125,18 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "folder",
-        type=path_of,
+        type=path_argument,
         metavar="RUN_OR_HF",
         help="Run folder, or a folder of Hugging Face files.",
     )
     about = (
-        f'Prompt that the model answers (chat) or continues (text). (default: "{OF_CHAT}" for a'
-        f' chat, "{OF_TEXT}" for text)'
+        "Prompt that the model answers (chat) or continues (text). (default:"
+        f' "{DEFAULT_CHAT_PROMPT}" for a chat, "{DEFAULT_TEXT_PROMPT}" for text)'
     )
     made.add_argument("--prompt", metavar="TEXT", help=about)
     about = (
         "Maximum number of tokens to generate. A stop token ends the text earlier. (default:"
-        f" {LENGTH})"
+        f" {DEFAULT_NEW_TOKENS})"
     )
     made.add_argument("--max_new_tokens", "--max-new-tokens", type=int, metavar="N", help=about)
     about = (
@@ -140,21 +147,23 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def check(prompt: str | None, length: int | None) -> None:
-    """Raise `Refusal` for a value that no model could use."""
+def check_generation_flags(prompt: str | None, length: int | None) -> None:
+    """Raise `ConfigError` for a value that no model could accept."""
     if prompt is not None and not prompt.strip():
         fix = "write --prompt TEXT, or leave it out. Check the variables of your shell"
-        raise refuse(f"--prompt {prompt!r}", "must not be empty or blank", fix)
+        raise config_error(f"--prompt {prompt!r}", "must not be empty or blank", fix)
     if prompt is not None and not prompt.isascii():
         try:
             prompt.encode()
         except UnicodeEncodeError:
-            raise refuse(
+            raise config_error(
                 "--prompt", "must be UTF-8", "set the locale of your terminal to UTF-8"
             ) from None
     if length is not None and length < 1:
-        raise refuse(
-            f"--max_new_tokens {length}", "must be at least 1", f"use --max_new_tokens {LENGTH}"
+        raise config_error(
+            f"--max_new_tokens {length}",
+            "must be at least 1",
+            f"use --max_new_tokens {DEFAULT_NEW_TOKENS}",
         )
 
 
@@ -162,12 +171,11 @@ def check(prompt: str | None, length: int | None) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def load(export: Export, device: str = "") -> Generator:
-    """Load a model and its tokenizer as users of transformers do; code in a model's folder is never
-    run.
+def load_generator(export: Export, device: str = "") -> Generator:
+    """Load a model and its tokenizer as users of transformers do.
 
-    `device` is a GPU if there is one, otherwise the CPU. Raise `Refusal` for files that do not give
-    a whole model.
+    No code in the model's folder is run. `device` defaults to a GPU if there is one, otherwise to
+    the CPU. Raises `ConfigError` for files that do not form a complete model.
     """
     base, revision = str(export.folder), ""
     if export.is_adapter:
@@ -190,15 +198,15 @@ def load(export: Export, device: str = "") -> Generator:
         "output_loading_info": True,
     }
     if not where.is_dir():
-        options |= {"revision": revision or "main", "local_files_only": hub_is_away()}
-    with _refused(base, "out of memory" if device == "cpu" else "the GPU is full"):
+        options |= {"revision": revision or "main", "local_files_only": hub_is_unreachable()}
+    with _refuse_load_errors(base, "out of memory" if device == "cpu" else "the GPU is full"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(base, **options)
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
             rule = f"lacks {len(missing)} tensors of the model, such as {missing[0]}"
-            raise refuse(base, rule, AGAIN)
+            raise config_error(base, rule, REDOWNLOAD_FIX)
         if export.is_adapter:
-            model = _with_adapter(model, export.folder)
+            model = _load_peft_adapter(model, export.folder)
         model = model.eval().to(device)
     size = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -211,7 +219,7 @@ def load(export: Export, device: str = "") -> Generator:
 
 
 def _tokenizer(folder: Path, base: str, revision: str) -> Any:
-    """Load the tokenizer of a folder, or else of the adapter's base model."""
+    """Load a folder's tokenizer, otherwise the tokenizer of the adapter's base model."""
     from ..data.processors import load_tokenizer
 
     own = (
@@ -220,36 +228,40 @@ def _tokenizer(folder: Path, base: str, revision: str) -> Any:
     return load_tokenizer(str(folder)) if own else load_tokenizer(base, revision=revision)
 
 
-def _with_adapter(model: Any, folder: Path) -> Any:
+def _load_peft_adapter(model: "PreTrainedModel", folder: Path) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, folder)
 
 
 @contextlib.contextmanager
-def _refused(where: str, full: str) -> Iterator[None]:
-    """Refuse files that transformers or peft cannot load, in one line."""
+def _refuse_load_errors(where: str, full: str) -> Iterator[None]:
+    """Raise a one-line `ConfigError` for files that transformers or peft cannot load."""
     import torch
     from safetensors import SafetensorError
 
-    from ..model.config_errors import WRONG_VALUE
+    from ..model.config_errors import CONSTRUCTOR_ERRORS
 
     try:
         yield
-    except Refusal:
+    except ConfigError:
         raise
     except (torch.OutOfMemoryError, MemoryError):
-        raise refuse(
+        raise config_error(
             where,
             f"is too large: {full}",
             "set CUDA_VISIBLE_DEVICES= (empty) to load it on the CPU",
         ) from None
     except (OSError, ImportError) as error:
         if Path(where).is_dir():
-            raise refuse(where, f"cannot be loaded: {_first_line(error)}", AGAIN) from None
-        raise hub_refusal(where, where, error) from None
-    except (SafetensorError, *WRONG_VALUE) as error:
-        raise refuse(where, f"cannot be loaded: {_first_line(error)}", AGAIN) from None
+            raise config_error(
+                where, f"cannot be loaded: {_first_line(error)}", REDOWNLOAD_FIX
+            ) from None
+        raise hub_error(where, where, error) from None
+    except (SafetensorError, *CONSTRUCTOR_ERRORS) as error:
+        raise config_error(
+            where, f"cannot be loaded: {_first_line(error)}", REDOWNLOAD_FIX
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:
@@ -260,23 +272,26 @@ def _first_line(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def as_chat(export: Export, tokenizer: Any, wanted: bool | None) -> bool:
-    """Return True if the prompt is a message of a chat: by the flag, or else by the run's task and
-    the tokenizer.
+def is_chat_prompt(
+    export: Export, tokenizer: "PreTrainedTokenizerBase", requested: bool | None
+) -> bool:
+    """Return True if the prompt is a chat message.
+
+    The flag decides. Without the flag, the run's task and the tokenizer decide.
     """
     has_template = bool(tokenizer.chat_template)
-    if wanted and not has_template:
+    if requested and not has_template:
         rule = f"the tokenizer in {export.folder} has no chat template"
-        raise refuse("--chat", rule, "leave out --chat. The model then continues the prompt")
-    if wanted is not None:
-        return wanted
+        raise config_error("--chat", rule, "leave out --chat. The model then continues the prompt")
+    if requested is not None:
+        return requested
     return has_template and export.task != "pretrain"
 
 
-def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
-    """Return the tokens of a prompt, as training wrote them.
+def encode_prompt(generator: Generator, prompt: str, chat: bool) -> list[int]:
+    """Return the tokens of a prompt in the format that was used in training.
 
-    Raise `Refusal` for a prompt that the model cannot read.
+    Raises `ConfigError` for a prompt that the model cannot read.
     """
     from jinja2 import TemplateError
 
@@ -291,7 +306,7 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
             )
         except (TemplateError, TypeError) as error:
             rule = f"the chat template refuses a message of a user: {_first_line(error)}"
-            raise refuse(
+            raise config_error(
                 "--prompt", rule, "use --no-chat. The model then continues the prompt"
             ) from None
     else:
@@ -300,56 +315,64 @@ def encoded(generator: Generator, prompt: str, chat: bool) -> list[int]:
         )
         try:
             own = encode(tokenizer, [prompt])["input_ids"][0]
-        except Refusal:
+        except ConfigError:
             own = []
         ids = [*begin, *own] if own else []
     if not ids:
         rule = "the tokenizer cannot encode part of it and has no token for unknown text"
-        raise refuse("--prompt", rule, "use another --prompt")
+        raise config_error("--prompt", rule, "use another --prompt")
     most = generator.model.get_input_embeddings().weight.shape[0]
     if (largest := max(ids)) >= most:
         word = tokenizer.convert_ids_to_tokens(largest)
         rule = f"has token {largest} ({word!r}), and the model has embeddings for 0 to {most - 1}"
-        raise refuse("--prompt", rule, "use another --prompt, or use the model's own tokenizer")
+        raise config_error(
+            "--prompt", rule, "use another --prompt, or use the model's own tokenizer"
+        )
     return list(ids)
 
 
 def fitting_length(
-    generator: Generator, num_prompt: int, wanted: int | None
+    generator: Generator, num_prompt_tokens: int, requested: int | None
 ) -> tuple[int, list[str]]:
-    """Return the number of tokens to generate, and a line if the model's positions lower the
-    default.
+    """Return the number of tokens to generate, and a note.
+
+    The note explains if the model's positions lower the default number.
     """
-    if (most := generator.positions) is None:
-        return wanted or LENGTH, []
-    room = most - num_prompt
+    if (most := generator.max_positions) is None:
+        return requested or DEFAULT_NEW_TOKENS, []
+    room = most - num_prompt_tokens
     if room < 1:
         rule = (
-            f"has {num_prompt} tokens, but the model has {most} positions for the prompt and the"
-            " answer"
+            f"has {num_prompt_tokens} tokens, but the model has {most} positions for the prompt and"
+            " the answer"
         )
-        raise refuse("--prompt", rule, "use a shorter prompt")
-    if (wanted or LENGTH) <= room:
-        return wanted or LENGTH, []
+        raise config_error("--prompt", rule, "use a shorter prompt")
+    if (requested or DEFAULT_NEW_TOKENS) <= room:
+        return requested or DEFAULT_NEW_TOKENS, []
     rule = (
-        f"after a prompt of {num_prompt} tokens the model has {room} of its {most} positions left"
+        f"after a prompt of {num_prompt_tokens} tokens the model has {room} of its {most} positions"
+        " left"
     )
-    if wanted is not None:
-        raise refuse(
-            f"--max_new_tokens {wanted}", rule, f"use --max_new_tokens {room}, or a shorter prompt"
+    if requested is not None:
+        raise config_error(
+            f"--max_new_tokens {requested}",
+            rule,
+            f"use --max_new_tokens {room}, or a shorter prompt",
         )
-    return room, [f"max_new_tokens: {LENGTH} lowered to {room}: {rule}"]
+    return room, [f"max_new_tokens: {DEFAULT_NEW_TOKENS} lowered to {room}: {rule}"]
 
 
-def write(generator: Generator, ids: list[int], length: int, chat: bool = False) -> Sample:
-    """Generate up to `length` tokens after the prompt `ids`, always the most probable one."""
+def generate_sample(
+    generator: Generator, ids: list[int], length: int, chat: bool = False
+) -> Sample:
+    """Generate up to `length` tokens after the prompt `ids`, always the most probable token."""
     import torch
 
     from ..data.encode import Encoder
 
-    tokenizer, ends = generator.tokenizer, generator.ends
-    if chat:  # the generation config of an adapter's base model may not know the end of an answer
-        with contextlib.suppress(Refusal):
+    tokenizer, ends = generator.tokenizer, generator.stop_token_ids
+    if chat:  # the generation config of an adapter's base model may lack the end of an answer
+        with contextlib.suppress(ConfigError):
             ends = list(dict.fromkeys([*ends, *Encoder(tokenizer, "sft", seq_len=1).end_tokens]))
     prompt = torch.tensor([ids], device=generator.model.device)  # (1, T) int64
     greedy = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
@@ -372,7 +395,7 @@ def write(generator: Generator, ids: list[int], length: int, chat: bool = False)
 
 
 def without_trailing_blanks(text: str) -> str:
-    """Remove blanks at the end of each line, and blank lines at the end of a text."""
+    """Remove blanks at the end of each line, and blank lines at the end of a string."""
     return "\n".join(line.rstrip() for line in text.split("\n")).rstrip()
 
 

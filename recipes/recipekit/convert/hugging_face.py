@@ -1,6 +1,7 @@
-"""Converts whole checkpoints from and to Hugging Face files.
+"""Conversion of full checkpoints from and to Hugging Face files.
 
-No model is built and no process group made; memory holds a few chunks, whatever the model's size.
+No model is built and no process group is created. Only a few chunks of tensors are in memory at a
+time, independent of the model's size.
 """
 
 import json
@@ -13,28 +14,34 @@ from typing import Any
 import numpy as np
 
 from ..architectures import safetensors_files
-from ..architectures.small_files import ADAPTER, CARD, is_of_adapter, small_files, with_dtype
-from ..checkpoints.reshape import complete, copy_small
+from ..architectures.small_files import (
+    ADAPTER_FILE,
+    CARD_FILE,
+    is_adapter_file,
+    small_files,
+    with_dtype,
+)
+from ..checkpoints.reshape import copy_small_files, finish_step_folder
 from ..checkpoints.state import SavedState
 from ..checkpoints.step_folder import open_step
 from ..parallel.blueprint import Blueprint, Layout
-from ..spec.refusal import refuse
-from ..spec.whole_file import fsync
-from ..storage import create
+from ..spec.atomic_write import fsync
+from ..spec.errors import config_error
+from ..storage import step_files
 from ..storage.copying import (
     Copy,
     Effort,
     cast,
-    chunks,
-    copies,
+    chunk_ranges,
+    largest_split_row,
     partial_digests,
-    run,
-    share_work,
-    unit_of,
+    plan_copies,
+    run_copies,
+    threaded_map,
 )
 from ..storage.journal import Journal
-from ..storage.tensor_files import TORCH, TensorFiles, open_checkpoint, open_published
-from .published import published_as, shapes_of
+from ..storage.tensor_files import TORCH_DTYPE_NAMES, TensorFiles, open_checkpoint, open_model_files
+from .published import plan_published_files, published_shapes
 
 
 def to_hf(
@@ -42,45 +49,46 @@ def to_hf(
     out: Path,
     dtype: str | None = None,
     effort: Effort | None = None,
-    check: bool = False,
+    verify: bool = False,
     card: str = "",
 ) -> None:
     """Write Hugging Face files: safetensors, config, tokenizer.
 
-    `dtype` None: the dtypes of the model's own files.
-
-    A model that was read from files gets the file names, keys and order of those files again; a
-    LoRA run gives its adapter. With `check` the output is read again and compared with the source.
-    `card` is the text of the model card.
+    If `dtype` is None, the dtypes of the model's original files are used. A model that was read
+    from files keeps the names, keys and order of those files. For a LoRA run, only the adapter is
+    written. With `verify`, the output is read again and compared with the source. `card` is the
+    text of the model card.
     """
     effort = effort or Effort()
     step = open_step(source)
-    blueprint, contents = published_as(step, dtype)
+    blueprint, contents = plan_published_files(step, dtype)
     journal = Journal(out, {"source": step.fingerprint, "files": contents})
     entries = _create_files(journal, blueprint, contents)
     journal.note("", None)
 
     with ExitStack() as stack:
         read = open_checkpoint(step.folder, step.blueprint, step.layout)
-        written = open_published(journal.folder, blueprint, entries, writable=True)
+        written = open_model_files(journal.folder, blueprint, entries, writable=True)
         stack.callback(read.close)
         stack.callback(written.close)
-        todo = copies(blueprint, read, written)
-        digests, _ = run(todo, read, effort, written, journal)
+        todo = plan_copies(blueprint, read, written)
+        digests, _ = run_copies(todo, read, effort, written, journal)
         digests.pop("", None)
-        step.check(digests)
-        if check:
-            share_work(lambda copy: _compare(copy, read, written, effort), todo, effort.workers)
+        step.check_digests(digests)
+        if verify:
+            threaded_map(
+                lambda copy: _verify_copy(copy, read, written, effort), todo, effort.workers
+            )
 
     adapter = any(file.startswith("adapter_model") for file in contents)
     small = step.small_files.items()
-    copy_small(
-        {name: path for name, path in small if not adapter or is_of_adapter(name)}, journal.folder
+    copy_small_files(
+        {name: path for name, path in small if not adapter or is_adapter_file(name)}, journal.folder
     )
     if dtype is not None:
         _write_dtype(journal.folder / "config.json", dtype)
     if card:
-        (journal.folder / CARD).write_text(card, encoding="utf-8")
+        (journal.folder / CARD_FILE).write_text(card, encoding="utf-8")
     for path in journal.folder.rglob("*"):
         fsync(path)
     journal.finish()
@@ -91,23 +99,23 @@ def _create_files(
 ) -> dict[str, safetensors_files.Entry]:
     """Create the safetensors files and their index; return key -> entry.
 
-    A conversion that resumes has the files already.
+    If the conversion resumes, the files already exist.
     """
-    shapes = shapes_of(blueprint)
+    shapes = published_shapes(blueprint)
     entries: dict[str, dict[str, safetensors_files.Entry]] = {}
     for file, keys in contents.items():
         if not journal.resumed:
-            safetensors_files.create(
+            safetensors_files.create_zero_file(
                 journal.folder, file, {key: (own, shapes[key]) for key, own in keys.items()}
             )
         entries[file] = safetensors_files.read_header(journal.folder, file)
-    if len(entries) > 1 or safetensors_files.INDEX in blueprint.files:
+    if len(entries) > 1 or safetensors_files.INDEX_FILE in blueprint.files:
         safetensors_files.write_index(journal.folder, entries)
     return {key: entry for own in entries.values() for key, entry in own.items()}
 
 
 def _write_dtype(config: Path, dtype: str) -> None:
-    """Set the dtype in a config.json, if the model has one."""
+    """Set the dtype in a config.json file if that file exists."""
     if not config.exists():
         return
     own = with_dtype(json.loads(config.read_text()), dtype)
@@ -116,17 +124,19 @@ def _write_dtype(config: Path, dtype: str) -> None:
     config.write_text(json.dumps(own, indent=2) + "\n")
 
 
-def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort) -> None:
-    """Raises `Refusal` if a tensor in the output differs from the source's after the cast."""
-    for start, stop in chunks(copy.tensor.numel, unit_of(copy, read, written), effort.chunk):
+def _verify_copy(copy: Copy, reader: TensorFiles, writer: TensorFiles, effort: Effort) -> None:
+    """Raise `ConfigError` if an output tensor differs from the converted source tensor."""
+    for start, stop in chunk_ranges(
+        copy.tensor.numel, largest_split_row(copy, reader, writer), effort.chunk
+    ):
         wanted = cast(
-            read.read(copy.tensor, copy.role, start, stop),
-            read.dtype_of(copy.tensor, copy.role),
-            written.dtype_of(copy.tensor, "weight"),
+            reader.read(copy.tensor, copy.role, start, stop),
+            reader.dtype_of(copy.tensor, copy.role),
+            writer.dtype_of(copy.tensor, "weight"),
         )
-        if not np.array_equal(wanted, written.read(copy.tensor, "weight", start, stop)):
-            raise refuse(
-                f"{written.folder}: {copy.tensor.name}",
+        if not np.array_equal(wanted, writer.read(copy.tensor, "weight", start, stop)):
+            raise config_error(
+                f"{writer.folder}: {copy.tensor.name}",
                 "differs from what was written",
                 "check the disk, and convert again",
             )
@@ -134,10 +144,10 @@ def _compare(copy: Copy, read: TensorFiles, written: TensorFiles, effort: Effort
 
 @dataclass(frozen=True)
 class FolderChanges:
-    """The differences between a model and the folder that it is read from.
+    """The differences between a model and the folder from which the model is read.
 
-    `config` is the model's config.json, None if it is the folder's. `copies` maps keys that the
-    files lack to the keys to read instead.
+    `config` is the model's config.json, or None if the folder's config.json applies. `copies` maps
+    keys that are missing in the files to the keys to read instead.
     """
 
     config: dict[str, Any] | None = None
@@ -152,12 +162,13 @@ def from_hf(
     effort: Effort | None = None,
     changes: FolderChanges | None = None,
 ) -> None:
-    """Write a step folder of step 0 from a model's files: the weights as masters, and zeros as
-    moments.
+    """Write a step folder for step 0 from a model's files.
+
+    The weights become the masters, and the moments are set to zero.
     """
     effort = effort or Effort()
     changes = changes or FolderChanges()
-    entries = safetensors_files.open_folder(folder)
+    entries = safetensors_files.tensor_entries(folder)
     entries |= {key: entries[held] for key, held in changes.copies.items()}
     journal = Journal(
         out,
@@ -168,16 +179,18 @@ def from_hf(
         },
     )
     with ExitStack() as stack:
-        read = open_published(folder, blueprint, entries)
+        read = open_model_files(folder, blueprint, entries)
         stack.callback(read.close)
         if not journal.resumed:
-            create.create(journal.folder, blueprint, layout, _before_training(blueprint))
+            step_files.create_step_files(
+                journal.folder, blueprint, layout, _initial_training_state(blueprint)
+            )
             journal.note("", None)
         written = open_checkpoint(journal.folder, blueprint, layout, writable=True)
         stack.callback(written.close)
-        todo = copies(blueprint, read, written)
-        _, facts = run(todo, read, effort, written, journal, hashed=True)
-        digests = _digests_of(journal.folder, blueprint, written, effort)
+        todo = plan_copies(blueprint, read, written)
+        _, facts = run_copies(todo, read, effort, written, journal, hashed=True)
+        digests = _tensor_digests(journal.folder, blueprint, written, effort)
 
     _copy_small_files(folder, journal.folder / "hf_files", changes.config)
     state: SavedState = {
@@ -187,18 +200,23 @@ def from_hf(
         "layout": layout.to_json(),
         "export_dtype": _most_common_dtype(blueprint),
     }
-    complete(journal, state, blueprint, digests, facts)
+    finish_step_folder(journal, state, blueprint, digests, facts)
 
 
 def _copy_small_files(folder: Path, out: Path, config: dict[str, Any] | None) -> None:
-    """Copy a model's config and tokenizer files; write `config` if it differs from config.json."""
-    copy_small({name: folder / name for name in small_files(folder) if name != ADAPTER}, out)
+    """Copy a model's config and tokenizer files.
+
+    If `config` differs from the folder's config.json, write `config` instead.
+    """
+    copy_small_files(
+        {name: folder / name for name in small_files(folder) if name != ADAPTER_FILE}, out
+    )
     if config is not None and config != json.loads((folder / "config.json").read_bytes()):
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _before_training(blueprint: Blueprint) -> create.Carried:
-    """Return the counts and the optimizer's numbers of a checkpoint of step 0."""
+def _initial_training_state(blueprint: Blueprint) -> step_files.CommonState:
+    """Return the counts and optimizer values for a checkpoint at step 0."""
     groups = {
         number: {
             "lr": 0.0,
@@ -216,23 +234,23 @@ def _before_training(blueprint: Blueprint) -> create.Carried:
         "lr_scheduler": None,
         "ds_config": {},
     }
-    return create.Carried(groups, {}, counts)
+    return step_files.CommonState(groups, {}, counts)
 
 
-def _digests_of(
-    folder: Path, blueprint: Blueprint, written: TensorFiles, effort: Effort
+def _tensor_digests(
+    folder: Path, blueprint: Blueprint, files: TensorFiles, effort: Effort
 ) -> dict[str, Any]:
-    """Read all tensors of a new step folder and return {"tensor|role": [shape, dtype, digest]}."""
+    """Read all tensors in a new step folder and return {"tensor|role": [shape, dtype, digest]}."""
     everything = frozenset(
         str(path.relative_to(folder))
         for path in folder.rglob("*")
         if path.suffix in (".pt", ".swp")
     )
-    digests = partial_digests(blueprint, written, everything, effort.chunk)
+    digests = partial_digests(blueprint, files, everything, effort.chunk)
     return {key: [shape, own, f"{total:016x}"] for key, (shape, own, total) in digests.items()}
 
 
 def _most_common_dtype(blueprint: Blueprint) -> str:
-    """Return the dtype of most tensors in the model's files, the first of equals."""
+    """Return the most common dtype of tensors in the model's files; in a tie, return the first."""
     dtypes = [own for keys in blueprint.files.values() for own in keys.values()]
-    return TORCH[max(dtypes, key=dtypes.count)]
+    return TORCH_DTYPE_NAMES[max(dtypes, key=dtypes.count)]

@@ -1,6 +1,6 @@
 """Chunks: the documents of a few hundred rows, as samples or as tokens.
 
-Tokens are made once and kept as Arrow files when the corpus is local.
+The documents of a local corpus are tokenized once, and their tokens are stored in Arrow files.
 """
 
 import contextlib
@@ -21,53 +21,55 @@ import numpy as np
 import pyarrow as pa
 from datasets import config as datasets_config
 
+from ..spec.errors import ConfigError, Say, config_error
 from ..spec.paths import local_path
-from ..spec.refusal import Refusal, Say, refuse
-from .content import ONE_PERCENT, HeldOut, characters_of, size_of
-from .encode import Counts, Encoded, Encoder
+from .content import ONE_PERCENT, HeldOut, count_characters, estimate_bytes
+from .encode import ChatCounts, Encoded, Encoder
 from .processors import check_token
 from .remote import Unreachable
 from .request import Sizes
-from .rows import is_empty, not_utf8, unreadable
-from .source import UNREADABLE, Document, Source, Values, holds_tokens
-from .values import as_python, wrong_tokens
+from .rows import encoding_problem, is_empty, unreadable_error
+from .source import READ_ERRORS, Document, Source, Values, holds_tokens
+from .values import invalid_tokens, to_python_values
 
-FORMAT = 4  # of the files
-TOLD = 5  # rows left out of which a run tells where they are; the others are counted
+CHUNK_FORMAT = 4  # version of the token files
+MAX_REPORTED_ROWS = 5  # maximum number of skipped rows that are reported individually
 LOG = logging.getLogger(__name__)
 
 
 class Chunk(NamedTuple):
-    """Holds the documents of some rows as tokens, one after the other, without those held out for
-    evaluation and those without a target.
+    """The documents of some rows as tokens, one document after the other.
+
+    Held-out documents and documents without a target are excluded.
     """
 
     ids: np.ndarray  # (tokens,) int32
-    # (tokens,) int32: the target of each position or IGNORE; None: the next token of the document
+    # (tokens,) int32: the target of each position or IGNORE; None if the target is the document's
+    # next token
     labels: np.ndarray | None
-    starts: np.ndarray  # (documents,) int64: where in ids
+    starts: np.ndarray  # (documents,) int64: index of each document's first token in ids
     lengths: np.ndarray  # (documents,) int64
-    row: int  # of the group, from where on the next chunk reads
-    last: bool  # the group ends here
-    bad: int  # rows and row groups that were skipped, being broken
-    barren: int  # documents that hold no target
-    told: list[str]  # why the first few of `bad` were skipped
-    counts: Counts = Counts()  # chats and their lost text
+    row: int  # index in the group of the next chunk's first row
+    last: bool  # True if the group ends here
+    bad: int  # number of broken rows and row groups that were skipped
+    barren: int  # documents without a target
+    told: list[str]  # why each of the first few `bad` rows was skipped
+    counts: ChatCounts = ChatCounts()  # chats and their lost text
     rows: int = 0  # rows read, skipped ones included
     empty: int = 0  # rows without text: null, empty or blank
 
 
 class SampleChunk(NamedTuple):
-    """Holds the samples of some rows, without those held out for evaluation."""
+    """The samples of some rows, excluding samples held out for evaluation."""
 
     samples: list[Document]
-    lengths: np.ndarray  # (samples,) int64: what each takes of a block
-    row: int  # as in a `Chunk`, with what follows
+    lengths: np.ndarray  # (samples,) int64: estimated bytes of memory for each sample
+    row: int  # as in `Chunk`, like the fields below
     last: bool
     bad: int
     barren: int
     told: list[str]
-    counts: Counts = Counts()
+    counts: ChatCounts = ChatCounts()
     rows: int = 0
     empty: int = 0
 
@@ -75,8 +77,10 @@ class SampleChunk(NamedTuple):
 def open_cache(
     source: Source, encoder: Encoder, token_cache: str, sizes: Sizes, rule: HeldOut = ONE_PERCENT
 ) -> Path | None:
-    """Makes the folder of this corpus' tokens; None where none are kept: for what is not local, or
-    with `--token_cache off`.
+    """Create and return the folder for this corpus's tokens.
+
+    Return None if no tokens are stored, because the corpus is not local or because of
+    `--token_cache off`.
     """
     if source.ready or token_cache == "off" or (token_cache == "auto" and not source.local):
         return None
@@ -88,12 +92,13 @@ def open_cache(
     small = (rule,) if rule.chosen is not None else ()
     limits = (
         *small,
+        *encoder.label_identity.items(),
         sizes.chunk_rows,
         sizes.chunk_characters,
         encoder.longest,
         encoder.vocabulary,
         source.piece,
-        FORMAT,
+        CHUNK_FORMAT,
     )
     key = hashlib.blake2b(
         repr((source.fingerprint, encoder.identity, encoder.date, limits, source.times)).encode(),
@@ -117,7 +122,7 @@ def open_cache(
             return None
     except OSError as error:
         if token_cache != "auto":
-            raise refuse(
+            raise config_error(
                 f"--token_cache {token_cache}",
                 f"cannot be created: {error.strerror}",
                 "set it to a writable folder or to off",
@@ -127,21 +132,23 @@ def open_cache(
     return folder
 
 
-class Rows:
-    """Reads the values of a group on from where reading stopped, past the values of chunks that
-    another process has made.
+class GroupCursor:
+    """A reader of a group's values that continues where the previous read ended.
+
+    It skips the values of chunks that a different process has made.
     """
 
     def __init__(self, source: Source, part: int, group: int):
         self.name = f"{part}_{group}"
-        self.place = partial(source.place, part, group)  # the name of a row for a person
+        self.place = partial(source.place, part, group)  # the name of a row in messages
         self._open = partial(source.read, part, group)
         self._values: Iterator[Values] | None = None
         self._end = 0  # the row after the last value read
 
-    def at(self, row: int) -> Values | None:
-        """Reads some values from `row` on, which lies behind all values given before; None at the
-        end of the group.
+    def values_from(self, row: int) -> Values | None:
+        """Read some values, starting at `row`, which must not precede any value already returned.
+
+        Return None at the end of the group.
         """
         if self._values is None:
             self._values, self._end = self._open(row), row
@@ -152,49 +159,49 @@ class Rows:
         return None
 
 
-class Found(NamedTuple):
-    """Holds what the rows of a chunk hold."""
+class ChunkContents(NamedTuple):
+    """The contents of a chunk's rows."""
 
     documents: list[Document]
-    row: int  # after them
-    last: bool  # the group ends there
-    problems: list[Refusal]  # why rows were skipped
-    ready: pa.Array | None = None  # tokens, instead of documents
+    row: int  # the row after them
+    last: bool  # True if the group ends there
+    problems: list[ConfigError]  # why rows were skipped
+    token_lists: pa.Array | None = None  # tokens, instead of documents
     rows: int = 0
     empty: int = 0
 
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads rows as the documents for training, or for evaluation."""
+    """A reader of rows that returns them as documents for training or evaluation."""
 
     source: Source
     sizes: Sizes
     skip: bool
-    held_out: bool | None  # as of a `Reader`
+    held_out: bool | None  # as in `ChunkReader`
     rule: HeldOut
 
-    def read(self, rows: Rows, row: int) -> Found:
-        """Read the rows of a chunk, from `row` on."""
+    def read(self, rows: GroupCursor, row: int) -> ChunkContents:
+        """Read the rows of one chunk, starting at `row`."""
         begin, characters, count, empty = row, 0, 0, 0
         documents: list[Document] = []
-        problems: list[Refusal] = []
+        problems: list[ConfigError] = []
         while row - begin < self.sizes.chunk_rows and characters < self.sizes.chunk_characters:
             some = self._next_values(rows, row, problems)
             if some is None:
-                return Found(documents, row, True, problems, rows=count, empty=empty)
+                return ChunkContents(documents, row, True, problems, rows=count, empty=empty)
             if not isinstance(some, list):
                 if holds_tokens(some.type):
                     assert not documents
-                    return Found([], row, False, problems, some)
-                some = as_python(some)
+                    return ChunkContents([], row, False, problems, some)
+                some = to_python_values(some)
 
             for value in some:
                 place = rows.place(row)
                 row += 1
                 try:
                     new = self._documents(value, place)
-                except Refusal as problem:
+                except ConfigError as problem:
                     refuse_unless(self.skip, problem)
                     problems.append(problem)
                     count += 1
@@ -203,61 +210,72 @@ class DocumentReader:
                     continue
                 count += 1
                 empty += not new
-                characters += sum(characters_of(content) for content, _ in new)
-                documents += new if self.held_out is None else self._own(new, self.held_out)
-        return Found(documents, row, False, problems, rows=count, empty=empty)
+                characters += sum(count_characters(content) for content, _ in new)
+                documents += (
+                    new if self.held_out is None else self._select_parts(new, self.held_out)
+                )
+        return ChunkContents(documents, row, False, problems, rows=count, empty=empty)
 
-    def _next_values(self, rows: Rows, row: int, problems: list[Refusal]) -> Values | None:
-        """Read some values from `row` on; None at the end of the group, and where the rest of it
-        cannot be read and is skipped.
+    def _next_values(
+        self, rows: GroupCursor, row: int, problems: list[ConfigError]
+    ) -> Values | None:
+        """Read some values, starting at `row`.
+
+        Return None at the end of the group, or if the rest of the group cannot be read and is
+        skipped.
         """
         try:
-            return rows.at(row)
-        except UNREADABLE as error:
-            problem = error if isinstance(error, Refusal) else unreadable(rows.place(row), error)
+            return rows.values_from(row)
+        except READ_ERRORS as error:
+            problem = (
+                error
+                if isinstance(error, ConfigError)
+                else unreadable_error(rows.place(row), error)
+            )
             refuse_unless(self.skip, problem)
             problems.append(problem)
             return None
 
-    def _documents(self, value: Any, place: str) -> list[Document] | None:
-        """Return the documents of a row that are not empty; None for a blank line, which is no row.
+    def _documents(self, value: object, place: str) -> list[Document] | None:
+        """Return the non-empty documents of a row.
 
-        Raises `Refusal` for a row that cannot be read.
+        Return None for a blank line, because a blank line is not a row. Raise `ConfigError` for a
+        row that cannot be read.
         """
         if isinstance(value, UnicodeDecodeError):
-            raise refuse(place, *not_utf8(value))
+            raise config_error(place, *encoding_problem(value))
         found = self.source.documents(value, place)
         if found is None:
             return None
         return [document for document in found if not is_empty(document[0])]
 
-    def _own(self, documents: list[Document], held_out: bool) -> list[Document]:
+    def _select_parts(self, documents: list[Document], held_out: bool) -> list[Document]:
         parts = ((self.rule.part(content, held_out), place) for content, place in documents)
         return [(content, place) for content, place in parts if not is_empty(content)]
 
 
 @dataclass(frozen=True)
 class ChunkEncoder:
-    """Makes chunks of documents, or of ready tokens."""
+    """Builder of chunks from documents or from pretokenized documents."""
 
     encoder: Encoder
     sizes: Sizes
     skip: bool
-    held_out: bool | None  # as of a `Reader`
+    held_out: bool | None  # as in `ChunkReader`
     rule: HeldOut
     say: Say
 
-    def chunk(self, found: Found, rows: Rows) -> Chunk:
-        """Make the chunk of documents that were found in `rows`."""
-        if found.ready is not None:
-            return self._ready(found.ready, found.row, rows)
-        self._say_if_long(found.documents)
-        encoded, counts = self._encode(found.documents, found.problems)
-        return _joined(found, encoded, self.encoder.chats, counts)
+    def chunk(self, contents: ChunkContents, rows: GroupCursor) -> Chunk:
+        """Make a chunk from the documents that were read from `rows`."""
+        if contents.token_lists is not None:
+            return self._tokenized_chunk(contents.token_lists, contents.row, rows)
+        self._say_if_long(contents.documents)
+        encoded, counts = self._encode(contents.documents, contents.problems)
+        return _join_encoded(contents, encoded, self.encoder.keeps_labels, counts)
 
     def _say_if_long(self, documents: list[Document]) -> None:
-        """Say which text is tokenised if that takes long."""
-        characters = sum(characters_of(content) for content, _ in documents)
+        """Report which text is being tokenized if it is long enough to take a while."""
+        characters = sum(count_characters(content) for content, _ in documents)
         if characters > self.sizes.long_text:
             longest = max(
                 documents,
@@ -266,32 +284,32 @@ class ChunkEncoder:
             self.say(f"tokenising {longest[1]}: {characters:,} characters of text")
 
     def _encode(
-        self, documents: list[Document], problems: list[Refusal]
-    ) -> tuple[list[Encoded], Counts]:
-        """Encode documents; add to `problems` why some of them are skipped.
+        self, documents: list[Document], problems: list[ConfigError]
+    ) -> tuple[list[Encoded], ChatCounts]:
+        """Encode documents, and append the reason for each skipped document to `problems`.
 
-        A chat may turn out to be broken only when it is rendered. Then each document is encoded
-        alone.
+        A broken chat may be detected only when it is rendered. In that case, each document is
+        encoded separately.
         """
         try:
-            return encode_fitting(self.encoder, documents)
-        except Refusal as problem:
+            return encode_checked(self.encoder, documents)
+        except ConfigError as problem:
             refuse_unless(self.skip, problem)
 
-        encoded, counts = list[Encoded](), Counts()
+        encoded, counts = list[Encoded](), ChatCounts()
         for document in documents:
             try:
-                alone, more = encode_fitting(self.encoder, [document])
+                alone, more = encode_checked(self.encoder, [document])
                 encoded, counts = encoded + alone, counts + more
-            except Refusal as problem:
+            except ConfigError as problem:
                 refuse_unless(self.skip, problem)
                 problems.append(problem)
         return encoded, counts
 
-    def _ready(self, lists: pa.Array, row: int, rows: Rows) -> Chunk:
-        """Make a chunk of documents that are tokens already; the tokens are taken as they are."""
+    def _tokenized_chunk(self, lists: pa.Array, row: int, rows: GroupCursor) -> Chunk:
+        """Make a chunk from pretokenized documents without changing their tokens."""
         if self.encoder.chats:
-            raise refuse(
+            raise config_error(
                 "--dataset",
                 "task sft requires chats, but this column contains token ids",
                 "name the column of the chats with --messages_field",
@@ -305,7 +323,7 @@ class ChunkEncoder:
         offsets = lists.offsets.to_numpy().astype(np.int64)
         starts, lengths = offsets[:-1] - offsets[0], offsets[1:] - offsets[:-1]
 
-        # A document of one token has no token to predict.
+        # A document with a single token has no target.
         empty, barren = nulls + int(np.count_nonzero(lengths == 0)), np.count_nonzero(lengths == 1)
         long = lengths > 1
         if not long.all():
@@ -321,25 +339,23 @@ class ChunkEncoder:
             False,
             len(told),
             int(barren),
-            told[:TOLD],
+            told[:MAX_REPORTED_ROWS],
             rows=count,
             empty=empty,
         )
 
     def _without_wrong_tokens(
-        self, lists: pa.Array, row: int, rows: Rows
+        self, lists: pa.Array, row: int, rows: GroupCursor
     ) -> tuple[pa.Array, list[str]]:
-        """Return the documents of ready tokens that the tokenizer may have made, and why others are
-        skipped.
-        """
+        """Return (the documents with valid token ids, why each other document is skipped)."""
         told, vocabulary = list[str](), self.encoder.vocabulary
-        wrong = wrong_tokens(lists, vocabulary)
+        wrong = invalid_tokens(lists, vocabulary)
         for number, token in wrong:
             rule = (
                 f"contains token {'null' if token is None else token}, but the tokenizer's ids"
                 f" are 0 to {vocabulary - 1}"
             )
-            problem = refuse(
+            problem = config_error(
                 rows.place(row + number),
                 rule,
                 "use the tokenizer that made these tokens (--tokenizer), or correct the row",
@@ -354,73 +370,78 @@ class ChunkEncoder:
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """The files of a corpus' tokens, which the processes of a host share.
+    """The folder with a corpus's token files, shared by the processes of a host.
 
-    If the folder does not allow it, tokens are not kept any more: a folder of somebody else, a full
-    disk or one without locks must not end the run.
+    After a file-system error, no more tokens are stored. A folder of a different user, a full disk
+    or a file system without locks must not end the run.
     """
 
     folder: Path
-    not_kept: threading.Event
+    disabled: threading.Event
     say: Say
-    patient: float
+    notice_after_s: float
 
     def load(self, name: str) -> Chunk | None:
-        return _load(self.folder / f"{name}.arrow")
+        return _load_chunk(self.folder / f"{name}.arrow")
 
     def store(self, name: str, chunk: Chunk) -> None:
-        with self._keeping():
-            if not self.not_kept.is_set():
-                _store(self.folder / f"{name}.arrow", chunk)
+        with self._disable_on_error():
+            if not self.disabled.is_set():
+                _store_chunk(self.folder / f"{name}.arrow", chunk)
 
     @contextlib.contextmanager
-    def turn(self, place: Callable[[], str]) -> Iterator[None]:
-        """Hold the folder's lock, if it has one; say that another process makes the tokens of
-        `place` if that takes long.
+    def lock(self, place: Callable[[], str]) -> Iterator[None]:
+        """Hold the folder's lock, if the folder supports locks.
+
+        If a different process is making the tokens of `place` and the wait is long, report the
+        wait.
         """
         with contextlib.ExitStack() as held:
-            with self._keeping():
+            with self._disable_on_error():
                 waited = (
                     f"waiting for the tokens of {place()}, which another process of this host makes"
                 )
-                held.enter_context(_turn(self.folder, self.patient, lambda: self.say(waited)))
+                held.enter_context(
+                    _lock_folder(self.folder, self.notice_after_s, lambda: self.say(waited))
+                )
             yield
 
     @contextlib.contextmanager
-    def _keeping(self) -> Iterator[None]:
-        """Warn and keep no more tokens after an error of the file system."""
+    def _disable_on_error(self) -> Iterator[None]:
+        """After a file-system error, log a warning and stop storing tokens."""
         try:
             yield
         except OSError as error:
             LOG.warning("tokens are not kept: %s", error)
-            self.not_kept.set()
+            self.disabled.set()
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads chunks of one corpus."""
+class ChunkReader:
+    """A reader of one corpus's chunks."""
 
     source: Source
     encoder: Encoder | None  # None: the documents are samples
-    skip: bool  # broken rows are counted, not refused
+    skip: bool  # count broken rows instead of raising a config error
     sizes: Sizes
     cache: Path | None
-    held_out: bool | None = False  # read the held-out documents, and no others; None: read all
+    held_out: bool | None = False  # True: only held-out documents; False: all others; None: all
     rule: HeldOut = ONE_PERCENT
-    strict: bool = False  # refuse data of which most chats are lost
+    strict: bool = False  # reject data that would lose most of their chats
     say: Say = LOG.warning
-    told: list[str] = field(default_factory=list)  # what was said of rows left out
-    closed: threading.Event = field(default_factory=threading.Event)  # nobody wants the rest
-    # tokens could not be, which was told
-    not_kept: threading.Event = field(default_factory=threading.Event)
-    patient: float = 5.0  # seconds after which it says that it waits for another process
+    told: list[str] = field(default_factory=list)  # messages about skipped rows
+    closed: threading.Event = field(default_factory=threading.Event)  # the stream is closed
+    # set, after a warning, when tokens could not be stored
+    cache_disabled: threading.Event = field(default_factory=threading.Event)
+    patient: float = 5.0  # seconds to wait for a different process before the wait is reported
 
-    def report(self, counts: Counts, rows: int = 0, empty: int = 0, is_all: bool = True) -> None:
-        """Report empty rows, the first chats and their lost text.
+    def report(
+        self, counts: ChatCounts, rows: int = 0, empty: int = 0, is_all: bool = True
+    ) -> None:
+        """Report empty rows, the first chats and the chats' lost text.
 
-        `is_all`: these are the rows of a whole epoch.
-
-        Raises `Refusal` if the lost share exceeds `MOST`, unless bad rows are skipped.
+        `is_all` is True if the counts cover all rows of an epoch. Raise `ConfigError` if the lost
+        share exceeds `MAX_LOST_SHARE`, unless bad rows are skipped.
         """
         if empty:
             self.say(
@@ -433,71 +454,71 @@ class Reader:
         for line in counts.lines(self.encoder.seq_len):
             self.say(line)
         if self.strict and not self.skip and (problems := counts.problems(self.encoder.seq_len)):
-            raise Refusal(problems)
+            raise ConfigError(problems)
 
     def groups(self, part: int) -> int | Chunk | SampleChunk:
-        """Counts the groups of a part.
+        """Return the number of groups in a part.
 
-        For a part that cannot be read and is to be skipped: a chunk without documents that counts
-        the part as broken.
+        If the part cannot be read and bad rows are skipped, return an empty chunk that counts the
+        part as broken.
         """
         try:
             return self.source.groups(part)
-        except Refusal as problem:
+        except ConfigError as problem:
             refuse_unless(self.skip, problem)
-            tell([str(problem)], self.told, self.say)
-            return _no_documents(problem)
+            report_skipped([str(problem)], self.told, self.say)
+            return _unreadable_part(problem)
 
     def chunks(self, part: int, group: int, row: int) -> Iterator[Chunk | SampleChunk]:
-        """Yields the chunks of a group from `row` on.
+        """Yield a group's chunks, starting at `row`.
 
-        Raises `Refusal` for a row that cannot be read, unless broken rows are skipped.
+        Raise `ConfigError` for a row that cannot be read, unless broken rows are skipped.
         """
-        rows = Rows(self.source, part, group)
+        rows = GroupCursor(self.source, part, group)
         while True:
             if self.closed.is_set():
                 raise RuntimeError("the stream is closed")
             chunk = self._chunk(row, rows)
-            tell(chunk.told, self.told, self.say)
+            report_skipped(chunk.told, self.told, self.say)
             yield chunk
             row = chunk.row
             if chunk.last:
                 return
 
-    def _chunk(self, row: int, rows: Rows) -> Chunk | SampleChunk:
+    def _chunk(self, row: int, rows: GroupCursor) -> Chunk | SampleChunk:
         if self.encoder is None:
             return self._samples(row, rows)
         if self.cache is None:
             return self._encoded(row, rows)
-        kept = TokenFolder(self.cache, self.not_kept, self.say, self.patient)
+        kept = TokenFolder(self.cache, self.cache_disabled, self.say, self.patient)
         name = f"{rows.name}_{row}"
-        if (chunk := kept.load(name)) and self._welcome(chunk):
+        if (chunk := kept.load(name)) and self._is_accepted(chunk):
             return chunk
-        if self.not_kept.is_set():
+        if self.cache_disabled.is_set():
             return self._encoded(row, rows)
 
-        # Of all processes of this host one makes the tokens, and the others read them.
-        with kept.turn(partial(rows.place, row)):
-            if (chunk := kept.load(name)) and self._welcome(chunk):
+        # One process on this host makes the tokens, and the other processes read them.
+        with kept.lock(partial(rows.place, row)):
+            if (chunk := kept.load(name)) and self._is_accepted(chunk):
                 return chunk
             chunk = self._encoded(row, rows)
             kept.store(name, chunk)
         return chunk
 
-    def _welcome(self, chunk: Chunk) -> bool:
-        return self.skip or not chunk.bad  # what was skipped once is read again to be refused
+    def _is_accepted(self, chunk: Chunk) -> bool:
+        return self.skip or not chunk.bad  # reread skipped rows to report them
 
     @property
     def _documents(self) -> DocumentReader:
         return DocumentReader(self.source, self.sizes, self.skip, self.held_out, self.rule)
 
-    def _samples(self, row: int, rows: Rows) -> SampleChunk:
+    def _samples(self, row: int, rows: GroupCursor) -> SampleChunk:
         found = self._documents.read(rows, row)
         least = self.sizes.block_bytes // self.sizes.block_samples
         lengths = np.array(
-            [max(least, size_of(content)) for content, _ in found.documents], dtype=np.int64
+            [max(least, estimate_bytes(content)) for content, _ in found.documents], dtype=np.int64
         )
-        told = [problem.problems[0].fault for problem in found.problems[:TOLD]]
+        told = [problem.problems[0].fault for problem in found.problems[:MAX_REPORTED_ROWS]]
         return SampleChunk(
             found.documents,
             lengths,
@@ -510,7 +531,7 @@ class Reader:
             empty=found.empty,
         )
 
-    def _encoded(self, row: int, rows: Rows) -> Chunk:
+    def _encoded(self, row: int, rows: GroupCursor) -> Chunk:
         assert self.encoder is not None
         making = ChunkEncoder(
             self.encoder, self.sizes, self.skip, self.held_out, self.rule, self.say
@@ -518,68 +539,74 @@ class Reader:
         return making.chunk(self._documents.read(rows, row), rows)
 
 
-def refuse_unless(skip: bool, problem: Refusal) -> None:
-    """Raise a problem of a row unless broken rows are skipped. A server that cannot be reached is
-    always a problem.
+def refuse_unless(skip: bool, problem: ConfigError) -> None:
+    """Raise a row's config error unless broken rows are skipped.
+
+    The error for an unreachable server is always raised.
     """
     if not skip or isinstance(problem, Unreachable):
         raise problem
 
 
-def _joined(found: Found, encoded: list[Encoded], chats: bool, counts: Counts) -> Chunk:
-    """Join encoded documents to a chunk. `chats`: a part of the tokens only are targets."""
+def _join_encoded(
+    contents: ChunkContents, encoded: list[Encoded], keeps_labels: bool, counts: ChatCounts
+) -> Chunk:
+    """Join encoded documents into a chunk.
+
+    `keeps_labels` is True if the labels cannot be derived from the tokens.
+    """
     full = [(ids, labels) for ids, labels in encoded if len(ids)]
     ids, labels = np.empty(0, np.int32), None
     if full:
         ids = np.concatenate([ids for ids, _ in full]).astype(np.int32)
-    if full and chats:
+    if full and keeps_labels:
         labels = np.concatenate([labels for _, labels in full]).astype(np.int32)
     lengths = np.array([len(ids) for ids, _ in full], dtype=np.int64)
-    told = [problem.problems[0].fault for problem in found.problems[:TOLD]]
+    told = [problem.problems[0].fault for problem in contents.problems[:MAX_REPORTED_ROWS]]
     return Chunk(
         ids,
         labels,
         np.cumsum(lengths) - lengths,
         lengths,
-        found.row,
-        found.last,
-        len(found.problems),
+        contents.row,
+        contents.last,
+        len(contents.problems),
         len(encoded) - len(full),
         told,
         counts,
-        found.rows,
-        found.empty,
+        contents.rows,
+        contents.empty,
     )
 
 
-def encode_fitting(encoder: Encoder, documents: list[Document]) -> tuple[list[Encoded], Counts]:
-    """Encode documents like `encoder.counted`.
+def encode_checked(encoder: Encoder, documents: list[Document]) -> tuple[list[Encoded], ChatCounts]:
+    """Encode documents as `encoder.encode_with_counts` does.
 
-    Raises `Refusal` for the first one with a token that has no embedding.
+    Raise `ConfigError` for the first document that contains a token without an embedding.
     """
-    encoded, counts = encoder.counted(documents)
+    encoded, counts = encoder.encode_with_counts(documents)
     highest = max((int(ids.max()) for ids, _ in encoded if len(ids)), default=-1)
     if highest >= encoder.vocabulary:
         for document in documents if len(documents) > 1 else ():
-            encode_fitting(encoder, [document])
+            encode_checked(encoder, [document])
         check_token(encoder.tokenizer, highest, documents[0][1])
     return encoded, counts
 
 
-def tell(problems: list[str], told: list[str], say: Say) -> None:
-    """Says which rows were left out, up to `TOLD` times in all; `told` keeps what was said."""
+def report_skipped(problems: list[str], reported: list[str], say: Say) -> None:
+    """Report at most `MAX_REPORTED_ROWS` skipped rows; `reported` collects their problems."""
     for problem in problems:
-        if len(told) < TOLD and problem not in told:
-            told.append(problem)
+        if len(reported) < MAX_REPORTED_ROWS and problem not in reported:
+            reported.append(problem)
             last = (
                 ", the last one that is reported. The metric bad_rows counts on"
-                if len(told) == TOLD
+                if len(reported) == MAX_REPORTED_ROWS
                 else ""
             )
             say(f"skipped (--bad_rows skip): {problem}{last}")
 
 
-def _no_documents(problem: Refusal) -> Chunk:
+def _unreadable_part(problem: ConfigError) -> Chunk:
     nothing = np.empty(0, dtype=np.int64)
     return Chunk(
         nothing.astype(np.int32), None, nothing, nothing, 0, True, 1, 0, [problem.problems[0].fault]
@@ -591,15 +618,19 @@ def _no_documents(problem: Refusal) -> Chunk:
 
 
 @contextlib.contextmanager
-def _turn(folder: Path, patient: float, waiting: Callable[[], None]) -> Iterator[None]:
-    """Holds the folder's lock, which the kernel frees when a process dies; calls `waiting`, from a
-    thread, if another holds the lock for `patient` seconds.
+def _lock_folder(
+    folder: Path, notice_after_s: float, on_wait: Callable[[], None]
+) -> Iterator[None]:
+    """Hold the folder's lock; the kernel releases the lock when the process dies.
+
+    If a different process holds the lock for `notice_after_s` seconds, call `on_wait` from a
+    thread.
     """
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            telling = threading.Timer(patient, waiting)
+            telling = threading.Timer(notice_after_s, on_wait)
             telling.daemon = True
             telling.start()
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -607,16 +638,14 @@ def _turn(folder: Path, patient: float, waiting: Callable[[], None]) -> Iterator
         yield
 
 
-def _load(file: Path) -> Chunk | None:
-    """Maps the chunk kept in `file` into memory; None if there is no such file, or it is
-    damaged.
-    """
+def _load_chunk(file: Path) -> Chunk | None:
+    """Map the chunk in `file` into memory; return None if the file is missing or damaged."""
     try:
         table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
     except FileNotFoundError:
         return None
     except (pa.ArrowException, OSError):
-        return None  # it is made anew
+        return None  # the chunk is made again
     facts = json.loads(table.schema.metadata[b"chunk"])
     columns = {name: table[name].combine_chunks() for name in table.column_names}
     ids = columns["ids"]
@@ -631,11 +660,11 @@ def _load(file: Path) -> Chunk | None:
         np.cumsum(lengths) - lengths,
         lengths,
         **facts,
-        counts=Counts(*counts),
+        counts=ChatCounts(*counts),
     )
 
 
-def _store(file: Path, chunk: Chunk) -> None:
+def _store_chunk(file: Path, chunk: Chunk) -> None:
     offsets = np.concatenate([[0], np.cumsum(chunk.lengths)]).astype(np.int32)
     columns = {"ids": pa.ListArray.from_arrays(offsets, chunk.ids)}
     if chunk.labels is not None:

@@ -1,4 +1,4 @@
-"""What a document is held out by, and how large it is."""
+"""The hash that selects held-out documents, and estimates of a document's size."""
 
 import hashlib
 import json
@@ -8,98 +8,103 @@ from typing import Any
 
 import numpy as np
 
-SHARE = 100  # about one document in so many is held out
-PART = 10  # of a document that is alone the last one in so many parts
+HELD_OUT_ONE_IN = 100  # about one document in 100 is held out
+TAIL_ONE_IN = 10  # the last tenth is held out if the corpus has only one document
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The rule of the documents that are held out for evaluation: about 1 % of all, by a hash of
-    their content.
+    """The rule that selects documents for evaluation: about 1% of all, by a hash of their content.
 
-    In a small corpus that may be no document. Then `chosen` is the hash of the document that is
-    held out, or, with `is_part`, of the only document, whose last tenth is held out.
+    In a small corpus, this rule may select no document. In that case, `chosen` is the hash of the
+    document that is held out. With `is_part`, the corpus contains only the document `chosen`, and
+    its last tenth is held out.
     """
 
     chosen: int | None = None
     is_part: bool = False
 
     def part(self, content: Any, held_out: bool) -> Any:
-        """Return the part of a document for evaluation (`held_out`) or for training; None if it is
-        for the other.
+        """Return a document's part for evaluation (`held_out`) or for training.
+
+        Return None if there is no such part.
         """
-        number = hash_of(content)
+        number = content_hash(content)
         if number == self.chosen and self.is_part:
-            cut = cut_of(content)
+            cut = tail_start(content)
             return content[cut:] if held_out else content[:cut]
-        return content if (number % SHARE == 0 or number == self.chosen) == held_out else None
+        return (
+            content
+            if (number % HELD_OUT_ONE_IN == 0 or number == self.chosen) == held_out
+            else None
+        )
 
     def tokens(
         self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, held_out: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return (starts, lengths) of the documents of ready tokens, or of their parts, as `part`
-        does.
+        """Return (starts, lengths) of the selected documents among pretokenized documents.
 
-        None may be empty.
+        The rule is the same as in `part`. Every document must have at least one token.
         """
-        numbers = hash_of_tokens(ids, starts, lengths)
+        numbers = token_hashes(ids, starts, lengths)
         chosen = (
             numbers == np.uint64(self.chosen)
             if self.chosen is not None
             else np.zeros(len(numbers), dtype=bool)
         )
         if self.is_part:
-            cut = np.where(chosen, lengths * (PART - 1) // PART, 0)
+            cut = np.where(chosen, lengths * (TAIL_ONE_IN - 1) // TAIL_ONE_IN, 0)
             starts, lengths = (
                 (starts + cut, lengths - cut)
                 if held_out
                 else (starts, np.where(chosen, cut, lengths))
             )
-            kept = chosen | ((numbers % np.uint64(SHARE) == 0) == held_out)
+            kept = chosen | ((numbers % np.uint64(HELD_OUT_ONE_IN) == 0) == held_out)
         else:
-            kept = ((numbers % np.uint64(SHARE) == 0) | chosen) == held_out
+            kept = ((numbers % np.uint64(HELD_OUT_ONE_IN) == 0) | chosen) == held_out
         return starts[kept], lengths[kept]
 
 
 ONE_PERCENT = HeldOut()
 
 
-def cut_of(text: str) -> int:
-    """Return where the last tenth of a text begins, after a blank if there is one."""
-    cut = len(text) * (PART - 1) // PART
+def tail_start(text: str) -> int:
+    """Return the index at which a string's last tenth begins, after a blank if there is one."""
+    cut = len(text) * (TAIL_ONE_IN - 1) // TAIL_ONE_IN
     return max(text.rfind("\n", 0, cut), text.rfind(" ", 0, cut)) + 1 or cut
 
 
-def is_held_out(content: Any) -> bool:
-    """Return True for about 1 % of all documents, by their content alone; of a sample by its first
-    column.
+def is_held_out(content: object) -> bool:
+    """Return True for about 1% of all documents; the result depends only on a document's content.
+
+    A sample is selected by its first column.
     """
-    return hash_of(content) % SHARE == 0
+    return content_hash(content) % HELD_OUT_ONE_IN == 0
 
 
-def hash_of(content: Any) -> int:
-    """Return 64 bits of a document; of a sample, 64 bits of its first column."""
+def content_hash(content: object) -> int:
+    """Return a 64-bit hash of a document; for a sample, only the first column is hashed."""
     value = next(iter(content.values())) if isinstance(content, dict) else content
-    return int.from_bytes(hashlib.blake2b(_content(value), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(_content_bytes(value), digest_size=8).digest(), "big")
 
 
-def _content(value: Any) -> bytes:
-    # how `datasets` stores a file
+def _content_bytes(value: object) -> bytes:
+    # the form in which `datasets` stores a file
     if isinstance(value, dict) and (value.get("bytes") or value.get("path")):
         value = value["bytes"] or Path(value["path"])
     if isinstance(value, Path):
-        value = f"{value.parent.name}/{value.name}"  # so that nothing has to be read to know
+        value = f"{value.parent.name}/{value.name}"  # hash the name, so that no file has to be read
     if isinstance(value, bytes | np.ndarray):
         return value if isinstance(value, bytes) else value.tobytes()
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
     return text.encode("utf-8", "replace")
 
 
-def hash_of_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return 64 bits of each document of ready tokens, (documents,) uint64: of its length, and
-    first and last four tokens.
+def token_hashes(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return a 64-bit hash of each pretokenized document, (documents,) uint64.
 
-    None may be empty.
+    The hash covers the document's length, first four tokens and last four tokens. Every document
+    must have at least one token.
     """
     mixed, last = lengths.astype(np.uint64), lengths - 1
     for offset in range(4):
@@ -110,19 +115,22 @@ def hash_of_tokens(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> 
     return mixed
 
 
-def characters_of(content: Any) -> int:
+def count_characters(content: object) -> int:
     return len(content) if isinstance(content, str) else 1000
 
 
-def size_of(value: Any) -> int:
-    """Estimates the bytes that a value of a row takes in memory; of a list by its first element."""
+def estimate_bytes(value: object) -> int:
+    """Estimate the memory in bytes of a row's value.
+
+    The size of a list is estimated from its first element.
+    """
     if isinstance(value, dict):
-        return sum(map(size_of, value.values()))
+        return sum(map(estimate_bytes, value.values()))
     if isinstance(value, list):
         return 56 + len(value) * (
             8
             + (
-                size_of(value[0])
+                estimate_bytes(value[0])
                 if value and isinstance(value[0], list | str | bytes | dict)
                 else 0
             )

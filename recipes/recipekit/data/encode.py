@@ -5,66 +5,69 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..spec.refusal import Problem
-from ..spec.task import IGNORE
+from ..spec.errors import Problem
+from ..spec.task import IGNORE, Documents
 from ..spec.task_specs import TASKS
 from .chat_rows import (
     OPENAI,
     Content,
     Message,
     UnknownRole,
-    learned,
-    messages_of,
-    text_pieces,
+    answer_texts,
+    is_trained_on,
+    parse_messages,
     unknown_keys,
 )
-from .chat_spans import ChatTemplate, Span
+from .chat_spans import CharSpan, ChatTemplate
 from .processors import edges, encode, num_embeddings
 from .source import Document
-from .tokenizer_identity import identity_of
+from .tokenizer_identity import hash_tokenizer
 
-# ids (n,) int64; labels (n,) int64: the token that follows, or IGNORE
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# ids (n,) int64; labels (n,) int64: the next token or IGNORE
 Encoded = tuple[np.ndarray, np.ndarray]
 
 
 TOOLS_OF_ROW = "tools (a column)"
-MOST = 0.5  # the largest share of the chats, or of their answers' text, that may be lost
+MAX_LOST_SHARE = 0.5  # maximum share of the chats, or of their answers' text, that may be lost
 
 
-class Counts(NamedTuple):
+class ChatCounts(NamedTuple):
     """Counts of chats and of their lost text.
 
-    Characters are counted in the answers that are learned.
+    Characters are counted only in answers that are trained on.
     """
 
     rows: int = 0
-    cut: int = 0  # rows that are longer than seq_len
-    barren: int = 0  # rows without a token to learn
-    said: int = 0  # characters
-    dropped: int = 0  # characters that the template drops
-    forms: tuple[str, ...] = ()  # names of the forms of rows
-    keys: tuple[str, ...] = ()  # unread keys of messages
+    truncated: int = 0  # rows that are longer than seq_len
+    barren: int = 0  # rows without a token to train on
+    answer_characters: int = 0  # characters of answers
+    dropped_characters: int = 0  # characters that the template drops
+    forms: tuple[str, ...] = ()  # names of the row formats
+    keys: tuple[str, ...] = ()  # message keys that nothing reads
 
-    def __add__(self, other: Any) -> "Counts":
+    def __add__(self, other: Any) -> "ChatCounts":
         sums = (one + more for one, more in zip(self[:5], other[:5], strict=True))
         names = (
             tuple(sorted({*one, *more})) for one, more in zip(self[5:], other[5:], strict=True)
         )
-        return Counts(*sums, *names)
+        return ChatCounts(*sums, *names)
 
     def lines(self, seq_len: int) -> list[str]:
-        """Return a line about the chats, and a line about unread keys if there are some."""
+        """Return a line about the chats, and a second line if there are unread keys."""
         lost = (
-            f"{self.cut:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have no"
-            " answer to train on"
+            f"{self.truncated:,} are longer than seq_len = {seq_len} and cut, {self.barren:,} have"
+            " no answer to train on"
         )
         dropped = (
-            f"the chat template leaves out {self.dropped / max(1, self.said):.1%} of the answers'"
-            " text"
+            "the chat template leaves out"
+            f" {self.dropped_characters / max(1, self.answer_characters):.1%} of the answers' text"
         )
         found = [
             f"chats: of the first {self.rows:,} rows, read as {' and '.join(self.forms)}, {lost};"
@@ -76,18 +79,19 @@ class Counts(NamedTuple):
         ] * bool(self.keys)
 
     def problems(self, seq_len: int) -> list[Problem]:
-        """Return a problem for each count that exceeds the share `MOST`."""
+        """Return a problem for each lost share that exceeds `MAX_LOST_SHARE`."""
         where, skip = (
             f"--dataset, the first {self.rows:,} rows",
             "or train on the rest with --bad_rows skip",
         )
         found = []
-        if self.cut > MOST * self.rows:
+        if self.truncated > MAX_LOST_SHARE * self.rows:
             rule = (
-                f"{self.cut:,} chats are longer than seq_len = {seq_len}, so their ends are cut off"
+                f"{self.truncated:,} chats are longer than seq_len = {seq_len}, so their ends are"
+                " cut off"
             )
             found.append(Problem(where, rule, f"use a longer --seq_len, {skip}"))
-        if self.barren > MOST * self.rows:
+        if self.barren > MAX_LOST_SHARE * self.rows:
             needed = (
                 "an answer must have the role assistant, must not be excluded by weight or train,"
                 " and must begin within --seq_len tokens"
@@ -99,8 +103,8 @@ class Counts(NamedTuple):
                     f"change the rows ({needed}), {skip}",
                 )
             )
-        if self.dropped > MOST * self.said:
-            share = f"{self.dropped / self.said:.0%}"
+        if self.dropped_characters > MAX_LOST_SHARE * self.answer_characters:
+            share = f"{self.dropped_characters / self.answer_characters:.0%}"
             rule = (
                 f"the chat template leaves out {share} of the answers' text (thoughts, calls or"
                 " content)"
@@ -112,39 +116,44 @@ class Counts(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers that a stream adds up; () without chats."""
+        """The counts that a stream adds up; () without chats."""
         return tuple(self[:5]) if self.rows else ()
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer with the task and the row length of a run.
+    """A tokenizer with a run's task and row length.
 
-    `day`: the date that a chat template writes as today's date.
+    `day` is the date that a chat template writes as today's date. `documents` is the `Task` field
+    of that name. It is not None if the labels cannot be derived from the tokens.
     """
 
     tokenizer: Any
     task: str
     seq_len: int
     day: date | None = None
+    documents: Documents | None = None
 
     def __call__(self, documents: list[Document]) -> list[Encoded]:
-        return self.counted(documents)[0]
+        return self.encode_with_counts(documents)[0]
 
-    def counted(self, documents: list[Document]) -> tuple[list[Encoded], Counts]:
-        """Encode documents: (ids and labels of each, counts of chats)."""
+    def encode_with_counts(self, documents: list[Document]) -> tuple[list[Encoded], ChatCounts]:
+        """Encode documents; return (ids and labels of each document, counts of chats)."""
         contents, places = [content for content, _ in documents], [place for _, place in documents]
         if not documents:
-            return [], Counts()
+            return [], ChatCounts()
+        if self.documents:
+            encode_rows = self.documents.encode
+            return encode_rows(self.tokenizer, contents, places, self.seq_len), ChatCounts()
         if TASKS[self.task].masked:
-            return encode_sequences(self.tokenizer, contents, self.seq_len, places), Counts()
+            return encode_sequences(self.tokenizer, contents, self.seq_len, places), ChatCounts()
         if self.chats:
-            return counted_chats(self.template, contents, places, self.seq_len)
-        return encode_texts(self.tokenizer, contents, places), Counts()
+            return encode_chats_with_counts(self.template, contents, places, self.seq_len)
+        return encode_texts(self.tokenizer, contents, places), ChatCounts()
 
     @property
     def date(self) -> str:
-        """The date that the chat template writes; empty if it writes none."""
+        """The date that the chat template writes; empty if the template writes no date."""
         return self.day.isoformat() if self.day and self.chats and self.template.is_dated else ""
 
     @functools.cached_property
@@ -153,7 +162,7 @@ class Encoder:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end an answer in training; () for a task with masked tokens."""
+        """The tokens that end an answer in training; () for a masked-token task."""
         if TASKS[self.task].masked:
             return ()
         of_chats = (
@@ -172,39 +181,53 @@ class Encoder:
         return TASKS[self.task].chats
 
     @property
+    def keeps_labels(self) -> bool:
+        """Return True if labels are stored because they cannot be derived from the tokens."""
+        return self.chats or self.documents is not None
+
+    @property
     def longest(self) -> int:
-        """Returns the tokens at which documents end, since what is made of a text depends on that;
-        0 if they end nowhere.
+        """The maximum number of tokens in a document, or 0 if there is no maximum.
+
+        This length affects how text is tokenized.
         """
-        return self.seq_len if self.chats or TASKS[self.task].masked else 0
+        ends = self.keeps_labels or TASKS[self.task].masked
+        return self.seq_len if ends else 0
 
     @functools.cached_property
     def vocabulary(self) -> int:
         return num_embeddings(self.tokenizer)
 
+    @property
+    def label_identity(self) -> dict[str, Any]:
+        """The values on which the labels of the task's documents depend; {} without such labels."""
+        return self.documents.identity(self.tokenizer, self.task) if self.documents else {}
+
     @functools.cached_property
     def identity(self) -> str:
-        """The hash of the tokenizer: another value for another tokenizer."""
-        return identity_of(self.tokenizer, self.task)
+        """The tokenizer's hash, which differs between tokenizers."""
+        return hash_tokenizer(self.tokenizer, self.task)
 
 
-def encode_texts(tokenizer: Any, texts: list[str], places: Sequence[str] = ()) -> list[Encoded]:
-    """Encode each text as one document: begin token if the tokenizer adds one, tokens, end token.
+def encode_texts(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], places: Sequence[str] = ()
+) -> list[Encoded]:
+    """Encode each string as one document: the tokenizer's begin token, if any, tokens, end token.
 
-    A document without a target is returned empty. `places` names each text in error messages.
+    A document without a target is returned empty. `places` names each string in error messages.
     """
     begin = [tokenizer.bos_token_id] if edges(tokenizer)[0][:1] == [tokenizer.bos_token_id] else []
     rows = encode(tokenizer, texts, places)["input_ids"]
     documents = (np.array([*begin, *row, tokenizer.eos_token_id], dtype=np.int64) for row in rows)
-    return [_document(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
+    return [_label_tokens(ids, np.ones(len(ids), dtype=bool)) for ids in documents]
 
 
 def encode_sequences(
-    tokenizer: Any, texts: list[str], seq_len: int, places: Sequence[str] = ()
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], seq_len: int, places: Sequence[str] = ()
 ) -> list[Encoded]:
-    """Encode each text as documents of up to `seq_len` tokens. Each token is a target.
+    """Encode each string as documents of up to `seq_len` tokens in which every token is a target.
 
-    Every document is between the tokenizer's edges, such as [CLS] and [SEP].
+    Every document is enclosed in the tokenizer's edge tokens, such as [CLS] and [SEP].
     """
     begin, end = edges(tokenizer)
     room = seq_len - len(begin) - len(end)
@@ -217,49 +240,53 @@ def encode_sequences(
 
 
 def encode_chats(
-    tokenizer: Any, chats: list[Content], places: list[str], seq_len: int
+    tokenizer: "PreTrainedTokenizerBase", chats: list[Content], places: list[str], seq_len: int
 ) -> list[Encoded]:
     """Encode each chat as one document of at most `seq_len` tokens, with loss on the answers.
 
-    An answer is everything that the template writes in a turn of the assistant. `places` names each
-    chat in error messages. A chat without a target is returned empty. Raises `Refusal` for a
+    An answer is everything that the template writes in an assistant turn. `places` names each chat
+    in error messages. A chat without a target is returned empty. Raise `ConfigError` for a
     malformed chat.
     """
-    return counted_chats(ChatTemplate(tokenizer), chats, places, seq_len)[0]
+    return encode_chats_with_counts(ChatTemplate(tokenizer), chats, places, seq_len)[0]
 
 
-def counted_chats(
+def encode_chats_with_counts(
     template: ChatTemplate, chats: list[Content], places: list[str], seq_len: int
-) -> tuple[list[Encoded], Counts]:
-    """Encode chats like `encode_chats`, and count the chats and their lost text."""
-    rendered, counts = [], Counts(rows=len(chats))
-    for messages, tools, place in _readable(template, chats, places):
+) -> tuple[list[Encoded], ChatCounts]:
+    """Encode chats as `encode_chats` does, and count the chats and their lost text."""
+    rendered, counts = [], ChatCounts(rows=len(chats))
+    for messages, tools, place in _parse_chats(template, chats, places):
         text, answers = template.answers(messages, tools, place)
         rendered.append(
-            (text, [span for number, span in answers if number < 0 or learned(messages[number])])
+            (
+                text,
+                [span for number, span in answers if number < 0 or is_trained_on(messages[number])],
+            )
         )
-        counts += _said(messages, text, answers)
-        keys = unknown_keys(messages, template.names)
-        if tools and not template.names("tools"):
+        counts += _count_answer_text(messages, text, answers)
+        keys = unknown_keys(messages, template.mentions)
+        if tools and not template.mentions("tools"):
             keys.add(TOOLS_OF_ROW)
-        counts += Counts(keys=tuple(keys))
+        counts += ChatCounts(keys=tuple(keys))
     forms = {chat.get("form", OPENAI) if isinstance(chat, dict) else OPENAI for chat in chats}
-    counts += Counts(forms=tuple(forms))
+    counts += ChatCounts(forms=tuple(forms))
     texts = [text for text, _ in rendered]
     batch = encode(template.tokenizer, texts, places, return_offsets_mapping=True)
     encoded = []
     for (_, answers), ids, offsets in zip(
         rendered, batch["input_ids"], batch["offset_mapping"], strict=True
     ):
-        wanted = wanted_tokens(offsets, answers)
-        encoded.append(_document(np.array(ids, dtype=np.int64)[:seq_len], wanted[:seq_len]))
-        counts += Counts(cut=int(len(ids) > seq_len), barren=int(not len(encoded[-1][0])))
+        wanted = answer_token_mask(offsets, answers)
+        encoded.append(_label_tokens(np.array(ids, dtype=np.int64)[:seq_len], wanted[:seq_len]))
+        counts += ChatCounts(truncated=int(len(ids) > seq_len), barren=int(not len(encoded[-1][0])))
     return encoded, counts
 
 
-def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.ndarray:
-    """Return which tokens contain a character of an answer, (n,) bool; `offsets` are the spans of
-    the tokens.
+def answer_token_mask(offsets: list[tuple[int, int]], answers: list[CharSpan]) -> np.ndarray:
+    """Return a mask of the tokens that contain a character of an answer, (n,) bool.
+
+    `offsets` contains the tokens' character spans.
     """
     wanted = np.zeros(len(offsets), dtype=bool)
     token = 0
@@ -272,12 +299,13 @@ def wanted_tokens(offsets: list[tuple[int, int]], answers: list[Span]) -> np.nda
     return wanted
 
 
-def _readable(
+def _parse_chats(
     template: ChatTemplate, chats: list[Content], places: list[str]
 ) -> list[tuple[list[Message], list[Any] | None, str]]:
     """Return (messages, tools, place) of each chat.
 
-    Raises `Refusal`; for an unknown role it names all roles of the chats.
+    Raise `ConfigError` for a malformed chat. The error for an unknown role lists all roles in the
+    chats.
     """
     found, unknown, met = [], None, set[str]()
     for chat, place in zip(chats, places, strict=True):
@@ -285,7 +313,7 @@ def _readable(
             (chat["messages"], chat.get("tools")) if isinstance(chat, dict) else (chat, None)
         )
         try:
-            found.append((messages_of(messages, place, template.roles), tools, place))
+            found.append((parse_messages(messages, place, template.roles), tools, place))
             met |= {message["role"] for message in found[-1][0]}
         except UnknownRole as problem:
             unknown, met = unknown or problem, met | problem.met
@@ -294,27 +322,32 @@ def _readable(
     return found
 
 
-def _said(messages: list[Message], text: str, answers: list[tuple[int, Span]]) -> Counts:
-    """Count the characters of the answers that are learned, and the characters of these that the
-    template drops.
+def _count_answer_text(
+    messages: list[Message], text: str, answers: list[tuple[int, CharSpan]]
+) -> ChatCounts:
+    """Count the characters in trained answers, and the characters that the template drops from
+    them.
     """
     said = dropped = 0
     spans = {number: span for number, span in answers if number >= 0}
     for number, message in enumerate(messages):
-        if message["role"] != "assistant" or not learned(message):
+        if message["role"] != "assistant" or not is_trained_on(message):
             continue
         written = text[slice(*spans[number])] if number in spans else text
-        for piece in text_pieces(message):
+        for piece in answer_texts(message):
             stripped = piece.strip()
             said += len(stripped)
             if stripped not in written:
                 lines = filter(None, map(str.strip, re.split(r"\n|</?[^<>\s]+>", stripped)))
                 dropped += sum(len(line) for line in lines if line not in written)
-    return Counts(said=said, dropped=dropped)
+    return ChatCounts(answer_characters=said, dropped_characters=dropped)
 
 
-def _document(ids: np.ndarray, wanted: np.ndarray) -> Encoded:
-    """Labels each id with the next token where that is `wanted`; empty if no token is."""
+def _label_tokens(ids: np.ndarray, is_target: np.ndarray) -> Encoded:
+    """Label each id with the next token if that token is a target.
+
+    Return empty arrays if no token is a target.
+    """
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
-    labels[:-1] = np.where(wanted[1:], ids[1:], IGNORE)
-    return (ids, labels) if wanted[1:].any() else (ids[:0], labels[:0])
+    labels[:-1] = np.where(is_target[1:], ids[1:], IGNORE)
+    return (ids, labels) if is_target[1:].any() else (ids[:0], labels[:0])

@@ -1,7 +1,7 @@
-"""The files below a folder.
+"""Listings of the files below a folder.
 
-A run looks at its data about eight times before its first step, and pictures are many: they are
-listed once.
+A run needs these listings about eight times before its first step, and image folders are large.
+Therefore, the files are listed only once.
 """
 
 import contextlib
@@ -11,104 +11,109 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# nanoseconds after which a change has another time than the one before it, on any file system
-SETTLED = 2_000_000_000
+# nanoseconds after which a further change gets a new time stamp on any file system
+SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files below a folder, sorted, and a stamp of each folder that was listed.
+    """The sorted files below a folder, and a stamp of each listed folder.
 
-    `left_out` has a reason for each entry that is not read. `targets` has the paths to which links
-    lead: each folder, and one file of each folder.
+    `excluded` maps each entry that is not read to the reason. `targets` contains the resolved
+    targets of links: every linked folder, and one linked file per folder.
     """
 
     files: tuple[Path, ...]
     stamps: dict[Path, tuple[int, int, int]]
-    left_out: dict[Path, str]
+    excluded: dict[Path, str]
     targets: tuple[Path, ...]
 
 
-def is_left_out(name: str, is_folder: bool) -> bool:
-    """Return True for a name that `datasets` 5.2.0 leaves out: hidden files and folders, and
-    folders such as __pycache__.
+def is_excluded(name: str, is_folder: bool) -> bool:
+    """Return True for a name that `datasets` 5.2.0 ignores.
+
+    Ignored are hidden files and folders, and folders such as __pycache__.
     """
     return name.startswith(".") or (is_folder and name.startswith("__"))
 
 
-def below(folder: Path, hidden: bool = False) -> tuple[Path, ...]:
-    """List the files of a folder and of the folders below it, sorted; () if `folder` is not a
-    folder.
+def files_below(folder: Path, include_hidden: bool = False) -> tuple[Path, ...]:
+    """Return the files in a folder and its subfolders, sorted.
 
-    Links are followed, except to a folder around the link. `hidden`: also list entries for which
-    `is_left_out` is True.
+    Return () if `folder` is not a folder. Links are followed, except a link to a folder that
+    contains the link. With `include_hidden`, entries for which `is_excluded` is True are also
+    listed.
     """
-    return listing(folder, hidden).files if folder.is_dir() else ()
+    return cached_listing(folder, include_hidden).files if folder.is_dir() else ()
 
 
-def left_out(folder: Path) -> dict[Path, str]:
-    """Return the entries below a folder that are not read, each with its reason."""
-    return listing(folder).left_out if folder.is_dir() else {}
+def excluded_entries(folder: Path) -> dict[Path, str]:
+    """Return the entries below a folder that are not read, each with the reason."""
+    return cached_listing(folder).excluded if folder.is_dir() else {}
 
 
-def targets(folder: Path) -> list[Path]:
-    """Return the resolved paths to which links below a folder lead: each folder, and one file of
-    each folder.
+def link_targets(folder: Path) -> list[Path]:
+    """Return the resolved targets of the links below a folder.
+
+    They are every linked folder, and one linked file per folder.
     """
-    return [path.resolve() for path in listing(folder).targets] if folder.is_dir() else []
+    return [path.resolve() for path in cached_listing(folder).targets] if folder.is_dir() else []
 
 
-def listing(folder: Path, hidden: bool = False) -> Listing:
-    """List a folder.
+def cached_listing(folder: Path, include_hidden: bool = False) -> Listing:
+    """Return a folder's listing, from a cache if nothing changed.
 
-    In a process it is listed again only if files came, went or were renamed in it or below it.
+    A process lists the folder again only if files in the folder or its subfolders were added,
+    removed or renamed.
     """
-    kept, key = _kept(), (folder, hidden)
-    if key not in kept or any(stamp(path) != before for path, before in kept[key].stamps.items()):
-        kept[key] = _listed(folder, hidden)
+    kept, key = _listing_cache(), (folder, include_hidden)
+    if key not in kept or any(
+        folder_stamp(path) != before for path, before in kept[key].stamps.items()
+    ):
+        kept[key] = _scan_folder(folder, include_hidden)
     return kept[key]
 
 
-def folders_of(files: list[Path]) -> list[Path]:
-    """Return the folders that hold these files, sorted."""
+def parent_folders(files: list[Path]) -> list[Path]:
+    """Return the folders that contain these files, sorted."""
     # ten times as fast as file.parent
     return sorted(map(Path, {os.path.dirname(file) for file in files}))
 
 
-def stamp(folder: Path) -> tuple[int, int, int]:
-    """Makes what stays the same as long as a folder's entries do: its number and time.
+def folder_stamp(folder: Path) -> tuple[int, int, int]:
+    """Return a folder's inode and time, which change only if the folder's entries change.
 
-    Of a folder that is gone, or has changed just now, no two are alike.
+    For a folder that is missing or has just changed, every call returns a different stamp.
     """
     now = time.time_ns()
     with contextlib.suppress(OSError):
         stat = folder.stat()
-        return stat.st_ino, stat.st_mtime_ns, now if now - stat.st_mtime_ns < SETTLED else 0
+        return stat.st_ino, stat.st_mtime_ns, now if now - stat.st_mtime_ns < SETTLED_NS else 0
     return 0, 0, now
 
 
 @functools.cache
-def _kept() -> dict[tuple[Path, bool], Listing]:
+def _listing_cache() -> dict[tuple[Path, bool], Listing]:
     return {}
 
 
-class _Entries:
-    """The entries met while a folder is listed."""
+class _FolderScan:
+    """The entries that have been found so far while a folder is listed."""
 
     def __init__(self, hidden: bool):
         self.hidden = hidden
         self.files: list[Path] = []
-        self.reasons: dict[Path, str] = {}  # of the entries that are not read
-        self.targets: dict[str, Path] = {}  # one target of the links in each folder
+        self.reasons: dict[Path, str] = {}  # why entries are not read
+        self.targets: dict[str, Path] = {}  # one resolved link target per folder
 
     def add(self, entry: os.DirEntry) -> bool:
-        """Add an entry of a folder. Return True for a folder that is to be listed."""
+        """Add an entry of a folder; return True if the entry is a folder that should be listed."""
         path = Path(entry.path)
         try:
             is_folder, is_file = entry.is_dir(), entry.is_file()
         except OSError:  # a link to itself
             is_folder = is_file = False
-        if not self.hidden and is_left_out(entry.name, is_folder):
+        if not self.hidden and is_excluded(entry.name, is_folder):
             self.reasons[path] = "hidden folder" if is_folder else "hidden file"
             return False
 
@@ -123,16 +128,16 @@ class _Entries:
         return is_folder
 
 
-def _listed(folder: Path, hidden: bool) -> Listing:
-    found = _Entries(hidden)
+def _scan_folder(folder: Path, include_hidden: bool) -> Listing:
+    found = _FolderScan(include_hidden)
     stamps = dict[Path, tuple[int, int, int]]()
-    # with device and inode of each folder around it
+    # each folder with (device, inode) of all folders that contain it
     folders: list[tuple[Path, frozenset[tuple[int, int]]]] = [(folder, frozenset())]
 
     while folders:
         path, around = folders.pop()
-        # The stamp is older than the list: a change in between shows the next time.
-        stamps[path] = stamp(path)
+        # The stamp is taken before the listing, so a change in between is detected next time.
+        stamps[path] = folder_stamp(path)
         try:
             stat, entries = path.stat(), list(os.scandir(path))  # rglob takes twice as long
         except OSError:

@@ -1,5 +1,6 @@
-"""How the rows of each file format are read: text and JSON lines, Parquet, Arrow, what `datasets`
-streams, and pictures.
+"""Readers of the supported file formats.
+
+The formats are text, JSON lines, CSV, Parquet, Arrow, `datasets` streams, and images.
 """
 
 import contextlib
@@ -11,41 +12,52 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict, Unpack
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..spec.refusal import Refusal, refuse
+from ..spec.errors import ConfigError, config_error
 from . import csv_rows
-from .compression import compression_of, decompressed
-from .csv_rows import Record, separator_of
-from .digests import digests, digests_of_classes, fingerprint
+from .compression import compression_of, open_decompressed
+from .csv_rows import CsvRecord, separator_of
+from .digests import class_digests, file_digests, fingerprint
 from .packing import permutation
-from .remote import Patience, RemoteFile, Unreachable
-from .rows import decoded, not_utf8, row_of, unreadable
-from .source import UNREADABLE, Document, Source, Wanted, holds_tokens
+from .remote import RemoteFile, RetryPolicy, Unreachable
+from .rows import decode_text, encoding_problem, parse_json_row, unreadable_error
+from .source import READ_ERRORS, ColumnSelection, Document, Source, holds_tokens
 
-TOKEN_ROWS = 1024  # rows of ready tokens taken at a time
-TEXT_PARTS = 256  # many small text files are read in about so many parts
-# characters; a longer text file is cut, at a line end, into documents of at most this length
-PIECE = 32 * 1024
-# parts and documents are of so many bytes and characters for each token of a row at least, so that
-# what fits a row stays whole
-TOKEN_LENGTH = 8
-PICTURES_OF_A_PART = 256  # of a folder
-DRAWN_PARTS = 8
-# bytes of a Parquet column read at a time: a large row group needs no more than its first rows do
+TOKEN_ROWS = 1024  # rows of pretokenized documents read at a time
+TEXT_PARTS = 256  # approximate number of parts into which many small text files are grouped
+# Maximum characters of a document. A longer text file is split at line ends into several documents.
+MAX_DOCUMENT_CHARACTERS = 32 * 1024
+# For each token of a row, a part has at least this many bytes, and a document at least this many
+# characters. So a text that fits into a row is not split.
+CHARACTERS_PER_TOKEN = 8
+IMAGES_PER_PART = 256  # images of a folder
+GENERATED_PARTS = 8
+# Number of bytes of a Parquet column to read at a time. With this limit, reading a few rows of a
+# large row group does not load the rest of the group.
 BUFFER, REMOTE_BUFFER = 1 << 18, 4 << 20
 
-# Text and lines: runs of bytes
+
+class SourceOptions(TypedDict, total=False):
+    """Fields of a `Source` that do not depend on the format."""
+
+    files: dict[str, str]
+    local: bool
+    size: int
+    times: tuple[int, ...]
+
+
+# Text and lines: byte ranges
 # ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Span:
-    """Names the lines of a file that begin in bytes `start` to `stop`."""
+class ByteSpan:
+    """The lines of a file that begin in bytes `start` to `stop`."""
 
     file: Path | RemoteFile
     open: Callable[[], BinaryIO]
@@ -58,56 +70,59 @@ class Span:
         return f"{self.file}, from byte {self.start}" if self.start else str(self.file)
 
 
-def spans_of(
-    file: Path | RemoteFile, size: int, opened: Callable[[], BinaryIO], length: int
-) -> list[Span]:
-    """Cuts a file into runs of `length` bytes, each of which can be reached at once: datasets' text
-    builder resumes by reading a file from its start.
+def split_into_spans(
+    file: Path | RemoteFile, size: int, open_file: Callable[[], BinaryIO], length: int
+) -> list[ByteSpan]:
+    """Split a file into ranges of `length` bytes that can be read independently.
+
+    In contrast, the text builder of `datasets` resumes by rereading a file from its start.
     """
     if compression := compression_of(file):
-        return [Span(file, opened, 0, 1 << 62 if size else 0, compression)]
+        return [ByteSpan(file, open_file, 0, 1 << 62 if size else 0, compression)]
     return [
-        Span(file, opened, start, min(start + length, size))
+        ByteSpan(file, open_file, start, min(start + length, size))
         for start in range(0, max(1, size), length)
     ]
 
 
-def _raw_lines(span: Span) -> Iterator[bytes]:
-    """Yields the span's lines, with their ends.
+def _raw_lines(span: ByteSpan) -> Iterator[bytes]:
+    """Yield the span's lines with their line ends.
 
-    Raises OSError, EOFError or zlib.error for a broken file.
+    Raise OSError, EOFError or zlib.error for a broken file.
     """
     with contextlib.ExitStack() as closing:
-        stream: Any = closing.enter_context(span.open())
+        stream = closing.enter_context(span.open())
         if span.compression:
-            stream = closing.enter_context(decompressed(stream, span.compression))
+            stream = closing.enter_context(open_decompressed(stream, span.compression))
         position = 0
         if span.start:
             stream.seek(span.start - 1)
-            # the end of a line that began before
+            # skip the rest of a line that began before the span
             position = span.start - 1 + len(stream.readline())
         while position < span.stop and (line := stream.readline()):
             position += len(line)
             yield line
 
 
-def lines_source(spans: list[Span], wanted: Wanted, mark: str, **more: Any) -> Source:
+def lines_source(
+    spans: list[ByteSpan], wanted: ColumnSelection, mark: str, **more: Unpack[SourceOptions]
+) -> Source:
     def read(part: int, group: int, row: int) -> Iterator[list[bytes]]:
-        return _lines(spans[part], row, wanted.read_rows)
+        return _line_batches(spans[part], row, wanted.read_rows)
 
     return Source(
         tuple(span.name for span in spans),
         lambda part: 1,
         read,
-        partial(_from_line, wanted),
+        partial(_parse_line, wanted),
         mark,
         **more,
     )
 
 
-def _lines(span: Span, row: int, read_rows: int) -> Iterator[list[bytes]]:
+def _line_batches(span: ByteSpan, row: int, read_rows: int) -> Iterator[list[bytes]]:
     if span.stop == 0:
-        raise refuse(
+        raise config_error(
             str(span.file), "is empty", "download it again, or leave it out (--bad_rows skip)"
         )
     lines: list[bytes] = []
@@ -121,7 +136,7 @@ def _lines(span: Span, row: int, read_rows: int) -> Iterator[list[bytes]]:
                 lines = []
     except (OSError, EOFError, zlib.error):
         if lines:
-            yield lines  # what lies before the damage, so that it is told where that is
+            yield lines  # yield the rows before the damage, so that the error reports the right row
         raise
     if lines:
         yield lines
@@ -133,23 +148,26 @@ def text_source(
     part_bytes: int,
     *more: str,
     documents: Callable[[Any, str], list[Document]] | None = None,
-    whole: bool = False,
+    one_span_per_file: bool = False,
     errors: str = "strict",
 ) -> Source:
-    """Makes a corpus of text files.
+    """Return a corpus of text files.
 
-    Each span of bytes is a row: `documents` makes documents of its text, or the text is cut.
-
-    With `whole` a file is never cut into spans. `more` goes into the fingerprint.
+    Each span of bytes is a row. `documents` converts a span's text to documents; by default, the
+    text is split. With `one_span_per_file`, a file is never split into spans. `more` becomes part
+    of the fingerprint.
     """
-    of_files, stats = digests(files), [file.stat() for file in files]
-    sizes, piece = [stat.st_size for stat in stats], max(PIECE, TOKEN_LENGTH * seq_len)
-    documents = documents or partial(_pieces, piece)
+    of_files, stats = file_digests(files), [file.stat() for file in files]
+    sizes, piece = (
+        [stat.st_size for stat in stats],
+        max(MAX_DOCUMENT_CHARACTERS, CHARACTERS_PER_TOKEN * seq_len),
+    )
+    documents = documents or partial(_split_text, piece)
     length, target = (
-        max(part_bytes, TOKEN_LENGTH * seq_len),
+        max(part_bytes, CHARACTERS_PER_TOKEN * seq_len),
         min(part_bytes, sum(sizes) // TEXT_PARTS),
     )
-    runs = _runs_of_spans(files, sizes, length, target, whole)
+    runs = _group_spans(files, sizes, length, target, one_span_per_file)
 
     def read(part: int, group: int, row: int) -> Iterator[list[bytes]]:
         for span in runs[part][row:]:
@@ -157,9 +175,9 @@ def text_source(
 
     def of_span(value: bytes, place: str) -> list[Document]:
         try:
-            text = decoded(value, errors)
+            text = decode_text(value, errors)
         except UnicodeDecodeError as error:
-            raise refuse(place, *not_utf8(error)) from error
+            raise config_error(place, *encoding_problem(error)) from error
         return documents(text, place)
 
     names = tuple(
@@ -179,19 +197,22 @@ def text_source(
     )
 
 
-def _runs_of_spans(
-    files: list[Path], sizes: list[int], length: int, target: int, whole: bool
-) -> list[list[Span]]:
-    """Cut text files into spans of `length` bytes, and group neighbouring spans until a group has
-    `target` bytes.
+def _group_spans(
+    files: list[Path], sizes: list[int], length: int, target: int, one_span_per_file: bool
+) -> list[list[ByteSpan]]:
+    """Split text files into spans of `length` bytes, and group adjacent spans up to `target` bytes.
 
-    With `whole` each file is one span.
+    With `one_span_per_file`, each file is one span.
     """
-    runs: list[list[Span]] = [[]]
+    runs: list[list[ByteSpan]] = [[]]
     held = 0
     for file, size in zip(files, sizes, strict=True):
         opened = partial(open, file, "rb")
-        spans = [Span(file, opened, 0, 1 << 62)] if whole else spans_of(file, size, opened, length)
+        spans = (
+            [ByteSpan(file, opened, 0, 1 << 62)]
+            if one_span_per_file
+            else split_into_spans(file, size, opened, length)
+        )
         for span in spans:
             if runs[-1] and held >= target:
                 runs.append([])
@@ -201,60 +222,66 @@ def _runs_of_spans(
     return runs
 
 
-def _pieces(most: int, text: str, place: str) -> list[Document]:
+def _split_text(max_characters: int, text: str, place: str) -> list[Document]:
     pieces, start = [], 0
     while start < len(text):
-        end = start + most
+        end = start + max_characters
         if end < len(text):
             end = text.rfind("\n", start, end) + 1 or end
-            end = end if end > start else start + most
+            end = end if end > start else start + max_characters
         pieces.append((text[start:end], place))
         start = end
     return pieces
 
 
-def csv_source(tables: list[Path], wanted: Wanted, mark: str, **more: Any) -> Source:
-    """Make a corpus of CSV and TSV files.
+def csv_source(
+    tables: list[Path], wanted: ColumnSelection, mark: str, **more: Unpack[SourceOptions]
+) -> Source:
+    """Return a corpus of CSV and TSV files.
 
-    A file is read from its start, since a line end may be part of a field.
+    A file is always read from its start, because a line end may be part of a field.
     """
 
-    def read(part: int, group: int, row: int) -> Iterator[list[Record]]:
+    def read(part: int, group: int, row: int) -> Iterator[list[CsvRecord]]:
         file = tables[part]
         with contextlib.ExitStack() as closing:
             stream = closing.enter_context(file.open("rb"))
-            stream = closing.enter_context(decompressed(stream, compression_of(file)))
-            header, rows = csv_rows.read(stream, separator_of(file), str(file))
+            stream = closing.enter_context(open_decompressed(stream, compression_of(file)))
+            header, rows = csv_rows.read_csv(stream, separator_of(file), str(file))
             wanted.check(header, str(file))
             rows = itertools.islice(rows, row, None)
             while some := list(itertools.islice(rows, wanted.read_rows)):
                 yield some
 
-    def documents(record: Record, place: str) -> list[Document] | None:
-        row = csv_rows.row_of(record, place)
-        return wanted.documents(wanted.of_row(row), place)
+    def documents(record: CsvRecord, place: str) -> list[Document] | None:
+        row = csv_rows.parse_csv_record(record, place)
+        return wanted.documents(wanted.select_from_row(row), place)
 
     return Source(tuple(map(str, tables)), lambda part: 1, read, documents, mark, **more)
 
 
-def _from_line(wanted: Wanted, line: bytes, place: str) -> list[Document] | None:
+def _parse_line(wanted: ColumnSelection, line: bytes, place: str) -> list[Document] | None:
     if not line.removeprefix(BOM_UTF8).strip():
         return None
-    row = row_of(line, place)
+    row = parse_json_row(line, place)
     wanted.check(list(row), place)
-    return wanted.documents(wanted.of_row(row), place, padded=False)
+    return wanted.documents(wanted.select_from_row(row), place, padded=False)
 
 
-# Tables: Parquet, Arrow, what `datasets` streams
+# Tables: Parquet, Arrow and `datasets` streams
 # ------------------------------------------------------------------
 
 
 def parquet_source(
-    names: tuple[str, ...], opened: Callable[[int], Any], wanted: Wanted, mark: str, **more: Any
+    names: tuple[str, ...],
+    open_part: Callable[[int], Any],
+    wanted: ColumnSelection,
+    mark: str,
+    **more: Unpack[SourceOptions],
 ) -> Source:
-    """Makes a corpus of Parquet files; `opened(part)` is a path or a Python file.
+    """Return a corpus of Parquet files; `open_part(part)` returns a path or a Python file.
 
-    Reads only the pages of the wanted columns, one after the other.
+    Only the pages of the wanted columns are read, one page after the other.
     """
 
     buffer = BUFFER if more.get("local", True) else REMOTE_BUFFER
@@ -262,21 +289,23 @@ def parquet_source(
     @functools.lru_cache(maxsize=4)
     def footer(part: int) -> pq.FileMetaData:
         try:
-            with pq.ParquetFile(opened(part)) as parquet:
+            with pq.ParquetFile(open_part(part)) as parquet:
                 return parquet.metadata
-        except UNREADABLE as error:
-            raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
+        except READ_ERRORS as error:
+            raise (
+                error if isinstance(error, ConfigError) else unreadable_error(names[part], error)
+            ) from error
 
     def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
         found = schema(part)
         wanted.check(found.names, f"{names[part]}, row group {group}")
         rows = TOKEN_ROWS if wanted.are_tokens(found) else wanted.read_rows
         with pq.ParquetFile(
-            opened(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer
+            open_part(part), metadata=footer(part), pre_buffer=False, buffer_size=buffer
         ) as parquet:
-            yield from _cut(
+            yield from _slice_values(
                 parquet.iter_batches(
-                    rows, [group], list(wanted.read(found.names)), use_threads=False
+                    rows, [group], list(wanted.columns_to_read(found.names)), use_threads=False
                 ),
                 wanted,
                 row,
@@ -296,9 +325,12 @@ def parquet_source(
     )
 
 
-def arrow_source(names: tuple[str, ...], wanted: Wanted, mark: str, **more: Any) -> Source:
-    """Makes a corpus of Arrow files, in the format for streams (which `datasets` writes) or for
-    files, mapped into memory.
+def arrow_source(
+    names: tuple[str, ...], wanted: ColumnSelection, mark: str, **more: Unpack[SourceOptions]
+) -> Source:
+    """Return a corpus of memory-mapped Arrow files.
+
+    The files may have the stream format, which `datasets` writes, or the file format.
     """
 
     def batches(part: int) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
@@ -312,7 +344,7 @@ def arrow_source(names: tuple[str, ...], wanted: Wanted, mark: str, **more: Any)
     def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
         schema, tables = batches(part)
         wanted.check(schema.names, names[part])
-        yield from _cut(tables, wanted, row, validate=True)
+        yield from _slice_values(tables, wanted, row, validate=True)
 
     return Source(
         names,
@@ -325,31 +357,33 @@ def arrow_source(names: tuple[str, ...], wanted: Wanted, mark: str, **more: Any)
     )
 
 
-def _are_tokens(names: tuple[str, ...], schema: Callable[[int], pa.Schema], wanted: Wanted) -> bool:
-    """Finds out whether the first file that can be read holds documents of ready tokens."""
+def _are_tokens(
+    names: tuple[str, ...], schema: Callable[[int], pa.Schema], wanted: ColumnSelection
+) -> bool:
+    """Return True if the first readable file contains pretokenized documents."""
     for part in range(len(names)):
         try:
             found = schema(part)
         except Unreachable:
             raise
-        except UNREADABLE:
-            continue  # told when its turn comes
+        except READ_ERRORS:
+            continue  # reported when the part is read
         return wanted.are_tokens(found)
     return False
 
 
-def _cut(
-    tables: Iterator[Any], wanted: Wanted, row: int, validate: bool = False
+def _slice_values(
+    tables: Iterator[Any], wanted: ColumnSelection, row: int, validate: bool = False
 ) -> Iterator[pa.Array]:
-    """Yields the wanted values from `row` on, some at a time.
+    """Yield the wanted values in slices, starting at `row`.
 
-    Raises pa.ArrowInvalid for offsets that point nowhere.
+    With `validate`, raise pa.ArrowInvalid for invalid offsets.
     """
     at = 0
     for table in tables:
         skipped = min(max(0, row - at), table.num_rows)
         at += table.num_rows
-        values = wanted.of_table(table).slice(skipped)
+        values = wanted.select_from_table(table).slice(skipped)
         if validate:
             values.validate(full=True)
         size = TOKEN_ROWS if holds_tokens(values.type) else wanted.read_rows
@@ -360,21 +394,23 @@ def _cut(
 def streamed_source(
     dataset: datasets.IterableDataset,
     names: tuple[str, ...],
-    wanted: Wanted,
+    wanted: ColumnSelection,
     mark: str,
-    patience: Patience,
+    patience: RetryPolicy,
 ) -> Source:
-    """Makes a corpus of whatever `datasets` streams.
+    """Return a corpus that `datasets` streams.
 
-    A fault of the network opens the group again, at the row that was reached.
+    After a network error, the group is reopened at the row where reading stopped.
     """
 
     @functools.lru_cache(maxsize=4)
     def opened(part: int) -> datasets.IterableDataset:
         try:
             return patience(names[part], lambda: dataset.shard(len(names), part).reshard())
-        except UNREADABLE as error:
-            raise error if isinstance(error, Refusal) else unreadable(names[part], error) from error
+        except READ_ERRORS as error:
+            raise (
+                error if isinstance(error, ConfigError) else unreadable_error(names[part], error)
+            ) from error
 
     def read(part: int, group: int, row: int) -> Iterator[pa.Array]:
         values: Iterator[pa.Array] | None = None
@@ -383,7 +419,7 @@ def streamed_source(
             nonlocal values
             try:
                 if values is None:
-                    values = _cut(
+                    values = _slice_values(
                         opened(part)
                         .shard(opened(part).num_shards, group)
                         .with_format("arrow")
@@ -395,7 +431,7 @@ def streamed_source(
             except KeyError:
                 wanted.check(list(dataset.column_names or []), f"{names[part]}, row group {group}")
                 raise
-            except UNREADABLE as error:
+            except READ_ERRORS as error:
                 values = None
                 raise error
 
@@ -415,23 +451,23 @@ def streamed_source(
     )
 
 
-# Samples one by one: pictures of a folder, and those that are drawn
+# Samples: images of a folder, and generated samples
 # ---------------------------------------------------
 
 
-def picture_source(files: list[Path], wanted: Wanted) -> Source:
-    """Makes a corpus of pictures that lie in a folder for each class; classes are numbered in the
-    order of their names.
+def image_source(files: list[Path], wanted: ColumnSelection) -> Source:
+    """Return a corpus of images with one folder per class.
 
-    Each part has pictures of all classes, as blocks of parts that lie near each other are shuffled.
-    A picture is read when a micro-batch is made of it.
+    Classes are numbered in the order of their names. Each part contains images of all classes,
+    because only adjacent parts are shuffled together. An image file is read only when its
+    micro-batch is made.
     """
-    of_classes = digests_of_classes(files)
+    of_classes = class_digests(files)
     numbers = {name: number for number, name in enumerate(sorted(of_classes))}
     order = permutation(len(files), "pictures")
 
     def read(part: int, group: int, row: int) -> Iterator[list[Path]]:
-        mine = order[part * PICTURES_OF_A_PART :][:PICTURES_OF_A_PART]
+        mine = order[part * IMAGES_PER_PART :][:IMAGES_PER_PART]
         for first in range(row, len(mine), wanted.read_rows):
             yield [files[number] for number in mine[first : first + wanted.read_rows]]
 
@@ -440,9 +476,7 @@ def picture_source(files: list[Path], wanted: Wanted) -> Source:
             (dict(zip(wanted.names, (file, numbers[file.parent.name]), strict=True)), str(file))
         ]
 
-    names = tuple(
-        f"pictures, part {number}" for number in range(-(-len(files) // PICTURES_OF_A_PART))
-    )
+    names = tuple(f"pictures, part {number}" for number in range(-(-len(files) // IMAGES_PER_PART)))
     return Source(
         names,
         lambda part: 1,
@@ -453,20 +487,22 @@ def picture_source(files: list[Path], wanted: Wanted) -> Source:
     )
 
 
-def drawn_source(drawn: Callable[[int], dict[str, Any]], count: int, wanted: Wanted) -> Source:
-    """Makes the corpus `builtin` of samples, of which `drawn` makes each from its number."""
-    length = -(-count // DRAWN_PARTS)
+def generated_source(
+    make_row: Callable[[int], dict[str, Any]], count: int, wanted: ColumnSelection
+) -> Source:
+    """Return the `builtin` corpus of samples; `make_row` generates each sample from its index."""
+    length = -(-count // GENERATED_PARTS)
 
     def read(part: int, group: int, row: int) -> Iterator[list[int]]:
         mine = range(part * length, min((part + 1) * length, count))
         for first in range(row, len(mine), wanted.read_rows):
             yield list(mine[first : first + wanted.read_rows])
 
-    names = tuple(f"builtin, part {number}" for number in range(DRAWN_PARTS))
+    names = tuple(f"builtin, part {number}" for number in range(GENERATED_PARTS))
     return Source(
         names,
         lambda part: 1,
         read,
-        lambda number, place: [(drawn(number), place)],
+        lambda number, place: [(make_row(number), place)],
         f"builtin {wanted.task} {count}",
     )

@@ -1,4 +1,4 @@
-"""Data sets in the hub's cache, which are read from there if the hub cannot be reached."""
+"""Hub data sets that are read from the local cache if the hub is unreachable."""
 
 import re
 from collections import defaultdict
@@ -10,38 +10,43 @@ import datasets
 from datasets import config as datasets_config
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..spec.hub import DATASETS, hub_is_away, not_cached, snapshot_of
-from ..spec.refusal import Refusal, refuse
+from ..spec.errors import ConfigError, config_error
+from ..spec.hub import DATASETS, hub_is_unreachable, not_cached, snapshot_of
 from .formats import parquet_source, streamed_source
 from .mixture import Domain
-from .remote import Patience
-from .source import Source, Wanted
+from .remote import RetryPolicy
+from .source import ColumnSelection, Source
 
-SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # how `datasets` names the files of a split
+SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")  # file name of a split, by `datasets`
 
 
 def cached_commit(dataset: str, revision: str) -> str:
-    """Return the commit to read from the cache; "" if the hub can be reached or the cache has
-    none.
+    """Return the commit to read from the cache.
+
+    Return "" if the hub is reachable or if the cache has no commit.
     """
-    if not (datasets_config.HF_HUB_OFFLINE or hub_is_away()):
+    if not (datasets_config.HF_HUB_OFFLINE or hub_is_unreachable()):
         return ""
     snapshot = snapshot_of(dataset, revision, DATASETS)
     return snapshot.name if snapshot else ""
 
 
 def cached_source(
-    domain: Domain, commit: str, split: str, wanted: Wanted, mark: str, patience: Patience
+    domain: Domain,
+    commit: str,
+    split: str,
+    wanted: ColumnSelection,
+    mark: str,
+    patience: RetryPolicy,
 ) -> Source:
-    """Open a split of a data set's cached files.
+    """Open a split from a data set's cached files.
 
-    `mark` is the fingerprint, the same as from the hub.
-
-    Raises `Refusal` if this machine has not all files, or if `datasets` cannot read them.
+    `mark` is the fingerprint, which is the same as for the files on the hub. Raise `ConfigError` if
+    files are missing on this host, or if `datasets` cannot read them.
     """
     where, snapshot = f"--dataset {domain.dataset}", snapshot_of(domain.dataset, commit, DATASETS)
     if snapshot is None:
-        raise refuse(
+        raise config_error(
             where,
             f"commit {commit} is not in the cache of this host",
             not_cached(domain.dataset, commit, DATASETS),
@@ -56,7 +61,7 @@ def cached_source(
         dataset: Any = builder.as_streaming_dataset(split=split)
     except (OSError, ValueError, RuntimeError) as error:
         # datasets 5.2 raises RuntimeError for a data set that has a script.
-        if isinstance(error, Refusal):
+        if isinstance(error, ConfigError):
             raise
         rule = (
             f"its cached commit {commit} cannot be read:"
@@ -66,7 +71,7 @@ def cached_source(
             "download all files on a machine with network access: hf download --repo-type dataset"
             f" {domain.dataset} --revision {commit}"
         )
-        raise refuse(where, rule, fix) from error
+        raise config_error(where, rule, fix) from error
     names = tuple(
         f"{domain.dataset}, shard {number} of {dataset.num_shards}"
         for number in range(dataset.num_shards)
@@ -75,7 +80,7 @@ def cached_source(
 
 
 def check_shards(where: str, files: Iterable[str], dataset: str, commit: str) -> None:
-    """Raise `Refusal` if the names of a split's files show that the cache has only some of them."""
+    """Raise `ConfigError` if the names of a split's files show that some files are not cached."""
     found: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
     for file in files:
         if shard := SHARD.fullmatch(file):
@@ -90,12 +95,13 @@ def check_shards(where: str, files: Iterable[str], dataset: str, commit: str) ->
                 "download all files on a machine with network access: hf download --repo-type"
                 f" dataset {dataset} --revision {commit}"
             )
-            raise refuse(where, rule, fix)
+            raise config_error(where, rule, fix)
 
 
 def hub_commits(corpus: dict[str, str]) -> dict[str, str]:
-    """Return the commit of each data set of the hub, by its name, from the fingerprints of a
-    stream's corpora.
+    """Return {name: commit} of the hub data sets.
+
+    `corpus` contains the fingerprints of a stream's corpora.
     """
     found = (
         re.match(r"(?P<name>[^@\s]+?)/[^/@]*/[^/@]*@(?P<commit>[0-9a-f]{40}) ", mark)

@@ -1,13 +1,14 @@
-"""Mixtures: several corpora in given shares of the tokens, dealt row by row to whichever is
-furthest behind.
+"""Mixtures of several corpora with given shares of the tokens.
+
+Each row is dealt from the corpus that is furthest below its share.
 """
 
 import os
 import re
 from dataclasses import dataclass
 
-from ..spec.paths import is_there
-from ..spec.refusal import Problem, Refusal
+from ..spec.errors import ConfigError, Problem
+from ..spec.paths import path_exists
 
 _DOMAIN = re.compile(r"\s*([A-Za-z][\w-]*)\s*=(.+)@([^@]+)", re.DOTALL)
 _FORM = (
@@ -18,12 +19,12 @@ _FORM = (
 
 @dataclass(frozen=True)
 class Domain:
-    """Names one corpus of a mixture, or the only one (name "")."""
+    """One corpus of a mixture, or the only corpus (with the name "")."""
 
     name: str
     dataset: str
     subset: str = ""
-    # (from this step on, weight), steps ascending from 1
+    # (first step, weight), in ascending order of steps; the first step must be 1
     weights: tuple[tuple[int, float], ...] = ((1, 1.0),)
 
     def weight(self, step: int) -> float:
@@ -31,21 +32,20 @@ class Domain:
 
 
 def domains_of(dataset: str, subset: str = "") -> list[Domain]:
-    """Reads which corpora the flag `--dataset` names.
+    """Return the corpora that the flag `--dataset` specifies.
 
-    Raises `Refusal` for a mixture that is written wrong.
-
-    A mixture is NAME=DATASET@WEIGHT, joined by `;`. A hub id or a folder in it may carry its
-    subset, ORG/NAME:SUBSET; the others have `subset`.
+    The entries of a mixture have the form NAME=DATASET@WEIGHT and are separated by `;`. In a
+    mixture, a hub id or a folder may specify a subset: ORG/NAME:SUBSET. All other entries use
+    `subset`. Raise `ConfigError` for a malformed mixture.
     """
     if ";" not in dataset and not _DOMAIN.fullmatch(dataset):
         if problem := _blank_entry(dataset):
-            raise Refusal([problem])
+            raise ConfigError([problem])
         return [Domain("", dataset, subset)]
     domains, problems = [], []
     for part in filter(str.strip, dataset.split(";")):
         found = _DOMAIN.fullmatch(part)
-        weights = _weights(found[3]) if found else None
+        weights = _parse_weights(found[3]) if found else None
         if found is None or weights is None:
             problems.append(
                 Problem(f"--dataset: {part.strip()!r}", "is not a valid part of a mixture", _FORM)
@@ -76,15 +76,16 @@ def domains_of(dataset: str, subset: str = "") -> list[Domain]:
                 )
             )
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
     return domains
 
 
 def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
-    """Return a problem if a data set, or an entry of its list, is empty: a path that is empty means
-    the current folder.
+    """Return a problem if a data set, or an entry in its list, is empty.
+
+    An empty path would refer to the current folder.
     """
-    entries = [dataset] if is_there(dataset) else dataset.split(",")
+    entries = [dataset] if path_exists(dataset) else dataset.split(",")
     if all(map(str.strip, entries)):
         return None
     where = f"--dataset: {domain} = {dataset!r}" if domain else f"--dataset {dataset!r}"
@@ -102,14 +103,14 @@ def _blank_entry(dataset: str, domain: str = "") -> Problem | None:
 
 
 def _has_subset(corpus: str) -> bool:
-    """Return True for a hub id or an existing folder with a subset after a colon."""
+    """Return True for a hub id or an existing folder that is followed by a colon and a subset."""
     folder = os.path.expanduser(corpus.rpartition(":")[0])
-    is_folder = ":" in corpus[1:] and os.path.isdir(folder) and not is_there(corpus)
+    is_folder = ":" in corpus[1:] and os.path.isdir(folder) and not path_exists(corpus)
     return is_folder or re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.-]+", corpus) is not None
 
 
-def _weights(text: str) -> tuple[tuple[int, float], ...] | None:
-    """Reads `70|1000:50` as ((1, 70.0), (1000, 50.0)); None if it is written wrong."""
+def _parse_weights(text: str) -> tuple[tuple[int, float], ...] | None:
+    """Parse `70|1000:50` as ((1, 70.0), (1000, 50.0)); return None if it is malformed."""
     found = [(1, text.split("|")[0])]
     for change in text.split("|")[1:]:
         step, colon, weight = change.partition(":")
@@ -122,11 +123,11 @@ def _weights(text: str) -> tuple[tuple[int, float], ...] | None:
 
 
 def furthest_behind(tokens: list[int], weights: list[float], row: int) -> int:
-    """Finds the domain whose tokens, once a row of `row` tokens is dealt, are furthest below its
-    share of all; the first of equals.
+    """Return the domain that is furthest below its share after a row of `row` tokens is dealt.
 
-    The greedy choice of the largest error is the rule of Megatron-LM's blended data sets: after any
-    row every domain is within about one row of its share.
+    In case of a tie, return the first domain. Megatron-LM's blended data sets use the same rule: a
+    greedy choice of the largest error. With this rule, every domain stays within about one row of
+    its share.
     """
     total, of_all = sum(tokens) + row, sum(weights)
     behind = [

@@ -1,6 +1,6 @@
-"""Packing: which documents lie together in which row.
+"""Packing: the assignment of documents to rows.
 
-A pure function of the documents' lengths and a key.
+The assignment depends only on the documents' lengths and a key.
 """
 
 import hashlib
@@ -11,12 +11,12 @@ import numpy as np
 from ..spec.task import IGNORE
 
 
-def hashes(numbers: np.ndarray, *key: object) -> np.ndarray:
-    """Draws a number below 2^64 for each of `numbers`, (n,) -> (n,) uint64, from (key, number)
-    only, in every version of everything.
+def keyed_hashes(numbers: np.ndarray, *key: object) -> np.ndarray:
+    """Return a pseudo-random number below 2^64 for each of `numbers`, (n,) -> (n,) uint64.
 
-    It is splitmix64 (Steele, Lea and Flood, OOPSLA 2014), begun at a hash of the key; no two are
-    equal, since each step has an inverse.
+    The result depends only on (key, number), and must never change between versions. The function
+    is splitmix64 (Steele, Lea and Flood, OOPSLA 2014), seeded with a hash of the key. Different
+    numbers have different results because each step of splitmix64 is invertible.
     """
     begin = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     mixed = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(begin)
@@ -26,59 +26,57 @@ def hashes(numbers: np.ndarray, *key: object) -> np.ndarray:
 
 
 def permutation(count: int, *key: object) -> np.ndarray:
-    """Orders 0 .. count-1 in a way that depends on `key` only: each number is sorted by its
-    hash.
-    """
-    return np.argsort(hashes(np.arange(count, dtype=np.uint64), *key))
+    """Return 0 .. count-1, sorted by hashes that depend only on `key`."""
+    return np.argsort(keyed_hashes(np.arange(count, dtype=np.uint64), *key))
 
 
 class Packing(NamedTuple):
-    """Describes rows tiled by pieces: documents, parts of seq_len tokens of longer ones, and
-    padding.
+    """Rows filled with segments: documents, seq_len tokens of longer documents, and padding.
 
-    Pieces are in the order of their rows.
+    The segments are sorted by row.
     """
 
-    # (pieces,) int64: first token of the piece, among the tokens of all documents and the padding
-    # after them
+    # (segments,) int64: index of each segment's first token in the sequence of all documents'
+    # tokens and the padding
     starts: np.ndarray
-    lengths: np.ndarray  # (pieces,) int64
-    first: np.ndarray  # (rows + 1,) int64: the row's first piece
-    fill: np.ndarray  # (rows,) int64: tokens of documents that the row holds
+    lengths: np.ndarray  # (segments,) int64
+    first_segment: np.ndarray  # (rows + 1,) int64: index of each row's first segment
+    fill: np.ndarray  # (rows,) int64: document tokens in each row
 
 
-def pack(
-    begin: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *key: object
+def pack_documents(
+    starts: np.ndarray, lengths: np.ndarray, padding: int, seq_len: int, *key: object
 ) -> Packing:
-    """Packs the documents of `lengths` (> 0) tokens that start at token `begin` into as few rows of
-    `seq_len` as best-fit decreasing needs.
+    """Pack documents of `lengths` (> 0) tokens, which start at `starts`, into rows of `seq_len`.
 
-    Rows, and documents of one length, are in an order drawn by `key`. Only a document longer than a
-    row is cut: into whole rows and a rest (best-fit packing: arXiv 2404.10830), and the rest once
-    more where that saves a row. A row that is not full ends with tokens from `padding` on.
+    The number of rows never exceeds the number that best-fit decreasing needs. `key` determines the
+    order of the rows, and of documents with equal lengths. Only a document that is longer than a
+    row is split: into full rows and a remainder (best-fit packing: arXiv 2404.10830). The remainder
+    is split once more if that saves a row. A row that is not full ends with tokens that start at
+    index `padding`.
     """
-    whole = lengths // seq_len  # (documents,): rows that each document fills
+    whole = lengths // seq_len  # (documents,): full rows of each document
     number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
-    full_starts = np.repeat(begin, whole) + number * seq_len
+    full_starts = np.repeat(starts, whole) + number * seq_len
 
     rest = lengths - whole * seq_len
-    if not rest.any():  # each row is one piece; the general case below gives the same
+    if not rest.any():  # all rows have a single segment; the general case below gives the same
         order = permutation(len(full_starts), "rows", *key)
         full = np.full(len(order), seq_len)
         return Packing(full_starts[order], full, np.arange(len(order) + 1), full)
 
-    rests = _pack_rests(begin + whole * seq_len, rest, whole > 0, seq_len, *key)
+    rests = _pack_remainders(starts + whole * seq_len, rest, whole > 0, seq_len, *key)
     return _shuffle_and_pad(full_starts, rests, padding, seq_len, *key)
 
 
-def _pack_rests(
-    starts: np.ndarray, sizes: np.ndarray, of_longer: np.ndarray, seq_len: int, *key: object
+def _pack_remainders(
+    starts: np.ndarray, sizes: np.ndarray, is_remainder: np.ndarray, seq_len: int, *key: object
 ) -> np.ndarray:
-    """Pack the rests of documents that are shorter than a row: (3, pieces) int64, which are the
-    first token, the tokens and the row of each piece.
+    """Pack the remainders of documents into rows.
 
-    `sizes` is 0 for a document without a rest. `of_longer` is true for the rest of a document that
-    is longer than a row. Rests of one size are in an order drawn by `key`.
+    Return (3, segments) int64: each segment's first token, number of tokens, and row. `sizes` is 0
+    for a document without a remainder. `is_remainder` is True for a document that is longer than a
+    row. `key` determines the order of remainders with equal sizes.
     """
     left = np.flatnonzero(sizes)
     left = left[permutation(len(left), "ties", *key)]
@@ -86,20 +84,21 @@ def _pack_rests(
 
     tokens = sizes[left].tolist()
     pieces = list(zip(starts[left].tolist(), tokens, _best_fit(tokens, seq_len), strict=True))
-    pieces = _dissolved(pieces, of_longer[left].tolist(), seq_len)
+    pieces = _dissolve_rows(pieces, is_remainder[left].tolist(), seq_len)
     return np.array(pieces, dtype=np.int64).reshape(-1, 3).T
 
 
 def _shuffle_and_pad(
-    full_starts: np.ndarray, rests: np.ndarray, padding: int, seq_len: int, *key: object
+    full_starts: np.ndarray, remainders: np.ndarray, padding: int, seq_len: int, *key: object
 ) -> Packing:
-    """Order the full rows and the rows of `rests` by `key`, and end rows with room by a piece of
-    padding.
+    """Order the full rows and the rows of `remainders` by `key`, and pad incomplete rows.
+
+    A row's padding is a separate segment.
     """
     num_full = len(full_starts)
-    rest_starts, rest_sizes, rest_rows = rests
+    rest_starts, rest_sizes, rest_rows = remainders
     num_rows = num_full + (int(rest_rows.max()) + 1 if len(rest_rows) else 0)
-    rank = np.empty(num_rows, dtype=np.int64)  # of each row in the drawn order
+    rank = np.empty(num_rows, dtype=np.int64)  # position of each row in the shuffled order
     rank[permutation(num_rows, "rows", *key)] = np.arange(num_rows)
     rows = np.concatenate([rank[:num_full], rank[num_full + rest_rows]])
     sizes = np.concatenate([np.full(num_full, seq_len), rest_sizes])
@@ -110,19 +109,20 @@ def _shuffle_and_pad(
     sizes = np.concatenate([sizes, seq_len - fill[padded]])
     starts = np.concatenate([full_starts, rest_starts, np.full(len(padded), padding)])
 
-    # The sort is stable, so the padding stays behind the other pieces of its row.
+    # The sort is stable, so each row's padding stays behind the row's other segments.
     order = np.argsort(rows, kind="stable")
     first = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=num_rows))])
     return Packing(starts[order], sizes[order], first, fill)
 
 
 def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
-    """Chooses the row of each piece (sizes descending): the fullest one that has room, else a new
-    one.
+    """Return a row for each size: the fullest row with enough room, or a new row.
+
+    `sizes` must be in descending order.
     """
-    rows_with_room: dict[int, list[int]] = {}  # tokens of room -> rows that have just that
-    # a bit for each key of it that is not empty, so that the smallest room that does is found at
-    # once
+    rows_with_room: dict[int, list[int]] = {}  # free tokens -> rows with exactly this many
+    # One bit per non-empty key of `rows_with_room`, so that the smallest sufficient room is found
+    # directly.
     rooms = 0
     rows, count = [], 0
     for size in sizes:
@@ -144,90 +144,94 @@ def _best_fit(sizes: list[int], seq_len: int) -> list[int]:
     return rows
 
 
-Piece = tuple[int, int, int]  # first token, tokens, row
+PackedSegment = tuple[int, int, int]  # first token, tokens, row
 
 
-def _dissolved(pieces: list[Piece], of_longer: list[bool], seq_len: int) -> list[Piece]:
-    """Puts the pieces into fewer rows: rests of longer documents, cut once more, fill the gaps of
-    other rows.
+def _dissolve_rows(
+    segments: list[PackedSegment], is_remainder: list[bool], seq_len: int
+) -> list[PackedSegment]:
+    """Move segments into fewer rows by splitting remainders over the gaps of other rows.
 
-    The emptiest row is dissolved if it holds nothing but such rests, and the gaps of the other rows
-    take them in parts of a 32nd of a row at least.
+    The emptiest row is dissolved if it contains only remainders of longer documents. These
+    remainders move to the gaps of the other rows, in parts of at least a 32nd of a row.
     """
-    pieces, of_longer, gone = list(pieces), list(of_longer), set[int]()
-    gaps, held = _rows_of(pieces, seq_len)
+    segments, is_remainder, gone = list(segments), list(is_remainder), set[int]()
+    gaps, held = _row_contents(segments, seq_len)
     least = max(1, seq_len // 32)
 
     for donor in sorted(range(len(gaps)), key=lambda row: (-gaps[row], row)):
         needed = seq_len - gaps[donor]
         if sum(gaps) - gaps[donor] < needed:
             break
-        if not all(of_longer[number] for number in held[donor]):
+        if not all(is_remainder[number] for number in held[donor]):
             continue
-        takers = _takers(gaps, least, gone | {donor})
+        takers = _rows_with_room(gaps, least, gone | {donor})
         if sum(gaps[row] for row in takers) < needed:
             continue
 
         for number in held[donor]:
-            pieces[number], *others = _cut_into_gaps(pieces[number], takers, gaps)
-            held[pieces[number][2]].append(number)
+            segments[number], *others = _split_into_gaps(segments[number], takers, gaps)
+            held[segments[number][2]].append(number)
             for other in others:
-                held[other[2]].append(len(pieces))
-                pieces.append(other)
-                of_longer.append(True)
+                held[other[2]].append(len(segments))
+                segments.append(other)
+                is_remainder.append(True)
         gone.add(donor)
         gaps[donor] = 0
 
     left = (row for row in range(len(gaps)) if row not in gone)
     rank = {row: number for number, row in enumerate(left)}
-    return [(start, size, rank[row]) for start, size, row in pieces]
+    return [(start, size, rank[row]) for start, size, row in segments]
 
 
-def _rows_of(pieces: list[Piece], seq_len: int) -> tuple[list[int], list[list[int]]]:
-    """Return the free tokens of each row, and the numbers of its pieces."""
-    count = max((row for _, _, row in pieces), default=-1) + 1
+def _row_contents(segments: list[PackedSegment], seq_len: int) -> tuple[list[int], list[list[int]]]:
+    """Return the number of free tokens in each row, and the indices of the row's segments."""
+    count = max((row for _, _, row in segments), default=-1) + 1
     gaps = [seq_len] * count
     held: list[list[int]] = [[] for _ in range(count)]
-    for number, (_, size, row) in enumerate(pieces):
+    for number, (_, size, row) in enumerate(segments):
         gaps[row] -= size
         held[row].append(number)
     return gaps, held
 
 
-def _takers(gaps: list[int], least: int, excluded: set[int]) -> list[int]:
-    """Return the rows with `least` free tokens or more, the emptiest first."""
+def _rows_with_room(gaps: list[int], least: int, excluded: set[int]) -> list[int]:
+    """Return the rows with at least `least` free tokens, emptiest row first."""
     rows = (row for row in range(len(gaps)) if row not in excluded and gaps[row] >= least)
     return sorted(rows, key=lambda row: (-gaps[row], row))
 
 
-def _cut_into_gaps(piece: Piece, takers: list[int], gaps: list[int]) -> list[Piece]:
-    """Cut a piece into parts that fill the gaps of `takers`, one row after the other.
+def _split_into_gaps(
+    segment: PackedSegment, rows: list[int], gaps: list[int]
+) -> list[PackedSegment]:
+    """Split a segment into parts that fill the gaps of `rows`, one row after the other.
 
-    A row that is full afterwards leaves `takers`.
+    A row that becomes full is removed from `rows`.
     """
-    start, size, _ = piece
+    start, size, _ = segment
     parts = []
     while size:
-        row = takers[0]
+        row = rows[0]
         part = min(size, gaps[row])
         parts.append((start, part, row))
         start, size = start + part, size - part
         gaps[row] -= part
         if not gaps[row]:
-            takers.pop(0)
+            rows.pop(0)
     return parts
 
 
-class Block(NamedTuple):
-    """Holds documents and the packed rows made of them."""
+class PackedBlock(NamedTuple):
+    """Documents and the rows into which they are packed."""
 
-    parts: list[np.ndarray]  # each (tokens,) int32; none where `ids` holds them joined
-    # (parts + 1,) int64: start of each part in the joined ids; bases[-1] is where seq_len padding
-    # tokens begin
+    parts: list[np.ndarray]  # each (tokens,) int32; empty if `ids` contains the joined parts
+    # (parts + 1,) int64: start of each part in the joined ids; bases[-1] is the start of seq_len
+    # padding tokens
     bases: np.ndarray
-    # (tokens + seq_len,) int32, all parts and the padding; None where every row is one piece
+    # (tokens + seq_len,) int32: all parts and the padding; None if every row is a single segment
     ids: np.ndarray | None
-    # like ids, the target of each token or IGNORE; None: every next token of a piece is one
+    # same shape as ids: the target of each token or IGNORE; None if the target is the segment's
+    # next token
     labels: np.ndarray | None
     packing: Packing
     documents: int = 0
@@ -237,30 +241,33 @@ class Block(NamedTuple):
         return self.packing.fill
 
 
-def make_block(
+def make_packed_block(
     ids: list[np.ndarray],
     labels: list[np.ndarray],
-    begin: np.ndarray,
+    starts: np.ndarray,
     lengths: np.ndarray,
     seq_len: int,
     pad: int,
     *key: object,
-) -> Block:
-    """Packs the documents at `begin` in the joined `ids`, (tokens,) int32 each, in an order drawn
-    by `key`; `labels` has the shape of `ids`, or is empty.
+) -> PackedBlock:
+    """Pack the documents at `starts` in the joined `ids`, (tokens,) int32 each, ordered by `key`.
+
+    `labels` must have the shape of `ids`, or be empty.
     """
     bases = np.cumsum([0, *map(len, ids)])
-    packing = pack(begin, lengths, int(bases[-1]), seq_len, *key)
+    packing = pack_documents(starts, lengths, int(bases[-1]), seq_len, *key)
     if not labels and (packing.lengths == seq_len).all() and (packing.fill == seq_len).all():
-        return Block(ids, bases, None, None, packing, len(lengths))
+        return PackedBlock(ids, bases, None, None, packing, len(lengths))
     all_ids = np.concatenate([*ids, np.full(seq_len, pad, np.int32)])
     all_labels = np.concatenate([*labels, np.full(seq_len, IGNORE, np.int32)]) if labels else None
-    return Block([], bases, all_ids, all_labels, packing, len(lengths))
+    return PackedBlock([], bases, all_ids, all_labels, packing, len(lengths))
 
 
-def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:
-    """Writes rows that are one piece each, from `row` on, into (rows, seq_len + 1) int64: the ids,
-    then IGNORE. From 1 on these are the labels.
+def fill_single_segment_rows(rows: np.ndarray, block: PackedBlock, row: int) -> None:
+    """Write single-segment rows, starting at `row`, into (rows, seq_len + 1) int64.
+
+    Each output row contains the ids, followed by IGNORE. Without its first value, the output row
+    contains the labels.
     """
     count, seq_len = rows.shape[0], rows.shape[1] - 1
     starts = block.packing.starts[row : row + count]
@@ -268,7 +275,7 @@ def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:
     for number in range(part_of.min(), part_of.max() + 1):
         part, mine = block.parts[number], np.flatnonzero(part_of == number)
         if len(mine):
-            # the seq_len tokens from each on
+            # a view of all windows of seq_len tokens in `ids`
             windows = np.ndarray(
                 (len(part) - seq_len + 1, seq_len), part.dtype, part, strides=2 * part.strides
             )
@@ -276,16 +283,16 @@ def fill_whole_rows(rows: np.ndarray, block: Block, row: int) -> None:
     rows[:, -1] = IGNORE
 
 
-def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> None:
-    """Writes the block's rows from `row` on into (rows, seq_len) int64 each: ids; labels, the next
-    token of the piece or IGNORE.
+def fill_rows(ids: np.ndarray, labels: np.ndarray, block: PackedBlock, row: int) -> None:
+    """Write the ids and labels of a block's rows, starting at `row`, (rows, seq_len) int64 each.
 
-    The padding at a row's end is a piece of its own without labels.
+    A token's label is the segment's next token or IGNORE. The padding at the end of a row is a
+    separate segment without labels.
     """
     count, seq_len = ids.shape
     if block.ids is None:
         whole = np.empty((count, seq_len + 1), np.int64)
-        fill_whole_rows(whole, block, row)
+        fill_single_segment_rows(whole, block, row)
         ids[...], labels[...] = whole[:, :-1], whole[:, 1:]
         return
     starts, lengths, first, fill = block.packing
@@ -302,12 +309,13 @@ def fill_rows(ids: np.ndarray, labels: np.ndarray, block: Block, row: int) -> No
         labels[at, fill[row + at] :] = IGNORE
 
 
-def fill_positions(positions: np.ndarray, block: Block, row: int) -> None:
-    """Writes the positions of the block's rows from `row` on into (rows, seq_len) int64; they begin
-    anew with each piece.
+def fill_positions(positions: np.ndarray, block: PackedBlock, row: int) -> None:
+    """Write the positions of a block's rows, starting at `row`, into (rows, seq_len) int64.
+
+    Positions restart at 0 in each segment.
     """
     count, seq_len = positions.shape
-    first = block.packing.first
+    first = block.packing.first_segment
     ramp = np.arange(seq_len)
     np.concatenate(
         [ramp[:size] for size in block.packing.lengths[first[row] : first[row + count]].tolist()],

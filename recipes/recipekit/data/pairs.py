@@ -1,5 +1,6 @@
-"""Pairs of answers to one prompt, a chosen and a rejected one: read in the forms in which they are
-published, made into tokens, and drawn.
+"""Preference pairs: a chosen and a rejected answer to one prompt.
+
+The module reads the published formats of pairs, encodes pairs, and generates the built-in pairs.
 """
 
 import functools
@@ -9,48 +10,61 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..spec.refusal import Refusal, sentences
-from ..spec.task import IGNORE, MicroBatch, Row
-from .chat_rows import JSON_CHAT, TOOLS, is_json_chat, learned, messages_of, tools_of, without_nulls
-from .chat_spans import UNRENDERABLE, ChatTemplate
+from ..spec.errors import ConfigError, sentences
+from ..spec.task import IGNORE, DatasetRow, MicroBatch
+from .chat_rows import (
+    JSON_CHAT,
+    TOOLS_COLUMN,
+    is_json_chat,
+    is_trained_on,
+    parse_messages,
+    parse_tools,
+    without_nulls,
+)
+from .chat_spans import RENDER_ERRORS, ChatTemplate
 from .processors import encode, fitting_tokenizer, num_embeddings, pad_id
 from .request import Request
-from .tokenizer_identity import identity_of
+from .tokenizer_identity import hash_tokenizer
 
-# tokens: the rows of a micro-batch are as long as its longest answer, in such steps
-ROUNDED_TO = 64
-NUM_DRAWN = 8000
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# in tokens: a micro-batch's rows are padded to the length of the longest answer, rounded up to a
+# multiple of this number
+LENGTH_MULTIPLE = 64
+NUM_BUILTIN_PAIRS = 8000
 Messages = list[dict[str, Any]]
 
 
-class References:
-    """Holds what the start of a run says of pairs: for the key of each the log-probabilities of its
-    two answers.
+class ReferenceLogprobs:
+    """Reference log-probabilities: the key of a pair -> the values of the pair's two answers.
 
-    A micro-batch may ask for pairs that it does not hold until it is `complete`.
+    A micro-batch may request a missing pair until the table is `complete`.
     """
 
     def __init__(self) -> None:
-        # keys, sorted; values
+        # sorted keys; values
         self.table, self.complete = (np.empty(0, np.uint64), np.empty((0, 2), np.float32)), False
 
     def add(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Adds those of further pairs, (N,) uint64 and (N, 2) fp32; of a pair that it holds already
-        the values stay.
+        """Add the values of more pairs, (N,) uint64 and (N, 2) fp32.
+
+        The values of pairs that are already in the table do not change.
         """
         held, of_held = self.table
         keys, first = np.unique(np.concatenate([held, keys]), return_index=True)
-        # at once: a thread looks up others
+        # one assignment, because another thread looks up pairs
         self.table = keys, np.concatenate([of_held, values])[first]
 
     def __call__(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Looks up pairs: (their values, NaN where it holds none, (N, 2) fp32; whether it holds
-        them, (N,) bool).
+        """Look up pairs; return (values, found).
+
+        values: (N, 2) fp32, NaN for a missing pair. found: (N,) bool.
         """
         known, of_known = self.table
         place = np.searchsorted(known, keys)
@@ -62,18 +76,18 @@ class References:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Makes pairs into tokens.
+class PairProcessor:
+    """A tokenizer with the settings that the encoding of pairs needs.
 
-    `whole_rows`: every micro-batch has rows of `seq_len` tokens, as the stages of a pipeline want
-    it.
+    If `whole_rows` is True, every micro-batch has rows of `seq_len` tokens, as pipeline stages
+    require.
     """
 
-    tokenizer: Any
+    tokenizer: "PreTrainedTokenizerBase"
     seq_len: int
     whole_rows: bool
-    day: date | None = None  # that a chat template writes as today's
-    references: References = field(default_factory=References)
+    day: date | None = None  # the date that a chat template writes as today's date
+    references: ReferenceLogprobs = field(default_factory=ReferenceLogprobs)
 
     @property
     def pad(self) -> int:
@@ -87,40 +101,41 @@ class Pairs:
         self.tokenizer.save_pretrained(folder)
 
 
-def identity(pairs: Pairs, task: str) -> dict[str, Any]:
-    """Return the part of a data stream's identity that its tokenizer decides."""
-    return {"tokenizer": identity_of(pairs.tokenizer, task)}
+def pair_identity(pairs: PairProcessor, task: str) -> dict[str, Any]:
+    """Return the part of a data stream's identity that depends on the tokenizer."""
+    return {"tokenizer": hash_tokenizer(pairs.tokenizer, task)}
 
 
-def pairs_of(request: Request, model_config: dict[str, Any]) -> Pairs:
-    """Makes what reads the pairs of a run.
+def make_pair_processor(request: Request, model_config: dict[str, Any]) -> PairProcessor:
+    """Return the processor for a run's pairs.
 
-    Raises `Refusal` for a tokenizer that does not fit the model.
+    Raise `ConfigError` for a tokenizer that does not fit the model.
     """
-    return Pairs(fitting_tokenizer(request, model_config), request.seq_len, request.pp > 1)
+    return PairProcessor(fitting_tokenizer(request, model_config), request.seq_len, request.pp > 1)
 
 
 # From a row to tokens
 # ---------------------------------------------------------------------------------------------
 
 
-def answers_of(
-    row: Row, roles: Collection[str] = ()
+def parse_pair(
+    row: DatasetRow, roles: Collection[str] = ()
 ) -> tuple[str | Messages, str | Messages, str | Messages]:
-    """Finds (prompt, chosen answer, rejected answer) of a row, all texts or all lists of messages.
+    """Return a row's (prompt, chosen answer, rejected answer): all strings or all message lists.
 
-    Without a prompt, or where the answers are chats and the prompt is a text that they begin with,
-    the prompt is what both begin with; a text as prompt of chats that begin with the answer is a
-    user's message. `roles` are accepted in addition to `ROLES`. Raises ValueError.
+    If the row has no prompt, the prompt is the common prefix of both answers. This rule also
+    applies if the answers are chats that begin with a string prompt. If such chats begin with the
+    answer instead, the string prompt becomes a user message. `roles` are accepted in addition to
+    `ROLES`. Raise ValueError for a row that is not a pair.
     """
     chosen, rejected, prompt = (
-        _content("chosen", row["chosen"], roles),
-        _content("rejected", row["rejected"], roles),
+        _text_or_messages("chosen", row["chosen"], roles),
+        _text_or_messages("rejected", row["rejected"], roles),
         row.get("prompt"),
     )
     if type(chosen) is not type(rejected):
         raise ValueError("its two answers must both be text or both be lists of messages")
-    prompt = None if prompt is None else _content("prompt", prompt, roles)
+    prompt = None if prompt is None else _text_or_messages("prompt", prompt, roles)
     if chosen == rejected:
         raise ValueError("its chosen and rejected answers are identical")
     if isinstance(chosen, str) and isinstance(prompt, list):
@@ -134,13 +149,13 @@ def answers_of(
         )
     )
     if isinstance(chosen, str) and chosen[:shared].endswith(" "):
-        shared -= 1  # tokens begin with their space
+        shared -= 1  # a token begins with its leading space
     if isinstance(prompt, str) and not shared:
         return [{"role": "user", "content": prompt}], chosen, rejected
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
+def _text_or_messages(name: str, value: object, roles: Collection[str]) -> str | Messages:
     if is_json_chat(value):
         raise ValueError(sentences(f"its {name} contains {JSON_CHAT[0]}", JSON_CHAT[1]))
     if isinstance(value, str):
@@ -151,94 +166,98 @@ def _content(name: str, value: Any, roles: Collection[str]) -> str | Messages:
             f" {str(value)[:40]!r}"
         )
     try:
-        return messages_of(value, f"its {name}", roles) if value else []
-    except Refusal as problem:
+        return parse_messages(value, f"its {name}", roles) if value else []
+    except ConfigError as problem:
         raise ValueError(
             problem.problems[0].rule.replace("a message", f"a message of its {name}", 1)
         ) from problem
 
 
-def encode_pair(pairs: Pairs, row: Row) -> tuple[int, list[int], list[int]]:
-    """Encodes a row: (tokens of the prompt, ids of prompt and chosen answer, ids of prompt and
-    rejected answer).
+def encode_pair(pairs: PairProcessor, row: DatasetRow) -> tuple[int, list[int], list[int]]:
+    """Encode a row: (number of prompt tokens, ids of prompt + chosen, ids of prompt + rejected).
 
-    An answer begins where prompt and answer together have other tokens than the prompt alone; an
-    answer that is a text ends with the end token. Raises ValueError for a row that is too long, or
-    that no answer can be told of.
+    An answer begins at the first token that differs from the tokens of the prompt alone. A string
+    answer ends with the end token. Raise ValueError for a row that is too long or whose answers
+    cannot be distinguished.
     """
     tokenizer = pairs.tokenizer
-    prompt, chosen, rejected = answers_of(
+    prompt, chosen, rejected = parse_pair(
         row, pairs.template.roles if tokenizer.chat_template else ()
     )
     if isinstance(prompt, str):
-        begin, *whole = _encoded_texts(tokenizer, prompt, str(chosen), str(rejected))
+        begin, *whole = _encode_text_pair(tokenizer, prompt, str(chosen), str(rejected))
     else:
-        begin, *whole = _encoded_chats(pairs.template, prompt, list(chosen), list(rejected), row)
+        begin, *whole = _encode_chat_pair(pairs.template, prompt, list(chosen), list(rejected), row)
 
     if (highest := max(map(max, whole), default=0)) >= (count := num_embeddings(tokenizer)):
         raise ValueError(
             f"it contains token {highest}, but the model has embeddings for 0 to {count - 1} only."
             " Add more with resize_token_embeddings"
         )
-    start = min(_common(begin, ids) for ids in whole)
+    start = min(_common_token_count(begin, ids) for ids in whole)
     _check_answers(whole, start, pairs.seq_len)
     return start, whole[0], whole[1]
 
 
-def _encoded_texts(tokenizer: Any, prompt: str, chosen: str, rejected: str) -> list[list[int]]:
-    """Encode the prompt, and the prompt with each answer; an answer ends with the end token."""
+def _encode_text_pair(tokenizer: Any, prompt: str, chosen: str, rejected: str) -> list[list[int]]:
+    """Encode the prompt, and the prompt followed by each answer and the end token."""
     texts = [prompt, prompt + chosen, prompt + rejected]
-    begin, *whole = _tokens(tokenizer, texts, add_special_tokens=True)
+    begin, *whole = _encode_pair_texts(tokenizer, texts, add_special_tokens=True)
     end = tokenizer.eos_token_id
     return [begin, *(ids if ids and ids[-1] == end else [*ids, end] for ids in whole)]
 
 
-def _encoded_chats(
+def _encode_chat_pair(
     template: ChatTemplate,
     prompt: Messages,
     chosen: list[Any],
     rejected: list[Any],
-    row: Row,
+    row: DatasetRow,
 ) -> list[list[int]]:
-    """Encode the prompt, and the prompt with each answer, with the tools of the row.
+    """Encode the prompt, and the prompt followed by each answer, with the row's tools.
 
-    Raises ValueError for messages that cannot be compared.
+    Raise ValueError for messages that cannot be compared.
     """
     if not prompt:
         raise ValueError("its answers have no common prompt: their first messages already differ")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        if not all(learned(message) for message in answer if isinstance(message, dict)):
+        if not all(is_trained_on(message) for message in answer if isinstance(message, dict)):
             raise ValueError(
                 f"its {name} answer has a message with weight 0 or train false, but a pair"
                 " compares full answers"
             )
-    return _rendered(template, [prompt, prompt + chosen, prompt + rejected], _tools_of(row))
+    return _render_and_encode(
+        template, [prompt, prompt + chosen, prompt + rejected], _parse_pair_tools(row)
+    )
 
 
-def _check_answers(whole: list[list[int]], start: int, seq_len: int) -> None:
-    """Raise ValueError if prompt and answer are too long together, if an answer has no token, or if
-    both answers have the same ones.
+def _check_answers(sequences: list[list[int]], start: int, seq_len: int) -> None:
+    """Raise ValueError if prompt and answer exceed `seq_len`, or if an answer has no token.
+
+    Also raise ValueError if both answers have the same tokens.
     """
-    if (longest := max(map(len, whole))) > seq_len:
+    if (longest := max(map(len, sequences))) > seq_len:
         raise ValueError(
             f"it has {longest} tokens, more than seq_len = {seq_len}. Use --seq_len {longest}"
             " or more"
         )
-    if min(map(len, whole)) <= max(start, 1):
+    if min(map(len, sequences)) <= max(start, 1):
         raise ValueError("one of its answers has no token to predict")
-    if whole[0] == whole[1]:
+    if sequences[0] == sequences[1]:
         raise ValueError("its chosen and rejected answers have the same tokens")
 
 
-def _tools_of(row: Row) -> list[Any] | None:
+def _parse_pair_tools(row: DatasetRow) -> list[Any] | None:
     try:
-        return without_nulls(tools_of(row.get(TOOLS), "")) or None
-    except Refusal as problem:
+        return without_nulls(parse_tools(row.get(TOOLS_COLUMN), "")) or None
+    except ConfigError as problem:
         raise ValueError(problem.problems[0].rule) from problem
 
 
-def _rendered(template: ChatTemplate, chats: list[Any], tools: list[Any] | None) -> list[list[int]]:
-    """Renders chats, the first of them up to where the answer begins, and encodes them."""
+def _render_and_encode(
+    template: ChatTemplate, chats: list[Any], tools: list[Any] | None
+) -> list[list[int]]:
+    """Render and encode chats; the first chat ends with the answer's generation prompt."""
     tokenizer = template.tokenizer
     if not tokenizer.chat_template:
         raise ValueError("it contains messages, but the tokenizer has no chat template")
@@ -246,20 +265,22 @@ def _rendered(template: ChatTemplate, chats: list[Any], tools: list[Any] | None)
         texts = [
             template.render(chat, tools, prompt=number == 0) for number, chat in enumerate(chats)
         ]
-    except UNRENDERABLE as error:
+    except RENDER_ERRORS as error:
         raise ValueError(f"the chat template cannot render it: {error}") from error
-    return _tokens(tokenizer, texts)
+    return _encode_pair_texts(tokenizer, texts)
 
 
-def _tokens(tokenizer: Any, texts: list[str], **options: Any) -> list[list[int]]:
-    """Encode the texts of a row. Raises ValueError for a text that the tokenizer cannot encode."""
+def _encode_pair_texts(
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], **options: Any
+) -> list[list[int]]:
+    """Encode a row's strings; raise ValueError for a string that the tokenizer cannot encode."""
     try:
         return encode(tokenizer, texts, **options)["input_ids"]
-    except Refusal as problem:
+    except ConfigError as problem:
         raise ValueError(problem.problems[0].rule) from problem
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def _common_token_count(one: list[int], other: list[int]) -> int:
     return sum(
         1
         for _ in itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
@@ -270,19 +291,21 @@ def _common(one: list[int], other: list[int]) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def collate_pairs(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> MicroBatch:
-    """Makes {"input_ids", "labels", "position_ids"}, each (B, 2, T) int64: of each pair the chosen
-    and the rejected answer.
+def collate_pairs(
+    pairs: PairProcessor, rows: list[DatasetRow | None], keys: list[int] | None
+) -> MicroBatch:
+    """Return {"input_ids", "labels", "position_ids"}, each (B, 2, T) int64.
 
-    labels[b, a, t] is the token that follows if it belongs to the answer, or IGNORE. Nothing is
-    drawn. Raises ValueError for a row that cannot be used.
+    Index 0 of dimension 1 is the chosen answer, and index 1 is the rejected answer. labels[b, a, t]
+    is the next token if that token belongs to the answer; otherwise IGNORE. The result is
+    deterministic. Raise ValueError for a row that cannot be used.
     """
     found = [None if row is None else encode_pair(pairs, row) for row in rows]
     longest = max((len(ids) for pair in found if pair for ids in pair[1:]), default=1)
     length = (
         pairs.seq_len
         if pairs.whole_rows
-        else min(pairs.seq_len, -(-longest // ROUNDED_TO) * ROUNDED_TO)
+        else min(pairs.seq_len, -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
     )
     ids = np.full((len(rows), 2, length), pairs.pad, dtype=np.int64)
     labels = np.full(ids.shape, IGNORE, dtype=np.int64)
@@ -299,9 +322,10 @@ def collate_pairs(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) 
     }
 
 
-def keys_of(batch: MicroBatch) -> np.ndarray:
-    """Makes the key of each pair, (B,) uint64, from its tokens and where its answers begin: the
-    same for any padding; 0 for a row that only fills up.
+def pair_keys(batch: MicroBatch) -> np.ndarray:
+    """Return each pair's key, (B,) uint64, computed from its tokens and the start of its answers.
+
+    The key does not depend on the padding. A fill-up row has the key 0.
     """
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     found = []
@@ -319,8 +343,8 @@ def keys_of(batch: MicroBatch) -> np.ndarray:
 # -----------------------------------------------------------------------------------------------
 
 
-def drawn(number: int) -> Row:
-    """Draws a question which of two numbers is larger, with the right answer and the wrong one."""
+def generate_pair(number: int) -> DatasetRow:
+    """Generate a question that compares two numbers, with the correct and the wrong answer."""
     one, other = np.random.default_rng(number).integers(10, 100, 2).tolist()
     answers = "yes", "no"
     chosen, rejected = answers if one > other else reversed(answers)

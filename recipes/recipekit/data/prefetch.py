@@ -1,4 +1,4 @@
-"""A thread that prepares the next steps while one is trained."""
+"""A thread that prepares the next steps while the current step is trained."""
 
 import queue
 import threading
@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..spec.task import MicroBatch
-from .sameness import StreamState
+from .stream_state import StreamState
 
-PREFETCH = 3  # steps prepared ahead, at least
-# seconds that the thread sleeps at first and at most while its steps wait to be taken: each waking
-# costs the trainer
-LULL = 0.005, 0.1
+PREFETCH = 3  # minimum number of steps prepared ahead
+# Shortest and longest sleep in seconds while the queue of prepared steps is full. Each wake-up
+# takes time from the training thread.
+POLL_SLEEP_RANGE = 0.005, 0.1
 
 
 class Stream:
-    """Iterates over (micro-batches of one optimizer step on one data-parallel rank, state after
-    it), prepared ahead by one thread.
+    """An iterator over (one step's micro-batches for one data-parallel rank, state after the step).
 
-    `state` is the state after the batch handed out last, at first the one that the stream was
-    opened with. An error in the thread is raised by `next`, and shown one step before by
-    `error_ahead`. `close` ends the thread. `files` names what is read: domain -> file -> digest.
+    A thread prepares the steps ahead. `state` is the state after the last returned step. Before the
+    first step, it is the state with which the stream was opened. If the thread fails, `next` raises
+    the error, and `error_ahead` returns the error one step earlier. `close` ends the thread.
+    `files` contains the stream's files: domain -> file -> digest.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Stream:
     ):
         self.state, self.files = state, files or {}
         self._queue: queue.Queue = queue.Queue(prefetch)
-        self._closed = closed or threading.Event()  # ends what the thread waits for
-        self._ahead: Any = None  # taken from the queue, not yet handed out
+        self._closed = closed or threading.Event()  # ends every wait of the thread
+        self._ahead: Any = None  # removed from the queue, but not yet returned
         self._thread = threading.Thread(target=self._read, args=(steps,), name="data", daemon=True)
         self._thread.start()
 
@@ -46,32 +46,35 @@ class Stream:
                 self._queue.put(step)
                 if self._closed.is_set():
                     return
-        except BaseException as error:  # whatever it is, it belongs to the thread that calls next
+        except BaseException as error:  # the thread that calls next raises it
             if not self._closed.is_set():
                 self._queue.put(error)
 
     def _wait_for_room(self) -> None:
-        """Waits until a step has been taken and some time has gone by since.
+        """Wait until a step has been taken from the queue, and then sleep briefly.
 
-        If the thread that takes a step woke this one, both would want the interpreter at the moment
-        when training goes on.
+        If taking a step woke this thread directly, this thread would compete for the interpreter
+        with the training thread just as training continues.
         """
-        pause, longest = LULL
+        pause, longest = POLL_SLEEP_RANGE
         while self._queue.full() and not self._closed.is_set():
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if pause > LULL[0]:
-            time.sleep(LULL[0])
+        if pause > POLL_SLEEP_RANGE[0]:
+            time.sleep(POLL_SLEEP_RANGE[0])
 
     def __iter__(self) -> "Stream":
         return self
 
-    def error_ahead(self, leave: Callable[[], object] = lambda: False) -> BaseException | None:
-        """Finds the error that the next `next` will raise, or None; waits until that is known, or
-        `leave()` is true.
+    def error_ahead(
+        self, should_stop: Callable[[], object] = lambda: False
+    ) -> BaseException | None:
+        """Return the error that the following `next` call will raise, or None.
+
+        Wait until the result is known or until `should_stop()` is true.
         """
-        while self._ahead is None and not leave():
-            alive = self._thread.is_alive()  # asked first: what it put last is found below
+        while self._ahead is None and not should_stop():
+            alive = self._thread.is_alive()  # read before the queue, to find the last item
             try:
                 self._ahead = (
                     RuntimeError("the stream is closed")
@@ -84,9 +87,7 @@ class Stream:
         return self._ahead if isinstance(self._ahead, BaseException) else None
 
     def first_ahead(self) -> list[MicroBatch]:
-        """Return the micro-batches that the next `next` will return; [] if it will raise an
-        error.
-        """
+        """Return the micro-batches that the next `next` call will return; [] before an error."""
         return [] if self.error_ahead() else self._ahead[0]
 
     def __next__(self) -> tuple[list[MicroBatch], StreamState]:
@@ -107,5 +108,5 @@ class Stream:
             while not self._queue.empty():
                 self._queue.get()
             self._thread.join(0.01)
-        # an error in it would keep its frames, and the files that they have open
+        # an error in the queue would keep its frames alive, and with them their open files
         self._queue.queue.clear()

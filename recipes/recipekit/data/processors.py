@@ -1,22 +1,26 @@
-"""Tokenizers: loaded from the hub or a folder, or made in code; the tokens of a text, and those put
-around it.
+"""Tokenizers that are loaded from the hub or from a folder, or made in code.
+
+A tokenizer encodes a string, and may add tokens before and after the string's tokens.
 """
 
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..architectures.lookup import local_tokenizer
 from ..architectures.shrink import BYTE_VOCAB
-from ..architectures.small_files import without_marks
-from ..spec.hub import hub_is_away, hub_refusal, snapshot_of
-from ..spec.refusal import refuse
+from ..architectures.small_files import without_bom
+from ..spec.errors import config_error
+from ..spec.hub import hub_error, hub_is_unreachable, snapshot_of
 from ..spec.task_specs import TASKS
 from .request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SPECIAL = [
     "<|endoftext|>",
@@ -41,12 +45,12 @@ _CHATML = """\
 def load_tokenizer(
     model: str, tokenizer: str = "", masked: bool = False, revision: str = ""
 ) -> Any:
-    """Load the tokenizer that `tokenizer` names: `bytes`, a hub id or a folder; the model's own if
-    that is empty.
+    """Load the tokenizer that `tokenizer` specifies: `bytes`, a hub id or a folder.
 
-    `revision` is the model's, and its tokenizer's. `masked`: `bytes` has a mask token, and puts
-    tokens round each text. A folder without tokenizer files but with a .gguf file gives the
-    tokenizer inside that file. Raises `Refusal` when there is none.
+    "" specifies the model's own tokenizer. `revision` is the revision of the model, and applies
+    only to the model's own tokenizer. If `masked` is True, the tokenizer `bytes` has a mask token
+    and adds tokens around each string. If a folder has a .gguf file but no tokenizer files, the
+    tokenizer is read from the .gguf file. Raise `ConfigError` if there is no tokenizer.
     """
     if tokenizer == "bytes":
         return byte_tokenizer(masked)
@@ -60,22 +64,22 @@ def load_tokenizer(
             (str(found.parent), {"gguf_file": found.name}) if found.is_file() else (str(found), {})
         )
         folder = None if options else found
-    elif hub_is_away():
+    elif hub_is_unreachable():
         options["local_files_only"] = True
     try:
-        with without_marks(folder) if folder else contextlib.nullcontext(name) as source:
-            # None, the default, asks on a terminal whether to run code
+        with without_bom(folder) if folder else contextlib.nullcontext(name) as source:
+            # the default, None, asks on a terminal whether remote code may run
             loaded = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False, **options)
         loaded.name_or_path = name
         return loaded
     except (OSError, ImportError) as error:
-        raise hub_refusal(f"{flag} {name}", name, error) from error
+        raise hub_error(f"{flag} {name}", name, error) from error
     except Exception as error:
-        # For a damaged file transformers and tokenizers raise errors of any type, even Exception.
+        # For a damaged file, transformers and tokenizers raise errors of any type, even Exception.
         if found is None:
-            raise hub_refusal(f"{flag} {name}", name, error) from error
+            raise hub_error(f"{flag} {name}", name, error) from error
         text = (str(error).strip() or repr(error)).splitlines()[0]
-        raise refuse(
+        raise config_error(
             f"{flag} {name}",
             f"its tokenizer's files cannot be read: {type(error).__name__}: {text}",
             "download them again",
@@ -83,19 +87,19 @@ def load_tokenizer(
 
 
 def has_local_tokenizer(model: str, tokenizer: str) -> bool:
-    """Return True if a tokenizer needs no file of the hub.
+    """Return True if a tokenizer requires no file from the hub.
 
-    Raises `Refusal` for a folder without tokenizer files.
+    Raise `ConfigError` for a folder without tokenizer files.
     """
     return tokenizer == "bytes" or local_tokenizer(model, tokenizer) is not None
 
 
 def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
-    """Load the tokenizer of a run.
+    """Load a run's tokenizer.
 
-    It may have more tokens than the model has embeddings, if the data do not use them.
-
-    Its attribute `num_embeddings` counts its tokens that have an embedding.
+    The attribute `num_embeddings` is set to the number of tokens that have an embedding. The
+    tokenizer may have more tokens than the model has embeddings, provided that the data do not use
+    these tokens.
     """
     tokenizer = load_tokenizer(
         request.model, request.tokenizer, request.masked, request.model_revision
@@ -108,13 +112,13 @@ def fitting_tokenizer(request: Request, model_config: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def num_embeddings(tokenizer: Any) -> int:
-    """Count the tokens of a tokenizer for which its model has an embedding."""
+def num_embeddings(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Return the number of tokens for which the model has an embedding."""
     return getattr(tokenizer, "num_embeddings", len(tokenizer))
 
 
-def check_token(tokenizer: Any, token: int, where: str) -> None:
-    """Raise `Refusal` if `token`, the highest one met at `where`, has no embedding."""
+def check_token(tokenizer: "PreTrainedTokenizerBase", token: int, where: str) -> None:
+    """Raise `ConfigError` if `token`, the highest token id at `where`, has no embedding."""
     if token < (count := num_embeddings(tokenizer)):
         return
     known = (
@@ -125,14 +129,15 @@ def check_token(tokenizer: Any, token: int, where: str) -> None:
         f"call resize_token_embeddings({len(tokenizer)}) of the model, save it, and use that"
         " folder, or use another --tokenizer"
     )
-    raise refuse(
+    raise config_error(
         where, f"contains token {token} ({tokenizer.convert_ids_to_tokens(token)!r}): {known}", fix
     )
 
 
 def tokenizer_here(model: str, tokenizer: str, revision: str) -> str | None:
-    """Return the value of `--tokenizer` that loads a run's tokenizer without asking the hub; None
-    if it is not on this machine.
+    """Return the `--tokenizer` value that loads a run's tokenizer without the hub.
+
+    Return None if the tokenizer is not on this machine.
     """
     if tokenizer == "bytes" or local_tokenizer(model, tokenizer) is not None:
         return tokenizer
@@ -141,11 +146,11 @@ def tokenizer_here(model: str, tokenizer: str, revision: str) -> str | None:
 
 
 def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:
-    """Makes a tokenizer of one token per UTF-8 byte and a few special tokens: `BYTE_VOCAB` in all,
-    lossless for any text, made without a file.
+    """Return a tokenizer with one token per UTF-8 byte and a few special tokens.
 
-    `masked`: one of them is the mask, and every text begins and ends with one, as for BERT. The
-    numbers of all stay.
+    The tokenizer has `BYTE_VOCAB` tokens in total, is lossless for any text, and requires no file.
+    If `masked` is True, one special token is the mask token, and every text begins and ends with a
+    special token, as in BERT. The token ids do not depend on `masked`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(
@@ -177,15 +182,21 @@ def byte_tokenizer(masked: bool = False) -> PreTrainedTokenizerFast:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """Names the padding token; it never carries loss, and no other token attends to it."""
+    """Return the id of the padding token, which has no loss and which no token attends to."""
     own = tokenizer.pad_token_id
     return own if own is not None and own < num_embeddings(tokenizer) else tokenizer.eos_token_id
 
 
-def encode(tokenizer: Any, texts: list[str], places: Sequence[str] = (), **options: Any) -> Any:
-    """Encode texts without the tokens that the tokenizer puts around each.
+def encode(
+    tokenizer: "PreTrainedTokenizerBase",
+    texts: list[str],
+    places: Sequence[str] = (),
+    **options: object,
+) -> Any:
+    """Encode strings without the tokens that the tokenizer adds around each string.
 
-    Raises `Refusal` for a text that the tokenizer cannot encode; `places` names the texts.
+    `places` names each string in error messages. Raise `ConfigError` for a string that the
+    tokenizer cannot encode.
     """
     options = {
         "add_special_tokens": False,
@@ -204,7 +215,7 @@ def encode(tokenizer: Any, texts: list[str], places: Sequence[str] = (), **optio
         "the tokenizer cannot encode part of this text and has no token for unknown text"
         f" ({problem})"
     )
-    raise refuse(
+    raise config_error(
         next(alone, "--dataset"),
         rule,
         "use a tokenizer with an unknown token, correct the row, or leave it out (--bad_rows skip)",
@@ -212,12 +223,12 @@ def encode(tokenizer: Any, texts: list[str], places: Sequence[str] = (), **optio
 
 
 def _attempt(
-    tokenizer: Any, texts: list[str], options: dict[str, Any]
+    tokenizer: "PreTrainedTokenizerBase", texts: list[str], options: dict[str, Any]
 ) -> tuple[Any, Exception | None]:
-    """Return (encoded texts, None), or (None, the error of a text that has no tokens).
+    """Return (encoded strings, None), or (None, error) if a string cannot be tokenized.
 
-    tokenizers 0.22 raises a plain `Exception` for a word that a model without an unknown token does
-    not know.
+    tokenizers 0.22 raises a plain `Exception` for an unknown word if the model has no unknown
+    token.
     """
     try:
         return tokenizer(texts, **options), None
@@ -227,8 +238,8 @@ def _attempt(
         return None, error
 
 
-def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that a tokenizer puts before and after a text."""
+def edges(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Return the tokens that a tokenizer adds before and after a string."""
     for text in _samples(tokenizer):
         bare, _ = _attempt(tokenizer, [text], {"add_special_tokens": False, "verbose": False})
         if bare is None or not (own := bare["input_ids"][0]):
@@ -241,8 +252,9 @@ def edges(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def _samples(tokenizer: Any) -> Iterator[str]:
-    """Yield the texts of a tokenizer's tokens, special ones last because a tokenizer may also put
-    them around texts.
+    """Yield the strings of a tokenizer's tokens.
+
+    Special tokens are yielded last, because a tokenizer may also add them around strings.
     """
     special = set(tokenizer.all_special_ids)
     plain = (number for number in range(len(tokenizer)) if number not in special)
@@ -251,11 +263,9 @@ def _samples(tokenizer: Any) -> Iterator[str]:
 
 
 def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:
-    """Raises `Refusal` if the tokens that the tokenizer puts round a text leave no room in a
-    row.
-    """
+    """Raise `ConfigError` if the tokens added around a string fill an entire row."""
     if seq_len <= (around := sum(map(len, edges))):
-        raise refuse(
+        raise config_error(
             f"seq_len = {seq_len}",
             f"the tokenizer adds {around} special tokens to each text, which leaves no room for the"
             " text",
@@ -264,31 +274,39 @@ def check_edges(edges: tuple[list[int], list[int]], seq_len: int) -> None:
 
 
 def check_tokenizer(tokenizer: Any, task: str) -> None:
-    """Raises `Refusal` if the tokenizer lacks what `task` needs."""
+    """Raise `ConfigError` if the tokenizer lacks a feature that `task` requires."""
     if TASKS[task].masked:
         if tokenizer.mask_token_id is None or pad_id(tokenizer) is None:
             missing = "mask token" if tokenizer.mask_token_id is None else "padding token"
-            raise refuse(
+            raise config_error(
                 "--tokenizer",
                 f"has no {missing}, but this task requires one",
                 "use the tokenizer of a masked language model, or bytes",
             )
         check_token(tokenizer, tokenizer.mask_token_id, "mask_token of --tokenizer")
         return
+    if TASKS[task].labels_in_place:
+        if pad_id(tokenizer) is None:
+            raise config_error(
+                "--tokenizer",
+                "has no padding token, but this task requires one",
+                "use another tokenizer, or bytes",
+            )
+        return
     if tokenizer.eos_token_id is None:
-        raise refuse(
+        raise config_error(
             "--tokenizer",
             "has no end-of-text token to separate documents",
             "use the tokenizer of a causal language model",
         )
     if TASKS[task].chats and not tokenizer.chat_template:
-        raise refuse(
+        raise config_error(
             "--tokenizer",
             "has no chat template, but task sft requires one",
             "use the tokenizer of a chat model, or bytes",
         )
     if TASKS[task].chats and not tokenizer.is_fast:
-        raise refuse(
+        raise config_error(
             "--tokenizer",
             "must be a fast tokenizer: a slow one does not report the text positions of its tokens",
             "use a tokenizer with a tokenizer.json",

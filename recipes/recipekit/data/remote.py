@@ -1,9 +1,17 @@
-"""Files over HTTP: read in ranges; each range is asked for again until it came whole or the time is
-over.
+"""Files over HTTP, read in ranges.
 
-A small file of a server without ranges is fetched as a whole.
+Each range is requested until it has arrived in full or the time limit is reached.
 
-A range can be asked for any number of times, so a fault on the way neither loses nor repeats a row.
+If the server does not support ranges, a small file is downloaded in full.
+
+Since a range can be requested any number of times, a fault during a request neither loses nor
+repeats a row.
+
+The HTTP files of fsspec 2026.9.0 are not a replacement (tested on 2026-11-28 with the server in
+tests/data/test_remote.py). They require aiohttp, which the pinned packages do not include. They
+return a truncated response, or bytes of a file that has changed, without an error. They report a
+busy server as a missing file. `HfFileSystem` of huggingface_hub 2.4.0 reads only repositories of
+the hub. It also returns truncated responses, and it retries five times regardless of the deadline.
 """
 
 import functools
@@ -22,6 +30,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
@@ -32,15 +41,15 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 from huggingface_hub.utils import build_hf_headers, httpx
 
-from ..parallel.groups import waiting_group
-from ..spec.refusal import Refusal, Say, refuse
+from ..parallel.groups import long_wait_group
+from ..spec.errors import ConfigError, Say, config_error
 
-BUSY = (408, 425, 429, 500, 502, 503, 504)  # answers that may be others a little later
-FIRST_WAIT, LONGEST_WAIT = 0.5, 60.0  # seconds; each wait is twice the one before
-SILENT = 30.0  # seconds that a rank other than 0 waits before it tells, too
+RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # statuses that may change with time
+FIRST_RETRY_WAIT, MAX_RETRY_WAIT = 0.5, 60.0  # seconds; each wait is twice the previous one
+SILENT_SECONDS = 30.0  # seconds before ranks other than 0 also log that they wait
 TIMEOUT = 20.0  # seconds without a byte
-READ_AHEAD = 1 << 20  # bytes fetched at a time where a file is read line by line
-NETWORK = (
+READ_AHEAD = 1 << 20  # bytes per request when a file is read line by line
+NETWORK_ERRORS = (
     ConnectionError,
     TimeoutError,
     socket.gaierror,
@@ -48,39 +57,44 @@ NETWORK = (
     http.client.HTTPException,
     httpx.TransportError,
 )
-WHOLE_BYTES = 64 << 20  # the largest file that is read as a whole, from a server without ranges
+MAX_FULL_READ_BYTES = 64 << 20  # maximum file size for a full read from a server without ranges
 LOG = logging.getLogger(__name__)
-# not the seeded one of the module `random`: ranks must not all come back at the same moment
-_DRAW = random.Random()
+# Not the seeded generator of the module `random`, because the ranks must not all retry at the same
+# time.
+_JITTER = random.Random()
 
 Made = TypeVar("Made")
 
 
-class Unreachable(Refusal):
-    """Says that a server gave no answer in the time it had: no fault of the data, so nothing to
-    skip.
+class Unreachable(ConfigError):
+    """The error for a server that did not answer in time.
+
+    The data are not at fault, so no row is skipped.
     """
 
 
 @dataclass(frozen=True)
-class Patience:
-    """Asks a server that does not answer well again, for `seconds`; `say` is told of each wait."""
+class RetryPolicy:
+    """The retry rule for servers that do not answer properly.
+
+    Retries continue for `seconds`, and each wait is reported with `say`.
+    """
 
     seconds: float
     say: Say
-    closed: threading.Event = field(default_factory=threading.Event)  # ends the waiting
+    closed: threading.Event = field(default_factory=threading.Event)  # ends a wait
 
     def __call__(self, where: str, attempt: Callable[[], Made]) -> Made:
-        """Returns the value of `attempt`, which is called again after each passing fault.
+        """Return the value of `attempt`, which is called again after each transient fault.
 
-        Raises `Unreachable` when the time is over.
+        Raise `Unreachable` when the time limit is reached.
         """
         begun, tries = time.monotonic(), 0
         while True:
             try:
                 return attempt()
-            except Exception as error:  # whatever a library makes of the fault: the chain tells
-                if not is_passing(error):
+            except Exception as error:  # libraries wrap the fault, so the whole chain is checked
+                if not is_transient(error):
                     raise
                 tries += 1
                 waited = time.monotonic() - begun
@@ -90,36 +104,38 @@ class Patience:
                         " from the last checkpoint (to wait longer, use --retry_s)"
                     )
                     raise Unreachable(
-                        refuse(
+                        config_error(
                             where,
-                            f"{describe(error)}, {tries} times in {waited:.0f} s (--retry_s"
+                            f"{describe_fault(error)}, {tries} times in {waited:.0f} s (--retry_s"
                             f" {self.seconds:g})",
                             fix,
                         ).problems
                     ) from error
                 wait = max(
-                    min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * _DRAW.uniform(0.5, 1.0),
-                    retry_after(error) * _DRAW.uniform(1.0, 1.1),
+                    min(MAX_RETRY_WAIT, FIRST_RETRY_WAIT * 2 ** (tries - 1))
+                    * _JITTER.uniform(0.5, 1.0),
+                    retry_after(error) * _JITTER.uniform(1.0, 1.1),
                 )
                 wait = min(wait, self.seconds - waited)
                 text = (
-                    f"{where}: {describe(error)}. Asking again in {wait:.1f} s, for"
+                    f"{where}: {describe_fault(error)}. Asking again in {wait:.1f} s, for"
                     f" {self.seconds - waited:.0f} s more"
                 )
                 self.say(text)
-                if waited > SILENT and dist.is_initialized() and (rank := dist.get_rank()):
+                if waited > SILENT_SECONDS and dist.is_initialized() and (rank := dist.get_rank()):
                     LOG.warning("rank %d: %s", rank, text)  # all the others wait for it
             if self.closed.wait(wait):
                 raise Unreachable(
-                    refuse(
+                    config_error(
                         where, "cannot be retried: the stream is closed", "open the stream again"
                     ).problems
                 )
 
 
-def chain(error: BaseException) -> list[BaseException]:
-    """Lists the error and all errors that led to it; `datasets` raises some anew without a cause,
-    so contexts count.
+def error_chain(error: BaseException) -> list[BaseException]:
+    """Return the error and all errors that led to it.
+
+    Contexts are included because `datasets` re-raises some errors without a cause.
     """
     found: list[BaseException] = []
     waiting: list[Any] = [error]
@@ -132,7 +148,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    for link in chain(error):
+    for link in error_chain(error):
         status = getattr(link, "code", None) or getattr(
             getattr(link, "response", None), "status_code", None
         )
@@ -141,27 +157,27 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def is_passing(error: BaseException) -> bool:
-    """True for a fault of the network or the server that may be gone a little later."""
-    links = chain(error)
+def is_transient(error: BaseException) -> bool:
+    """Return True for a fault of the network or the server that may be temporary."""
+    links = error_chain(error)
     if any(
-        isinstance(link, Refusal | OfflineModeIsEnabled | ssl.SSLCertVerificationError)
+        isinstance(link, ConfigError | OfflineModeIsEnabled | ssl.SSLCertVerificationError)
         for link in links
     ):
         return False
-    # datasets 5.2.0 keeps no more of it than its name
+    # datasets 5.2.0 preserves only the name of this error.
     if any("OfflineModeIsEnabled" in str(link) for link in links):
         return False
     if any(isinstance(link, socket.gaierror) and link.errno == socket.EAI_NONAME for link in links):
         return False
     if (status := status_of(error)) is not None:
-        return status in BUSY
-    return any(isinstance(link, NETWORK) for link in links)
+        return status in RETRY_STATUSES
+    return any(isinstance(link, NETWORK_ERRORS) for link in links)
 
 
 def retry_after(error: BaseException) -> float:
-    """Reads how many seconds the server asks to wait; 0 if it does not say."""
-    for link in chain(error):
+    """Return how many seconds the server asks the client to wait; 0 by default."""
+    for link in error_chain(error):
         headers = getattr(link, "headers", None) or getattr(
             getattr(link, "response", None), "headers", None
         )
@@ -176,22 +192,22 @@ def retry_after(error: BaseException) -> float:
     return 0.0
 
 
-def describe(error: BaseException) -> str:
-    """Names the fault below all others, in one line."""
+def describe_fault(error: BaseException) -> str:
+    """Return a one-line description of the first fault in the chain."""
     if (status := status_of(error)) is not None:
         return f"the server returned {status} {http.client.responses.get(status, '')}".rstrip()
-    links = chain(error)
-    inner = [link for link in links if isinstance(link, NETWORK)][-1:] or links[:1]
+    links = error_chain(error)
+    inner = [link for link in links if isinstance(link, NETWORK_ERRORS)][-1:] or links[:1]
     if isinstance(inner[0], http.client.IncompleteRead):
         return "the response ended before its announced length"
     return (str(inner[0]).strip() or type(inner[0]).__name__).splitlines()[0]
 
 
 def from_rank_0(make: Callable[[], Made]) -> Made:
-    """Calls `make` on rank 0 and gives its value to every rank of the job (a collective): 512 ranks
-    would be too much for a server.
+    """Call `make` on rank 0 and return its value on every rank of the job.
 
-    Raises its `Refusal` on all ranks.
+    This is a collective operation. Requests from 512 ranks would overload a server. If `make`
+    raises `ConfigError`, all ranks raise that error.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return make()
@@ -199,45 +215,45 @@ def from_rank_0(make: Callable[[], Made]) -> Made:
     if dist.get_rank() == 0:
         try:
             box[0] = make()
-        except Refusal as refusal:
-            box[1] = refusal.problems
-    dist.broadcast_object_list(box, group=waiting_group())
+        except ConfigError as error:
+            box[1] = error.problems
+    dist.broadcast_object_list(box, group=long_wait_group())
     if box[1]:
-        raise Refusal(box[1])
+        raise ConfigError(box[1])
     return box[0]
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """Names a file behind an address."""
+    """A file at an address."""
 
     url: str
     size: int
-    # what the server calls this content (ETag or date); "": the address itself stands for it
+    # the version of the content (ETag or date); "" if the address identifies the content
     version: str
-    is_whole: bool = False  # the server gives no ranges, so the file is read as a whole
+    read_in_full: bool = False  # True if the server has no ranges
 
     @property
     def name(self) -> str:
         return PurePosixPath(urlsplit(self.url).path).name
 
     def __str__(self) -> str:
-        return shown(self.url)
+        return redact_url(self.url)
 
-    def open(self, patience: Patience) -> BinaryIO:
-        return io.BufferedReader(Ranges(self, patience), READ_AHEAD)  # type: ignore[return-value]
+    def open(self, patience: RetryPolicy) -> BinaryIO:
+        return io.BufferedReader(RangeReader(self, patience), READ_AHEAD)  # type: ignore[return-value]
 
 
-def shown(url: str) -> str:
-    """Shortens the address: without user, password and query, which may hold secrets."""
+def redact_url(url: str) -> str:
+    """Return an address without user, password and query, which may contain secrets."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-class Ranges(io.RawIOBase):
-    """Makes a Python file of a remote file; fetches only what is read."""
+class RangeReader(io.RawIOBase):
+    """A file object for a remote file; it requests only the bytes that are read."""
 
-    def __init__(self, file: RemoteFile, patience: Patience):
+    def __init__(self, file: RemoteFile, patience: RetryPolicy):
         self._file, self._patience, self._position = file, patience, 0
 
     def readable(self) -> bool:
@@ -257,77 +273,82 @@ class Ranges(io.RawIOBase):
         end = min(self._position + len(buffer), self._file.size)
         if end <= self._position:
             return 0
-        content = self._patience(str(self._file), lambda: fetch(self._file, self._position, end))
+        content = self._patience(
+            str(self._file), lambda: fetch_range(self._file, self._position, end)
+        )
         buffer[: len(content)] = content
         self._position = end
         return len(content)
 
 
-def look_up(url: str, patience: Patience, pinned: bool = False) -> RemoteFile:
-    """Asks for size and version of the file behind an address; `pinned` says that its content never
-    changes.
+def probe_remote_file(url: str, patience: RetryPolicy, pinned: bool = False) -> RemoteFile:
+    """Return the file at an address, with the file's size and version.
 
-    Raises `Refusal` if the file cannot be read.
+    `pinned` is True if the content at the address never changes. Raise `ConfigError` if the file
+    cannot be read.
     """
 
     def ask() -> RemoteFile:
         try:
-            with request(url, "bytes=0-0") as answer:
+            with open_url(url, "bytes=0-0") as answer:
                 if answer.status != 206:
                     return _without_ranges(url, answer)
                 if len(answer.read()) != 1:
                     raise ConnectionError("the server returned no data for a request of one byte")
                 size = int(answer.headers["Content-Range"].rpartition("/")[2])
-                return RemoteFile(url, size, "" if pinned else version_of(answer.headers))
+                return RemoteFile(url, size, "" if pinned else content_version(answer.headers))
         except urllib.error.HTTPError as error:
             if error.code == 416:  # no byte 0
-                return RemoteFile(url, 0, "" if pinned else version_of(error.headers))
+                return RemoteFile(url, 0, "" if pinned else content_version(error.headers))
             raise
 
     try:
-        return patience(shown(url), ask)
+        return patience(redact_url(url), ask)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(error, Refusal):
+        if isinstance(error, ConfigError):
             raise
-        raise refuse(
-            shown(url),
-            f"cannot be read: {describe(error)}",
+        raise config_error(
+            redact_url(url),
+            f"cannot be read: {describe_fault(error)}",
             "check the address and its permissions",
         ) from error
 
 
-def _without_ranges(url: str, answer: Any) -> RemoteFile:
-    """Return the file of a server without range requests, by its answer.
+def _without_ranges(url: str, answer: http.client.HTTPResponse) -> RemoteFile:
+    """Return a file read from `answer`, for a server that does not support range requests.
 
-    Raise `Refusal` if the file is large.
+    Raise `ConfigError` if the file is too large.
     """
     stated = answer.headers.get("Content-Length")
-    size = int(stated) if stated else len(answer.read(WHOLE_BYTES + 1))
-    if size > WHOLE_BYTES or answer.headers.get("Content-Encoding", "identity") != "identity":
+    size = int(stated) if stated else len(answer.read(MAX_FULL_READ_BYTES + 1))
+    if (
+        size > MAX_FULL_READ_BYTES
+        or answer.headers.get("Content-Encoding", "identity") != "identity"
+    ):
         rule = "the server does not support HTTP range requests"
-        if size > WHOLE_BYTES:
-            rule += f", and without them files must be at most {WHOLE_BYTES >> 20} MiB"
-        raise refuse(shown(url), rule, "download the file and name its path")
-    return RemoteFile(url, size, version_of(answer.headers), is_whole=True)
+        if size > MAX_FULL_READ_BYTES:
+            rule += f", and without them files must be at most {MAX_FULL_READ_BYTES >> 20} MiB"
+        raise config_error(redact_url(url), rule, "download the file and name its path")
+    return RemoteFile(url, size, content_version(answer.headers), read_in_full=True)
 
 
-@functools.lru_cache(maxsize=16)  # at most 1 GiB; the spans of a file are read far apart
-def _copy(file: RemoteFile) -> BinaryIO:
-    """Fetch a whole file into a temporary one. Raise as `fetch` does."""
-    with request(file.url) as answer:
+@functools.lru_cache(maxsize=16)  # at most 1 GiB: a file's spans are read far apart
+def _download_full(file: RemoteFile) -> BinaryIO:
+    """Download a full file into a temporary file; raise the errors of `fetch_range`."""
+    with open_url(file.url) as answer:
         stated = int(answer.headers.get("Content-Length") or file.size)
-        if stated != file.size or version_of(answer.headers) != file.version:
-            raise _changed(file)
+        if stated != file.size or content_version(answer.headers) != file.version:
+            raise _changed_file_error(file)
         content = answer.read(file.size + 1)
-        if len(content) < file.size:  # with a limit, http.client does not notice the early end
+        if len(content) < file.size:  # http.client detects no early end if a byte limit is given
             raise ConnectionError(f"the server returned {len(content)} of {file.size} bytes")
         if len(content) > file.size:
-            raise _changed(file)
+            raise _changed_file_error(file)
     try:
         copy = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (closed when the cache drops it)
         copy.write(content)
     except OSError as error:
-        raise refuse(
+        raise config_error(
             str(file),
             f"cannot be stored in {tempfile.gettempdir()}: {error.strerror}",
             "free space there, or set TMPDIR",
@@ -335,30 +356,32 @@ def _copy(file: RemoteFile) -> BinaryIO:
     return cast("BinaryIO", copy)
 
 
-def _changed(file: RemoteFile) -> Refusal:
-    return refuse(
+def _changed_file_error(file: RemoteFile) -> ConfigError:
+    return config_error(
         str(file),
         "has changed on the server since it was opened",
         "start a new run with --out NEW, or restore the old file",
     )
 
 
-def fetch(file: RemoteFile, start: int, end: int) -> bytes:
-    """Fetches bytes `start` to before `end`.
+def fetch_range(file: RemoteFile, start: int, end: int) -> bytes:
+    """Request the bytes from `start` up to, but not including, `end`.
 
-    Raises OSError for a fault that a second try may mend, `Refusal` if the file has changed.
+    Raise OSError for a fault that a retry may fix, and `ConfigError` if the file has changed.
     """
-    if file.is_whole:
-        return os.pread(_copy(file).fileno(), end - start, start)
-    with request(file.url, f"bytes={start}-{end - 1}") as answer:
+    if file.read_in_full:
+        return os.pread(_download_full(file).fileno(), end - start, start)
+    with open_url(file.url, f"bytes={start}-{end - 1}") as answer:
         size = int(answer.headers.get("Content-Range", "").rpartition("/")[2] or -1)
-        changed = size != file.size or (file.version and version_of(answer.headers) != file.version)
+        changed = size != file.size or (
+            file.version and content_version(answer.headers) != file.version
+        )
         if answer.status != 206:
             raise ConnectionError(
                 f"the server returned {answer.status} to a request for part of the file"
             )
         if changed:
-            raise _changed(file)
+            raise _changed_file_error(file)
         content = answer.read()
         if len(content) != end - start:
             raise ConnectionError(
@@ -367,8 +390,8 @@ def fetch(file: RemoteFile, start: int, end: int) -> bytes:
         return content
 
 
-def request(url: str, ranges: str = "") -> Any:
-    """Ask for some bytes of a file, or for all of it; return the answer, open."""
+def open_url(url: str, ranges: str = "") -> Any:
+    """Request some bytes of a file, or the full file, and return the open response."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "recipekit"} | (
         {"Range": ranges} if ranges else {}
     )
@@ -376,10 +399,10 @@ def request(url: str, ranges: str = "") -> Any:
     if url.startswith(f"{constants.ENDPOINT}/"):
         for name, value in build_hf_headers().items():
             if name.lower() == "authorization":
-                # not for the storage that the hub points to
+                # not sent to the storage server to which the hub redirects
                 asked.add_unredirected_header(name, value)
     return urllib.request.urlopen(asked, timeout=TIMEOUT)
 
 
-def version_of(headers: Any) -> str:
+def content_version(headers: Message) -> str:
     return (headers.get("ETag") or headers.get("Last-Modified") or "").removeprefix("W/").strip('"')

@@ -1,41 +1,43 @@
-"""What a run asks of its data: the values of a recipe that reading, packing and dealing need, and
-the sizes they work in.
-"""
+"""The data settings of a recipe, and the sizes for reading, packing and shuffling."""
 
 import dataclasses
 from dataclasses import dataclass
 
-from ..spec.phases import Ramp, ramp_of
 from ..spec.recipe import Recipe
-from ..spec.task_specs import SAMPLES, TASKS
+from ..spec.schedules import Ramp, ramp_of
+from ..spec.task import Documents
+from ..spec.task_specs import TASKS
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Says how much is read, packed and shuffled at a time.
+    """Sizes for reading, packing and shuffling.
 
-    The order of the rows depends on most sizes, so runs have the defaults; tests have smaller ones.
+    Runs must use the defaults, because the order of the rows depends on most of these sizes. Tests
+    use smaller sizes.
     """
 
-    read_rows: int = 64  # rows of text taken from a file at a time
-    part_bytes: int = 1 << 20  # text files are cut, at line ends, into parts of this size
-    chunk_rows: int = 256  # a chunk ends at so many rows
-    chunk_characters: int = 1 << 20  # or at so many characters, whichever comes first
-    # a block, the range of packing and shuffle, has the tokens of so many rows,
+    read_rows: int = 64  # text rows that are read from a file at a time
+    part_bytes: int = 1 << 20  # size of a part of a text file, which is split at line ends
+    chunk_rows: int = 256  # maximum rows of a chunk
+    chunk_characters: int = 1 << 20  # a chunk also ends when it reaches this many characters
+    # a block, the unit of packing and shuffling, contains the tokens of this many rows
     block_rows: int = 512
-    block_tokens: tuple[int, int] = (1 << 20, 1 << 22)  # but at least and at most so many
-    block_samples: int = 4096  # a block of samples that are not packed has so many,
-    block_bytes: int = 1 << 28  # or those that take so much memory, whichever comes first
-    # so many documents in a row without a target mean that there is none
+    block_tokens: tuple[int, int] = (1 << 20, 1 << 22)  # within this minimum and maximum
+    block_samples: int = 4096  # maximum samples in a block of samples that are not packed
+    block_bytes: int = 1 << 28  # such a block also ends when it reaches this many bytes of memory
+    # number of consecutive documents without a target after which the data are rejected
     barren_documents: int = 10_000
-    # characters whose tokens take so long that the run says what it does
+    # number of characters above which the run reports that it tokenizes a long text
     long_text: int = 8_000_000
-    # tokens are kept by themselves where the disk has so many times the bytes of the corpus free
+    # by default, tokens are stored if the free disk space is at least this many times the size of
+    # the corpus
     times_free: int = 10
 
     def tokens_of_block(self, seq_len: int) -> int:
-        """Computes the tokens of a block: those of 32 rows at least, so that long rows are packed
-        well, too.
+        """Return the number of tokens in a block.
+
+        A block contains the tokens of at least 32 rows, so that long rows are packed well.
         """
         least, most = self.block_tokens
         return max(min(max(self.block_rows * seq_len, least), most), 32 * seq_len)
@@ -43,9 +45,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """Says which data a run reads, how, and into what batches.
+    """The data that a run reads, how the data are read, and the batches that are made from them.
 
-    Fields have the names, meanings and defaults of `Recipe`; `sizes`, `tiny` and `day` are added.
+    Fields have the same names, meanings and defaults as in `Recipe`, except the additional fields
+    `sizes`, `tiny`, `day` and `documents`.
     """
 
     model: str = Recipe.model
@@ -80,62 +83,66 @@ class Request:
     eval_rows: int = Recipe.eval_rows
     seed: int = Recipe.seed
     sizes: Sizes = Sizes()
-    tiny: bool = False  # a trial
-    # ISO date that chat templates write as today's: the run's first start; "": the day of rendering
+    tiny: bool = False  # True for a trial run
+    # ISO date that chat templates write as today's date, fixed when the run first starts; "" means
+    # the day of rendering
     day: str = ""
+    documents: Documents | None = None  # of the task
 
     @property
     def ramp(self) -> Ramp:
-        """Says how many rows each step has."""
+        """The number of rows in each step."""
         return ramp_of(self.global_batch, self.batch_ramp)
 
     @property
     def chats(self) -> bool:
-        """Says whether a document is a chat, not a text."""
+        """True if a document is a chat instead of a string."""
         return TASKS[self.task].chats
 
     @property
     def masked(self) -> bool:
-        """Says whether some of the tokens are hidden, and the model learns these."""
+        """True if some tokens are masked and the model predicts these tokens."""
         return TASKS[self.task].masked
 
     @property
+    def bidirectional(self) -> bool:
+        """Return True if attention must know where the documents in a row begin."""
+        return TASKS[self.task].bidirectional
+
+    @property
     def fields(self) -> tuple[str, ...]:
-        """Names the fields of the columns that are read: all of the task's, but for an optional one
-        that is left empty.
-        """
+        """The recipe fields that contain column names, except empty optional fields."""
         facts = TASKS[self.task]
         return tuple(
-            name for name in facts.columns if name != facts.optional or getattr(self, name)
+            name for name in facts.columns if name != facts.optional_column or getattr(self, name)
         )
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names the columns that are read of a row."""
+        """The columns that are read from a row."""
         return tuple(getattr(self, name) for name in self.fields)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the values of a sample, whatever their columns are called; none if a document is no
-        sample.
+        """The names of a sample's values, which do not depend on the column names.
+
+        The tuple is empty if a document is the value of a single column.
         """
         return tuple(name.removesuffix("_field") for name in self.fields) if self.as_rows else ()
 
     @property
     def as_rows(self) -> bool:
-        """Says whether a row of the data set is a row of a micro-batch, and not a document to be
-        packed.
-        """
-        return TASKS[self.task].rows == SAMPLES
+        """True if a document is a dictionary of columns instead of a single column's value."""
+        return TASKS[self.task].reads_rows
 
     @property
     def skip(self) -> bool:
-        """Says whether rows that cannot be read are counted, not refused."""
+        """True if unreadable rows are counted instead of causing a config error."""
         return self.bad_rows == "skip"
 
 
-def request_of(recipe: Recipe) -> Request:
-    """Takes from a recipe what it asks of its data."""
+def request_from_recipe(recipe: Recipe) -> Request:
+    """Return a request with a recipe's data settings."""
     return Request(
         **{
             item.name: getattr(recipe, item.name)

@@ -1,15 +1,13 @@
-"""The repositories of the hub that a recipe names: their revisions, and whether they are here if
-there is no network.
-"""
+"""The hub repositories of a recipe: their revisions, and the local copies that are used offline."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ..architectures.lookup import is_local, is_ours
+from ..architectures.lookup import is_config_only, is_local
+from ..spec.errors import ConfigError, Problem
 from ..spec.hub import cache_folder, is_hub_id, is_offline, not_cached
-from ..spec.recipe import OWN
-from ..spec.refusal import Problem, Refusal
+from ..spec.recipe import REPOSITORY_FIELDS
 from .files import local_files
 from .mixture import domains_of
 
@@ -17,8 +15,9 @@ from .mixture import domains_of
 def check_revisions(
     model: str, model_revision: str, dataset: str, dataset_revision: str, split: str, subset: str
 ) -> list[Problem]:
-    """Refuse a revision of anything but a repository of the hub, and one revision for several data
-    sets.
+    """Return problems for revisions that cannot be applied.
+
+    A revision requires a hub repository, and a revision cannot apply to several data sets.
     """
     problems: list[Problem] = []
     if (revision := model_revision) and (Path(model).is_dir() or not is_hub_id(model)):
@@ -37,7 +36,7 @@ def check_revisions(
         names = sorted(
             name for name in asked if local_files(name, split=split, subset=subset) is None
         )
-    except Refusal:  # it is reported with the data set
+    except ConfigError:  # reported with the data set
         return problems
     if not names:
         rule = (
@@ -63,14 +62,15 @@ def check_revisions(
 
 
 def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
-    """Return lines about values of the recipe's file that do not apply to the data set or model
-    that was typed.
+    """Return lines about settings in the recipe's file that do not apply.
+
+    These settings belong to a different data set or model than the one on the command line.
     """
     defaults = {"split": "split train", "subset": "no subset"} | dict.fromkeys(
         ("dataset_revision", "model_revision"), "branch main"
     )
     lines = []
-    for field, names in OWN.items():
+    for field, names in REPOSITORY_FIELDS.items():
         left = {name: unused[name] for name in names if name in unused}
         if left and not (field == "dataset" and dataset == "builtin"):
             listed = " and ".join(f"{name} {value}" for name, value in left.items())
@@ -84,11 +84,9 @@ def say_unused(dataset: str, unused: Mapping[str, str]) -> list[str]:
 
 
 def check_offline(model: str, revision: str, needed: bool) -> list[Problem]:
-    """Refuse a model whose files are `needed`, if they are not here and the user forbids to
-    download them.
-    """
-    # refused where its config.json is read, or its files
-    no_name = not is_hub_id(model) or Path(model).exists() or is_ours(model)
+    """Return a problem if `needed` model files are missing while downloads are forbidden."""
+    # such a model is rejected by the code that reads its config.json or its files
+    no_name = not is_hub_id(model) or Path(model).exists() or is_config_only(model)
     if (
         not is_offline(os.environ)
         or not needed

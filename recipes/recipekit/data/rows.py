@@ -1,24 +1,24 @@
-"""One row of a file: its text, its value, and the errors of either."""
+"""One row of a file: its text, its value, and the errors of both."""
 
 import json
 from typing import Any
 
-from ..spec.refusal import Refusal, refuse
-from .compression import SIGN_BYTES, compressed_as
+from ..spec.errors import ConfigError, config_error
+from .compression import SIGNATURE_BYTES, detect_compression
 
-SKIP = "leave it out (--bad_rows skip)"
+SKIP_FIX = "leave it out (--bad_rows skip)"
 
 
-def decoded(value: bytes, errors: str = "strict") -> str:
-    """Decodes text of a file. Raises UnicodeDecodeError, which `not_utf8` puts into words."""
+def decode_text(value: bytes, errors: str = "strict") -> str:
+    """Decode the text of a file; `encoding_problem` explains a UnicodeDecodeError raised here."""
     return value.decode("utf-8", errors).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
-def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
-    """Says what is wrong with text of another encoding: rule and fix of a refusal."""
+def encoding_problem(error: UnicodeDecodeError) -> tuple[str, str]:
+    """Return the rule and fix of a config error for text in a different encoding."""
     if error.object[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP}"
-    if name := compressed_as(error.object[:SIGN_BYTES]):
+        return "is UTF-16, not UTF-8", f"convert the file (iconv -f utf-16 -t utf-8), or {SKIP_FIX}"
+    if name := detect_compression(error.object[:SIGNATURE_BYTES]):
         return (
             f"must be text, but is compressed ({name})",
             (
@@ -27,43 +27,44 @@ def not_utf8(error: UnicodeDecodeError) -> tuple[str, str]:
             ),
         )
     rule = f"is not UTF-8: byte {error.object[error.start]:#04x} at {error.start}"
-    return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP}"
+    return rule, f"convert the file (iconv -f latin1 -t utf-8), or {SKIP_FIX}"
 
 
-def row_of(line: bytes, place: str) -> dict[str, Any]:
-    """Parses a line of JSON. Raises `Refusal` if it is no object."""
+def parse_json_row(line: bytes, place: str) -> dict[str, Any]:
+    """Parse a line of JSON; raise `ConfigError` if the line is not an object."""
     try:
-        text = decoded(line)
+        text = decode_text(line)
     except UnicodeDecodeError as error:
-        raise refuse(place, *not_utf8(error)) from error
+        raise config_error(place, *encoding_problem(error)) from error
     try:
         row = json.loads(text)
-        if "\\ud" in text.lower():  # half of a surrogate pair is legal JSON but cannot be encoded
+        if "\\ud" in text.lower():  # half of a surrogate pair is valid JSON but cannot be encoded
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
-        # A number of more than 4300 digits raises a ValueError that is no JSONDecodeError.
+        # A number with more than 4300 digits raises a ValueError that is not a JSONDecodeError.
         what = (
             "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read as JSON"
         )
-        raise refuse(
-            place, f"{what}: {error}", f"write one JSON object per line, or {SKIP}"
+        raise config_error(
+            place, f"{what}: {error}", f"write one JSON object per line, or {SKIP_FIX}"
         ) from error
     if not isinstance(row, dict):
-        raise refuse(
+        raise config_error(
             place,
             f"must be a JSON object, not a {type(row).__name__}",
-            f"write one JSON object per line, or {SKIP}",
+            f"write one JSON object per line, or {SKIP_FIX}",
         )
-    # perhaps a key of an object inside
+    # the second occurrence may be a key of a nested object
     is_suspect = any(text.count(f'"{name}"') > 1 for name in row)
-    if is_suspect and (found := named_twice(_keys(text))):
-        raise refuse(place, *found)
+    if is_suspect and (found := duplicate_column(_json_keys(text))):
+        raise config_error(place, *found)
     return row
 
 
-def _keys(text: str) -> list[str]:
-    """Return the keys of a JSON object as they are written; a parsed object keeps the last of two
-    that are equal.
+def _json_keys(text: str) -> list[str]:
+    """Return the keys of a JSON object as written in the text.
+
+    If a key occurs several times, the parsed object contains only the last occurrence.
     """
     found: list[str] = []
 
@@ -74,8 +75,11 @@ def _keys(text: str) -> list[str]:
     return found
 
 
-def named_twice(names: list[str]) -> tuple[str, str] | None:
-    """Return the rule and fix of a refusal if two columns have one name."""
+def duplicate_column(names: list[str]) -> tuple[str, str] | None:
+    """Return the rule and fix of a config error if two columns have the same name.
+
+    Return None if all names are different.
+    """
     if len(names) == len(set(names)):
         return None
     twice = next(name for name in names if names.count(name) > 1)
@@ -85,11 +89,13 @@ def named_twice(names: list[str]) -> tuple[str, str] | None:
     )
 
 
-def is_empty(value: Any) -> bool:
-    """Return True for null, text that is empty or blank, empty lists and bytes, and files without
-    bytes and path.
+def is_empty(value: object) -> bool:
+    """Return True for an empty value.
+
+    The following values are empty: null, blank text, empty lists and bytes, and files without bytes
+    and path.
     """
-    # how `datasets` stores a file
+    # the form in which `datasets` stores a file
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         return not (value["bytes"] or value["path"])
     return (
@@ -99,11 +105,11 @@ def is_empty(value: Any) -> bool:
     )
 
 
-def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> None:
-    """Raises `Refusal` for a value that is not empty and is no text or, where `chats` are wanted,
-    no list of messages.
+def check_value(value: object, chats: bool, place: str, tokens: bool = False) -> None:
+    """Raise `ConfigError` for a value of the wrong type.
 
-    With `tokens` it may be ready tokens.
+    A non-empty value must be a string or, with `chats`, a list of messages. With `tokens`, the
+    value may also be a list of token ids.
     """
     if (
         not chats
@@ -114,7 +120,7 @@ def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> No
         if tokens:
             return
         rule = "contains token ids, which require a Parquet or Arrow file"
-        raise refuse(
+        raise config_error(
             place,
             rule,
             "convert the file: datasets.load_dataset('json', data_files=FILE,"
@@ -123,11 +129,11 @@ def check_value(value: Any, chats: bool, place: str, tokens: bool = False) -> No
     if not isinstance(value, list if chats else str):
         expected = "a list of messages (--messages_field)" if chats else "text (--text_field)"
         rule = f"must be {expected}, not {type(value).__name__} {str(value)[:40]!r}"
-        raise refuse(place, rule, f"name another column, correct the row, or {SKIP}")
+        raise config_error(place, rule, f"name another column, correct the row, or {SKIP_FIX}")
 
 
-def unreadable(place: str, error: Exception) -> Refusal:
-    return refuse(
+def unreadable_error(place: str, error: Exception) -> ConfigError:
+    return config_error(
         place,
         f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}",
         "replace the file, or leave it out of --dataset",

@@ -1,8 +1,9 @@
-"""Samples that are not packed, as pictures are. They go through the same lanes as text.
+"""Samples that are not packed, such as images. They are dealt to slots like packed rows of text.
 
-A sample is a row of Parquet, Arrow or JSON lines, a picture of a folder, or drawn. A task's
-`collate` makes a micro-batch of some of them; what it draws, it draws from a sample's key, which
-depends on (seed, epoch, sample) alone, so it is the same on any number of ranks.
+A sample is a row of Parquet, Arrow or JSON lines, an image in a folder, or a generated row. A
+task's `collate` function makes a micro-batch from samples. Its random choices depend only on each
+sample's key, which depends only on (seed, epoch, sample). So these choices are the same for any
+number of ranks.
 """
 
 import hashlib
@@ -11,35 +12,35 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
-from ..spec.refusal import Say, refuse
+from ..spec.errors import Say, config_error
 from ..spec.task import MicroBatch, Samples
 from ..spec.task_specs import TASKS
-from .blocks import Held, Place, blocks
-from .chunks import tell
-from .formats import DRAWN_PARTS, PICTURES_OF_A_PART
-from .lanes import DataRank, Domains, Run, steps
+from .batching import DataRank, RowDealer, RowRun, iter_steps
+from .blocks import DocumentRanges, StreamPosition, iter_blocks
+from .chunks import report_skipped
+from .formats import GENERATED_PARTS, IMAGES_PER_PART
 from .packing import permutation
-from .pairs import Pairs
-from .prefetch import PREFETCH, Stream
+from .pairs import PairProcessor
+from .prefetch import Stream
 from .request import Request
-from .rows import SKIP
-from .sameness import StreamState
+from .rows import SKIP_FIX
 from .source import Document
-from .stream import Corpus, check_batch, opened, start
+from .stream import Corpus, check_global_batch, initial_stream_state, open_domains
+from .stream_state import StreamState
 
 LOG = logging.getLogger(__name__)
 
-# what a task raises for a row that it cannot use
-UNUSABLE = (ValueError, TypeError, KeyError, OSError)
+# errors that a task raises for a row that it cannot use
+UNUSABLE_ROW_ERRORS = (ValueError, TypeError, KeyError, OSError)
 
 
 class SampleBlock(NamedTuple):
-    """Holds samples in the order in which they are dealt."""
+    """Samples in the order in which they are dealt."""
 
     samples: list[Document]
     keys: list[int]
@@ -52,57 +53,59 @@ class SampleBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes micro-batches of samples.
+    """Builder of micro-batches from samples.
 
-    With `skip` a row that cannot be used is told and becomes one that only fills up, else it raises
-    `Refusal`.
+    With `skip`, an unusable row is reported and replaced by a fill-up row. Without `skip`, an
+    unusable row raises `ConfigError`.
     """
 
-    processor: Any
+    processor: object
     samples: Samples
     skip: bool
     say: Say
-    told: list[str] = field(default_factory=list)  # what was said of such rows
+    reported: list[str] = field(default_factory=list)  # problems of unusable rows
 
     def __call__(self, samples: list[Document | None], keys: list[int] | None) -> MicroBatch:
         rows = [sample and sample[0] for sample in samples]
         try:
             return self.samples.collate(self.processor, rows, keys)
-        except UNUSABLE:
+        except UNUSABLE_ROW_ERRORS:
             usable = [
-                self._usable(sample, keys and keys[number : number + 1])
+                self._is_usable(sample, keys and keys[number : number + 1])
                 for number, sample in enumerate(samples)
             ]
             if all(usable):
-                raise  # no row alone is at fault
+                raise  # no single row causes the error
         return self.samples.collate(
             self.processor,
             [row if fits else None for row, fits in zip(rows, usable, strict=True)],
             keys,
         )
 
-    def _usable(self, sample: Document | None, key: list[int] | None) -> bool:
+    def _is_usable(self, sample: Document | None, key: list[int] | None) -> bool:
         if sample is None:
             return True
         try:
             self.samples.collate(self.processor, [sample[0]], key)
-        except UNUSABLE as error:
-            problem = refuse(sample[1], f"cannot be used: {error}", f"correct the row, or {SKIP}")
+        except UNUSABLE_ROW_ERRORS as error:
+            problem = config_error(
+                sample[1], f"cannot be used: {error}", f"correct the row, or {SKIP_FIX}"
+            )
             if not self.skip:
                 raise problem from error
-            tell([str(problem)], self.told, self.say)
+            report_skipped([str(problem)], self.reported, self.say)
             return False
         return True
 
 
-def collator(request: Request, processor: Any, samples: Samples, say: Say) -> Collator:
-    """Makes the collator of a request.
+def make_collator(request: Request, processor: object, samples: Samples, say: Say) -> Collator:
+    """Return a request's collator.
 
-    Whether a row can be used is found out by the ranks that it is dealt to alone: they tell,
-    whichever they are.
+    Every rank reports unusable rows, because only the ranks that receive a row can detect that the
+    row is unusable.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if isinstance(processor, Pairs) and request.day:
+    if isinstance(processor, PairProcessor) and request.day:
         processor = replace(processor, day=date.fromisoformat(request.day))
     return Collator(
         processor, samples, request.skip, partial(LOG.warning, "rank %d: %s", rank) if rank else say
@@ -112,17 +115,17 @@ def collator(request: Request, processor: Any, samples: Samples, say: Say) -> Co
 def open_rows(
     request: Request,
     samples: Samples,
-    processor: Any,
+    processor: object,
     say: Say = LOG.warning,
     state: StreamState | None = None,
 ) -> Corpus:
-    """Open the corpora whose rows are the samples of a run, as `open_corpus` opens documents."""
+    """Open the corpora whose rows are a run's samples, as `open_corpus` opens documents."""
     sizes = [
         request.sizes.block_samples,
         request.sizes.block_bytes,
         request.sizes.chunk_rows,
-        PICTURES_OF_A_PART,
-        DRAWN_PARTS,
+        IMAGES_PER_PART,
+        GENERATED_PARTS,
     ]
     own = {
         name: getattr(request, name)
@@ -130,44 +133,65 @@ def open_rows(
         if name in TASKS[request.task].reads
     }
     own |= {"blocks": sizes, **samples.identity(processor, request.task)}
-    return opened(request, None, samples, own, say, state)
+    return open_domains(request, None, samples, own, say, state)
 
 
 def open_samples(
     request: Request,
-    processor: Any,
+    processor: object,
     samples: Samples,
     *,
     rank: DataRank,
     state: StreamState | None = None,
     say: Say = LOG.warning,
 ) -> Stream:
-    """Opens the stream of one data-parallel rank over rows of a data set; a step has `global_batch`
-    of them, or those of its ramp.
+    """Open the stream of a data set's rows for one data-parallel rank.
 
-    Otherwise like `open_stream`.
-
-    A row that the task cannot use raises `Refusal` from `next`, or, where bad rows are skipped, is
-    told, and its place in the micro-batch counts nothing.
+    A step has `global_batch` rows, or as many as the batch ramp sets. Otherwise, see `open_stream`.
+    If the task cannot use a row, `next` raises `ConfigError`. If bad rows are skipped, the row is
+    reported instead, and its slot in the micro-batch does not count.
     """
-    check_batch(request.ramp, request.micro_batch, rank.dp)
+    check_global_batch(request.ramp, request.micro_batch, rank.dp)
     corpus = open_rows(request, samples, processor, say, state)
+    return read_samples(corpus, processor, samples, rank=rank, state=state, say=say)
+
+
+def read_samples(
+    corpus: Corpus,
+    processor: object,
+    samples: Samples,
+    *,
+    rank: DataRank,
+    state: StreamState | None = None,
+    say: Say = LOG.warning,
+) -> Stream:
+    """Start the stream of an opened corpus; see `open_samples`.
+
+    Several streams can read the same corpus, but only one after the other.
+    """
+    request = corpus.request
     corpus.check(state)
     readers = corpus.readers()
 
-    def open_blocks(number: int, place: Place) -> Iterator[tuple[Place, SampleBlock]]:
-        return blocks(readers[number], request.seed, request.sizes.block_bytes, _shuffled, place)
+    def open_blocks(
+        number: int, place: StreamPosition
+    ) -> Iterator[tuple[StreamPosition, SampleBlock]]:
+        return iter_blocks(
+            readers[number], request.seed, request.sizes.block_bytes, _shuffle_samples, place
+        )
 
-    state = state or start(corpus.domains, corpus.identity)
-    build = partial(_micro_batches, collator(request, processor, samples, say), request.micro_batch)
-    made = steps(
-        Domains(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, rank
+    state = state or initial_stream_state(corpus.domains, corpus.identity)
+    build = partial(
+        _micro_batches, make_collator(request, processor, samples, say), request.micro_batch
     )
-    return Stream(made, state, PREFETCH, corpus.patience.closed, corpus.files)
+    made = iter_steps(
+        RowDealer(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, rank
+    )
+    return corpus.stream(made, state)
 
 
-def _shuffled(held: Held, *key: object) -> SampleBlock:
-    samples = [sample for chunk, first, last in held for sample in chunk.samples[first:last]]
+def _shuffle_samples(ranges: DocumentRanges, *key: object) -> SampleBlock:
+    samples = [sample for chunk, first, last in ranges for sample in chunk.samples[first:last]]
     order = permutation(len(samples), *key).tolist()
     begin = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     keys = [(begin + number) % (1 << 63) for number in order]
@@ -176,7 +200,7 @@ def _shuffled(held: Held, *key: object) -> SampleBlock:
     )
 
 
-def _micro_batches(collate: Collator, micro_batch: int, runs: list[Run]) -> list[MicroBatch]:
+def _micro_batches(collate: Collator, micro_batch: int, runs: list[RowRun]) -> list[MicroBatch]:
     mine = [(run.block, number) for run in runs for number in range(run.row, run.row + run.size)]
     parts = [mine[first : first + micro_batch] for first in range(0, len(mine), micro_batch)]
     return [

@@ -1,52 +1,56 @@
-"""Local corpora before a run: is there a document to train on, and which one is held out if the 1 %
-is empty?
+"""Checks of local corpora before a run.
+
+A corpus must contain a document to train on. If the 1% rule selects no held-out document, a
+different rule selects one.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..spec.refusal import Refusal, refuse
-from .blocks import no_document
-from .chunks import Chunk, Reader, SampleChunk
-from .content import ONE_PERCENT, SHARE, HeldOut, hash_of, hash_of_tokens
+from ..spec.errors import ConfigError, config_error
+from .blocks import no_document_error
+from .chunks import Chunk, ChunkReader, SampleChunk
+from .content import HELD_OUT_ONE_IN, ONE_PERCENT, HeldOut, content_hash, token_hashes
 from .encode import Encoder
 from .request import Request
 from .source import Document, Source
 
-SHORTEST = 2 * 10  # characters or tokens; a shorter document has no tenth worth holding out
+MIN_SPLIT_LENGTH = 2 * 10  # characters or tokens; a shorter document cannot be split
 
 
 def check_documents(source: Source, request: Request) -> None:
-    """Raise `Refusal` for a corpus without any document, as far as that can be known without
-    tokens.
+    """Raise `ConfigError` for a corpus without documents, if this can be detected without
+    tokenizing.
     """
     if source.ready:
         return
     rows = empty = bad = 0
-    for chunk in _chunks(source, None, request):
+    for chunk in _corpus_chunks(source, None, request):
         rows, empty, bad = rows + chunk.rows, empty + chunk.empty, bad + chunk.bad
-        # a broken row is refused when its turn comes
+        # a broken row is rejected later, when it is read for training
         if len(chunk.lengths) or (bad and not request.skip):
             return
-    raise no_document(source, rows, empty, bad)
+    raise no_document_error(source, rows, empty, bad)
 
 
-def choose(sources: list[Source], encoder: Encoder | None, request: Request) -> HeldOut:
-    """Return the rule of the held-out documents of local corpora.
+def choose_held_out_rule(
+    sources: list[Source], encoder: Encoder | None, request: Request
+) -> HeldOut:
+    """Return the rule that selects the held-out documents of local corpora.
 
-    Reads until the 1 % rule holds a document out, which takes about a hundred documents. In a
-    corpus without such a document, the document with the smallest hash is chosen; a document that
-    is alone gives its last tenth. Raises `Refusal` if there is one document only and it cannot be
-    cut.
+    Read until the 1% rule selects a document, which takes about a hundred documents. If that rule
+    selects no document of the corpus, the document with the smallest hash is held out. If the
+    corpus has only one document, the document's last tenth is held out. Raise `ConfigError` if that
+    document cannot be split.
     """
     only: tuple[int, Any] | None = None
     smallest: HeldOut | None = None
     for source in sources:
         found: dict[int, Document] = {}
-        for number, document in _hashed(source, encoder, request):
-            if number not in found and _usable(document, encoder):
+        for number, document in _hashed_documents(source, encoder, request):
+            if number not in found and _has_target(document, encoder):
                 found[number] = document
-                if number % SHARE == 0:
+                if number % HELD_OUT_ONE_IN == 0:
                     return ONE_PERCENT
         if len(found) > 1 and smallest is None:
             smallest = HeldOut(min(found))
@@ -54,35 +58,35 @@ def choose(sources: list[Source], encoder: Encoder | None, request: Request) -> 
     if smallest or only is None:
         return smallest or ONE_PERCENT
     number, (content, place) = only
-    if isinstance(content, str | range) and len(content) >= SHORTEST:
+    if isinstance(content, str | range) and len(content) >= MIN_SPLIT_LENGTH:
         return HeldOut(number, True)
     rule = "is the only document, and evaluation requires a second one that training does not see"
-    raise refuse(f"--dataset, {place}", rule, "add more data, or use --eval_every 0")
+    raise config_error(f"--dataset, {place}", rule, "add more data, or use --eval_every 0")
 
 
-def _hashed(
+def _hashed_documents(
     source: Source, encoder: Encoder | None, request: Request
 ) -> Iterator[tuple[int, Document]]:
-    """Yield (hash, document) of all documents; of ready tokens a range stands for the document."""
-    for chunk in _chunks(source, encoder, request):
+    """Yield (hash, document) for all documents; a range represents pretokenized documents."""
+    for chunk in _corpus_chunks(source, encoder, request):
         if isinstance(chunk, SampleChunk):
-            yield from ((hash_of(document[0]), document) for document in chunk.samples)
+            yield from ((content_hash(document[0]), document) for document in chunk.samples)
         else:
-            numbers = hash_of_tokens(chunk.ids, chunk.starts, chunk.lengths)
+            numbers = token_hashes(chunk.ids, chunk.starts, chunk.lengths)
             yield from (
                 (int(number), (range(length), source.parts[0]))
                 for number, length in zip(numbers, chunk.lengths, strict=True)
             )
 
 
-def _chunks(
+def _corpus_chunks(
     source: Source, encoder: Encoder | None, request: Request
 ) -> Iterator[Chunk | SampleChunk]:
     """Yield the chunks of all documents.
 
-    Broken rows are left out here: they are refused when their turn comes.
+    Broken rows are excluded here, and rejected later when they are read for training.
     """
-    reader = Reader(
+    reader = ChunkReader(
         source,
         encoder if source.ready else None,
         True,
@@ -100,11 +104,11 @@ def _chunks(
             yield from reader.chunks(part, group, 0)
 
 
-def _usable(document: Document, encoder: Encoder | None) -> bool:
-    """Return True if a document has a token to learn."""
+def _has_target(document: Document, encoder: Encoder | None) -> bool:
+    """Return True if a document contains a token to train on."""
     if encoder is None or isinstance(document[0], range):
         return True
     try:
         return any(len(ids) for ids, _ in encoder([document]))
-    except Refusal:
+    except ConfigError:
         return False

@@ -1,10 +1,8 @@
-"""Where documents come from: local files, the hub, addresses, or the interpreter's own sources.
+"""Sources of documents: local files, the hub, addresses, or the interpreter's own source files.
 
-Read from any row group on.
-
-A corpus is cut into parts (files, or runs of bytes of text files), a part into groups (Parquet row
-groups; else one). Reading begins at any row of any group, so that neither a shuffle nor a resume
-has to read what lies before.
+A corpus consists of parts, which are files or byte ranges of text files. A part consists of groups:
+the row groups of a Parquet file, or otherwise a single group. Reading can begin at any row of any
+group. So neither a shuffle nor a resume must read the preceding rows.
 """
 
 import ast
@@ -21,72 +19,68 @@ import datasets
 from datasets import config as datasets_config
 from datasets.packaged_modules.parquet.parquet import Parquet
 
-from ..spec.hub import hub_is_away, hub_refusal
-from ..spec.refusal import Refusal, refuse
-from ..spec.task import Samples
-from .digests import digests, fingerprint
+from ..compat.datasets import skip_read_retries, skip_shutdown_sleep
+from ..spec.errors import ConfigError, config_error
+from ..spec.hub import hub_error, hub_is_unreachable
+from ..spec.task import Documents, Samples
+from .digests import file_digests, fingerprint
 from .files import local_files, standard_library
 from .first_row import check_kind
 from .formats import (
+    SourceOptions,
     arrow_source,
     csv_source,
-    drawn_source,
+    generated_source,
+    image_source,
     lines_source,
     parquet_source,
-    picture_source,
-    spans_of,
+    split_into_spans,
     streamed_source,
     text_source,
 )
 from .hub_cache import cached_commit, cached_source
-from .kinds import KINDS, kind_of, suffix
+from .kinds import FORMAT_BY_ENDING, kind_of, suffix
 from .mixture import Domain
-from .remote import Patience, from_rank_0, look_up, shown
+from .remote import RetryPolicy, from_rank_0, probe_remote_file, redact_url
 from .request import Request
-from .source import Document, Source, Wanted
+from .source import ColumnSelection, Document, Source
 
-# datasets 5.2 sleeps 5 s when a Parquet reader is closed early, against a crash of pyarrow at the
-# interpreter's end while its threads still read a Python file (apache/arrow#45214). Ours read with
-# no read-ahead, and are closed long before.
-datasets_config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
-# It also asks a busy server twenty times, 5 to 60 s apart, whatever the time given to it:
-# `Patience` decides instead.
-datasets_config.STREAMING_READ_MAX_RETRIES = datasets_config.STREAMING_OPEN_MAX_RETRIES = 1
+skip_shutdown_sleep()
+skip_read_retries()
 
 
 def open_source(
     request: Request,
     domain: Domain,
-    patience: Patience,
-    before: str = "",
-    samples: Samples | None = None,
+    patience: RetryPolicy,
+    saved_fingerprint: str = "",
+    samples: Samples | Documents | None = None,
 ) -> Source:
-    """Opens the corpus of a domain; a collective where it is remote.
+    """Open a domain's corpus. This is a collective operation if the corpus is remote.
 
-    Raises `Refusal` if it does not exist or cannot be reached.
-
-    `before` is the fingerprint of the same corpus in an earlier job: a data set of the hub is
-    opened at the commit that it names. `samples` are those of a task whose documents are samples:
-    dictionaries of the columns that it reads.
+    `saved_fingerprint` is the same corpus's fingerprint in an earlier job. A hub data set is opened
+    at the commit in that fingerprint. `samples` describes a task whose documents are samples:
+    dictionaries of the columns that the task reads. Raise `ConfigError` if the corpus does not
+    exist or is unreachable.
     """
-    wanted = Wanted(request.columns, request.task, request.sizes.read_rows, request.names)
+    wanted = ColumnSelection(request.columns, request.task, request.sizes.read_rows, request.names)
     return replace(
-        _source_of(request, domain, wanted, patience, before, samples),
-        columns=partial(list, wanted.met),
+        _open_domain_source(request, domain, wanted, patience, saved_fingerprint, samples),
+        columns=partial(list, wanted.seen_columns),
     )
 
 
-def _source_of(
+def _open_domain_source(
     request: Request,
     domain: Domain,
-    wanted: Wanted,
-    patience: Patience,
-    before: str,
-    samples: Samples | None,
+    wanted: ColumnSelection,
+    patience: RetryPolicy,
+    saved_fingerprint: str,
+    samples: Samples | Documents | None,
 ) -> Source:
     sizes = request.sizes
-    if samples and domain.dataset == "builtin":
-        return drawn_source(samples.drawn, samples.num_drawn, wanted)
+    if samples and wanted.as_rows and domain.dataset == "builtin":
+        return generated_source(samples.builtin_row, samples.num_builtin_rows, wanted)
     if domain.dataset == "builtin":
         return _builtin_source(request.seq_len, sizes.part_bytes, request.chats)
     if domain.dataset.startswith(("http://", "https://")):
@@ -94,29 +88,29 @@ def _source_of(
     files = local_files(domain.dataset, "image" in request.names, request.split, domain.subset)
     if files is None:
         return _hub_source(
-            domain, request.split, request.dataset_revision, wanted, patience, before
+            domain, request.split, request.dataset_revision, wanted, patience, saved_fingerprint
         )
     kind = kind_of(files, domain.dataset)
     check_kind(kind, files, domain.dataset, request)
     if kind == "pictures":
-        return picture_source(files, wanted)
+        return image_source(files, wanted)
     if kind == "text":
         return text_source(files, request.seq_len, sizes.part_bytes, request.task)
     return _rows_source(files, kind, wanted, sizes.part_bytes)
 
 
-def _rows_source(files: list[Path], kind: str, wanted: Wanted, part_bytes: int) -> Source:
-    """Open local files of rows: lines, CSV, Arrow or Parquet."""
-    of_files, stats = digests(files), [file.stat() for file in files]
+def _rows_source(files: list[Path], kind: str, wanted: ColumnSelection, part_bytes: int) -> Source:
+    """Open local files whose rows are read individually: lines, CSV, Arrow or Parquet."""
+    of_files, stats = file_digests(files), [file.stat() for file in files]
     mark = fingerprint(of_files, wanted.task, *wanted.columns)
-    more = {
+    more: SourceOptions = {
         "files": of_files,
         "size": sum(stat.st_size for stat in stats),
         "times": tuple(stat.st_mtime_ns for stat in stats),
     }
     if kind == "lines":
         cut = (
-            spans_of(file, stat.st_size, partial(open, file, "rb"), part_bytes)
+            split_into_spans(file, stat.st_size, partial(open, file, "rb"), part_bytes)
             for file, stat in zip(files, stats, strict=True)
         )
         return lines_source([span for spans in cut for span in spans], wanted, mark, **more)
@@ -128,12 +122,14 @@ def _rows_source(files: list[Path], kind: str, wanted: Wanted, part_bytes: int) 
     return parquet_source(names, names.__getitem__, wanted, mark, **more)
 
 
-# a run opens its data three times, and the interpreter's own files stay what they are
+# Cached because a run reopens its data for the evaluation, and the interpreter's source files do
+# not change.
 @functools.cache
 def _builtin_source(seq_len: int, part_bytes: int, chats: bool) -> Source:
     # tests have few docstrings
     files = standard_library(*(("test", "tests", "idle_test") if chats else ()))
-    # ast warns of odd escapes in the sources it reads; their name below keeps that from the user
+    # ast warns about unusual escapes in the sources that it parses. These sources are parsed under
+    # the name builtin_corpus, so that only their warnings are hidden.
     warnings.filterwarnings("ignore", module="builtin_corpus")
     documents = _docstring_chats if chats else None
     source = text_source(
@@ -143,31 +139,33 @@ def _builtin_source(seq_len: int, part_bytes: int, chats: bool) -> Source:
         "builtin",
         "sft" if chats else "pretrain",
         documents=documents,
-        whole=chats,
+        one_span_per_file=chats,
         errors="replace",
     )
-    # a file without text is no empty row
+    # a file without documents does not count as an empty row
     return replace(source, documents=lambda value, place: source.documents(value, place) or None)
 
 
-def _address_source(dataset: str, wanted: Wanted, patience: Patience, part_bytes: int) -> Source:
-    """Opens JSONL or Parquet files behind addresses; rank 0 asks for their sizes."""
+def _address_source(
+    dataset: str, wanted: ColumnSelection, patience: RetryPolicy, part_bytes: int
+) -> Source:
+    """Open JSONL or Parquet files at addresses; rank 0 queries their sizes."""
     urls = sorted(part.strip() for part in dataset.split(",") if part.strip())
-    kinds = {KINDS.get(suffix(Path(urlsplit(url).path)), "") for url in urls}
+    kinds = {FORMAT_BY_ENDING.get(suffix(Path(urlsplit(url).path)), "") for url in urls}
     if len(kinds) > 1 or not kinds <= {"lines", "parquet"}:
-        raise refuse(
-            "--dataset " + ",".join(map(shown, urls)),
+        raise config_error(
+            "--dataset " + ",".join(map(redact_url, urls)),
             "every address must be a JSONL file, or every address a Parquet file",
             "give addresses that end in .jsonl, or addresses that end in .parquet",
         )
-    files = from_rank_0(lambda: [look_up(url, patience) for url in urls])
+    files = from_rank_0(lambda: [probe_remote_file(url, patience) for url in urls])
     of_files = {str(file): f"{file.size} {file.version}" for file in files}
     mark = fingerprint(of_files, wanted.task, *wanted.columns)
     if kinds == {"lines"}:
         spans = [
             span
             for file in files
-            for span in spans_of(file, file.size, partial(file.open, patience), part_bytes)
+            for span in split_into_spans(file, file.size, partial(file.open, patience), part_bytes)
         ]
         return lines_source(spans, wanted, mark, files=of_files, local=False)
     return parquet_source(
@@ -181,29 +179,37 @@ def _address_source(dataset: str, wanted: Wanted, patience: Patience, part_bytes
 
 
 def _hub_source(
-    domain: Domain, split: str, revision: str, wanted: Wanted, patience: Patience, before: str = ""
+    domain: Domain,
+    split: str,
+    revision: str,
+    wanted: ColumnSelection,
+    patience: RetryPolicy,
+    saved_fingerprint: str = "",
 ) -> Source:
-    """Open a data set of the hub: from the hub's cache if the hub cannot be reached, else rank 0
-    asks for its files.
+    """Open a hub data set, or read it from the hub's cache if the hub is unreachable.
+
+    If the hub is reachable, rank 0 queries the list of files.
     """
     name = f"{domain.dataset}/{domain.subset}/{split}@"
     revision = revision or (
-        before.removeprefix(name).partition(" ")[0] if before.startswith(name) else ""
+        saved_fingerprint.removeprefix(name).partition(" ")[0]
+        if saved_fingerprint.startswith(name)
+        else ""
     )
     of_rows = f" {wanted.task} {' '.join(wanted.columns)}"
     if cached := from_rank_0(lambda: cached_commit(domain.dataset, revision)):
         return cached_source(domain, cached, split, wanted, f"{name}{cached}{of_rows}", patience)
 
-    # A run that has read the data set before does not give up at once without a connection.
-    asking = partial(_ask_hub, domain, split, revision, patience, is_new=not before)
+    # Without a connection, a run that has read the data set before keeps retrying.
+    asking = partial(_query_hub, domain, split, revision, patience, is_new=not saved_fingerprint)
     commit, urls, dataset = from_rank_0(asking)
     mark = f"{name}{commit}{of_rows}"
     if urls:
         found = functools.lru_cache(maxsize=16)(
-            lambda part: look_up(urls[part], patience, pinned=True)
+            lambda part: probe_remote_file(urls[part], patience, pinned=True)
         )
         return parquet_source(
-            tuple(map(shown, urls)),
+            tuple(map(redact_url, urls)),
             lambda part: found(part).open(patience),
             wanted,
             mark,
@@ -216,16 +222,17 @@ def _hub_source(
     return streamed_source(dataset, names, wanted, mark, patience)
 
 
-def _ask_hub(
-    domain: Domain, split: str, revision: str, patience: Patience, is_new: bool
+def _query_hub(
+    domain: Domain, split: str, revision: str, patience: RetryPolicy, is_new: bool
 ) -> tuple[str, list[str], Any]:
-    """Ask the hub for (hash of the commit and subset, addresses of the Parquet files, or else the
-    data set).
+    """Query the hub; return (hash of commit and subset, addresses of Parquet files, data set).
+
+    The data set is None if the addresses are known.
     """
     where = f"--dataset {domain.dataset}"
-    if is_new and not datasets_config.HF_HUB_OFFLINE and hub_is_away():
+    if is_new and not datasets_config.HF_HUB_OFFLINE and hub_is_unreachable():
         away = ConnectionError("no connection to the hub")
-        raise hub_refusal(where, domain.dataset, away, "datasets/")
+        raise hub_error(where, domain.dataset, away, "datasets/")
     try:
         builder = patience(
             where,
@@ -236,21 +243,21 @@ def _ask_hub(
         commit = builder.hash or ""
         files = (builder.config.data_files or {}).get(split, [])
         if isinstance(builder, Parquet) and files and all(map(_is_on_hub, files)):
-            return commit, [address_of(file) for file in files], None
+            return commit, [hub_file_url(file) for file in files], None
         return commit, [], patience(where, lambda: builder.as_streaming_dataset(split=split))
     except (OSError, ValueError, RuntimeError) as error:
         # datasets 5.2 raises RuntimeError for a data set that has a script.
-        if isinstance(error, Refusal):
+        if isinstance(error, ConfigError):
             raise
-        raise hub_refusal(where, domain.dataset, error, "datasets/") from error
+        raise hub_error(where, domain.dataset, error, "datasets/") from error
 
 
 def _is_on_hub(file: str) -> bool:
     return file.startswith("hf://datasets/")
 
 
-def address_of(file: str) -> str:
-    """Makes the address at which the hub gives out `hf://datasets/ORG/NAME@COMMIT/PATH`."""
+def hub_file_url(file: str) -> str:
+    """Return the download address of `hf://datasets/ORG/NAME@COMMIT/PATH`."""
     repository, _, rest = file.removeprefix("hf://").partition("@")
     commit, _, path = rest.partition("/")
     return (
@@ -261,17 +268,18 @@ def address_of(file: str) -> str:
 # Chats of the built-in corpus
 # -------------------------------------------------------------------------------------
 
-# CPython 3.11.7 counts the depth of all threads' trees in one place: SystemError, "recursion depth
-# mismatch"
-_PARSING = threading.Lock()
+# CPython 3.11.7 counts the depth of the syntax trees of all threads together. Therefore, parallel
+# parsing raises SystemError, "recursion depth mismatch".
+_PARSE_LOCK = threading.Lock()
 
 
 def _docstring_chats(source: str, place: str) -> list[Document]:
-    """Makes chats of the (signature -> docstring) pairs of a Python file; none if this Python
-    cannot parse it.
+    """Return chats made from a Python file's (signature -> docstring) pairs.
+
+    Return [] if the running Python cannot parse the file.
     """
     try:
-        with _PARSING:
+        with _PARSE_LOCK:
             tree = ast.parse(source, filename="builtin_corpus")
     except (SyntaxError, ValueError, RecursionError):
         return []

@@ -1,10 +1,16 @@
-"""Splits and subsets of a local folder: the files that `datasets.load_dataset(FOLDER)` takes for
-each (datasets 5.2.0).
+"""Splits and subsets of a local folder.
 
-In this order: what `save_to_disk` wrote, the `configs` of README.md, `data/NAME-00000-of-00001.*`,
-folders with the name of a split, files with the name of a split. In all other folders every file is
-of the split `train`. Rules of their own instead of `datasets.data_files`: `datasets` does not
-follow links to folders, and takes seconds to import.
+`datasets.load_dataset(FOLDER)` finds the same splits (datasets 5.2.0). The following sources are
+tried in order:
+
+- a folder written by `save_to_disk`
+- the `configs` of README.md
+- `data/NAME-00000-of-00001.*`
+- folders with the name of a split
+- files with the name of a split
+
+In all other folders, every file belongs to the split `train`. `datasets.data_files` is not used
+because it does not follow links to folders, and because its import takes seconds.
 """
 
 import functools
@@ -16,37 +22,42 @@ from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
-from ..spec.refusal import refuse
-from .folders import below
+from ..spec.errors import config_error
+from .folders import files_below
 
-WORDS = {
+SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-NOT_DATA = (
+NON_DATA_FILES = (
     "config.json",
     "dataset_info.json",
     "dataset_infos.json",
     "dataset_dict.json",
     "dummy_data.zip",
 )
-PAGES = ("README.md", ".huggingface.yaml")  # may declare subsets; the last one that does counts
-TRAIN = "train"  # the split of every file that has no other
-DEFAULT = "default"  # name of the subset of a folder whose README names none
-COPY = "copy the whole folder again"
-_EDGE = r"[-._ 0-9]"  # what divides words in the name of a file or folder
+CONFIG_PAGES = (
+    "README.md",
+    ".huggingface.yaml",
+)  # may declare subsets; the last page with subsets takes precedence
+TRAIN_SPLIT = "train"  # the split of every file that belongs to no other split
+DEFAULT_SUBSET = "default"  # the subset of a folder whose README declares no subsets
+COPY_FIX = "copy the whole folder again"
+_WORD_BOUNDARY = r"[-._ 0-9]"  # characters that separate words in file and folder names
 _IN_FOLDER = {
-    split: re.compile(rf"(?:.*{_EDGE})?(?:{'|'.join(words)})(?:{_EDGE}.*)?", re.DOTALL)
-    for split, words in WORDS.items()
+    split: re.compile(
+        rf"(?:.*{_WORD_BOUNDARY})?(?:{'|'.join(words)})(?:{_WORD_BOUNDARY}.*)?", re.DOTALL
+    )
+    for split, words in SPLIT_WORDS.items()
 }
 _IN_FILE = {
-    split: re.compile(rf"(?:.*{_EDGE})?(?:{'|'.join(words)}){_EDGE}.*", re.DOTALL)
-    for split, words in WORDS.items()
+    split: re.compile(rf"(?:.*{_WORD_BOUNDARY})?(?:{'|'.join(words)}){_WORD_BOUNDARY}.*", re.DOTALL)
+    for split, words in SPLIT_WORDS.items()
 }
 _SHARD = re.compile(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*")
 _SPLIT = re.compile(r"\w+(\.\w+)*")
-_SETTINGS = {
+_CONFIG_KEYS = {
     "config_name",
     "data_files",
     "data_dir",
@@ -56,29 +67,27 @@ _SETTINGS = {
     "description",
 }
 
-Files = tuple[Path, ...]
+FilePaths = tuple[Path, ...]
 
 
-def splits_of(folder: Path, files: Files, subset: str = "") -> dict[str, Files]:
-    """Return the files of each split of a folder, given all files below it.
+def splits_of(folder: Path, files: FilePaths, subset: str = "") -> dict[str, FilePaths]:
+    """Return the files of each split of a folder; `files` must be all files below the folder.
 
-    `subset` is a config of its README.
-
-    Raises `Refusal` for a subset that the folder does not have, and for a README or state.json that
-    cannot be followed.
+    `subset` is a config in the folder's README. Raise `ConfigError` for a subset that the folder
+    does not have, and for an unusable README or state.json.
     """
     files, saved = _without_leftovers(folder, files)
     where = f"--dataset {folder}"
-    page, configs = ("", {}) if saved else _configs(folder)
-    if configs and (name := subset or _default(configs)):
+    page, configs = ("", {}) if saved else _read_configs(folder)
+    if configs and (name := subset or _default_config(configs)):
         if name in configs:
-            return _of_config(folder, files, page, configs[name] | {"config_name": name})
+            return _config_splits(folder, files, page, configs[name] | {"config_name": name})
     elif configs:
         rule = f"{page} has several subsets and no default: {', '.join(configs)}"
-        raise refuse(
+        raise config_error(
             where, rule, f"choose one with --subset, for example --subset {next(iter(configs))}"
         )
-    elif subset in ("", DEFAULT):
+    elif subset in ("", DEFAULT_SUBSET):
         return saved or _by_names(folder, files)
     rule = (
         f"has the subsets {', '.join(configs)}"
@@ -86,11 +95,11 @@ def splits_of(folder: Path, files: Files, subset: str = "") -> dict[str, Files]:
         else "has no subsets: its README.md names no configs"
     )
     fix = f"use --subset {next(iter(configs))}" if configs else "omit --subset"
-    raise refuse(f"--subset {subset}", f"is not in {folder}, which {rule}", fix)
+    raise config_error(f"--subset {subset}", f"is not in {folder}, which {rule}", fix)
 
 
-def _relative(folder: Path, files: Files) -> dict[str, Path]:
-    """Return the files by their path below the folder, with / between folders."""
+def _relative_paths(folder: Path, files: FilePaths) -> dict[str, Path]:
+    """Return the files by their paths relative to the folder, with / as the separator."""
     cut = len(os.path.join(folder, "")) if folder != Path() else 0
     return {str(file)[cut:]: file for file in files}
 
@@ -100,32 +109,34 @@ def _relative(folder: Path, files: Files) -> dict[str, Path]:
 
 
 @functools.lru_cache(maxsize=32)
-def _by_names(folder: Path, files: Files) -> dict[str, Files]:
+def _by_names(folder: Path, files: FilePaths) -> dict[str, FilePaths]:
     names = {
         name: file
-        for name, file in _relative(folder, files).items()
-        if posixpath.basename(name) not in NOT_DATA
+        for name, file in _relative_paths(folder, files).items()
+        if posixpath.basename(name) not in NON_DATA_FILES
     }
     shards: dict[str, list[Path]] = {}
     for name, file in names.items():
         if (shard := _SHARD.fullmatch(name)) and _SPLIT.fullmatch(shard[1]):
             shards.setdefault(shard[1], []).append(file)
     found = {
-        split: tuple(shards[split]) for split in dict.fromkeys([*WORDS, *shards]) if split in shards
+        split: tuple(shards[split])
+        for split in dict.fromkeys([*SPLIT_WORDS, *shards])
+        if split in shards
     }
-    return found or _by_folders(names) or _by_files(names) or {TRAIN: tuple(names.values())}
+    return found or _by_folders(names) or _by_files(names) or {TRAIN_SPLIT: tuple(names.values())}
 
 
-def _by_folders(names: dict[str, Path]) -> dict[str, Files]:
+def _by_folders(names: dict[str, Path]) -> dict[str, FilePaths]:
     of_folders = {
         path: _splits_in(path.split("/"), _IN_FOLDER)
         for path in {posixpath.dirname(name) for name in names}
     }
-    return _grouped({name: of_folders[posixpath.dirname(name)] for name in names}, names)
+    return _group_by_split({name: of_folders[posixpath.dirname(name)] for name in names}, names)
 
 
-def _by_files(names: dict[str, Path]) -> dict[str, Files]:
-    return _grouped(
+def _by_files(names: dict[str, Path]) -> dict[str, FilePaths]:
+    return _group_by_split(
         {name: _splits_in([posixpath.basename(name)], _IN_FILE) for name in names}, names
     )
 
@@ -138,10 +149,10 @@ def _splits_in(words: list[str], patterns: dict[str, re.Pattern[str]]) -> list[s
     ]
 
 
-def _grouped(of_names: dict[str, list[str]], names: dict[str, Path]) -> dict[str, Files]:
+def _group_by_split(of_names: dict[str, list[str]], names: dict[str, Path]) -> dict[str, FilePaths]:
     found = {
         split: tuple(names[name] for name, splits in of_names.items() if split in splits)
-        for split in WORDS
+        for split in SPLIT_WORDS
     }
     return {split: files for split, files in found.items() if files}
 
@@ -150,27 +161,27 @@ def _grouped(of_names: dict[str, list[str]], names: dict[str, Path]) -> dict[str
 # --------------------------------------------------------------------------------------------------
 
 
-def _configs(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
-    """Read the subsets that README.md or .huggingface.yaml declares: (name of that file, subsets);
-    {} if none is declared.
+def _read_configs(folder: Path) -> tuple[str, dict[str, dict[str, Any]]]:
+    """Return (page, subsets) of the page that declares subsets: README.md or .huggingface.yaml.
 
-    Like `datasets`, take those of .huggingface.yaml if it declares any.
+    Return ("", {}) if no page declares subsets. As in `datasets`, .huggingface.yaml takes
+    precedence.
     """
     found: tuple[str, dict[str, dict[str, Any]]] = "", {}
-    for page in (folder / name for name in PAGES):
-        if page.is_file() and (declared := _declared(page)) is not None:
+    for page in (folder / name for name in CONFIG_PAGES):
+        if page.is_file() and (declared := _declared_configs(page)) is not None:
             found = page.name, declared
     return found
 
 
-def _declared(page: Path) -> dict[str, dict[str, Any]] | None:
-    """Return the subsets that a page declares; None if it says nothing about subsets."""
+def _declared_configs(page: Path) -> dict[str, dict[str, Any]] | None:
+    """Return the subsets that a page declares, or None if the page does not mention subsets."""
     is_readme = page.suffix == ".md"
     if is_readme and not page.read_bytes().removeprefix(BOM_UTF8).lstrip().startswith(b"---"):
         return None
-    from huggingface_hub import repocard  # planning a run imports it only for a page with a header
+    from huggingface_hub import repocard  # imported only for a page with a header
 
-    # its yaml, which PyYAML provides, has no place of its own among our requirements
+    # repocard's yaml is PyYAML, which is not one of the project's requirements
     cards: Any = repocard
     try:
         header = (
@@ -190,40 +201,42 @@ def _declared(page: Path) -> dict[str, dict[str, Any]] | None:
             f"correct {'the header' if is_readme else 'the file'}, or name the files instead of the"
             " folder"
         )
-        raise refuse(f"--dataset {page.parent}", rule, fix) from error
+        raise config_error(f"--dataset {page.parent}", rule, fix) from error
 
 
-def _default(configs: dict[str, dict[str, Any]]) -> str:
+def _default_config(configs: dict[str, dict[str, Any]]) -> str:
     names = [
         name
         for name, config in configs.items()
-        if len(configs) == 1 or name == DEFAULT or config.get("default")
+        if len(configs) == 1 or name == DEFAULT_SUBSET or config.get("default")
     ]
     return names[0] if names else ""
 
 
-def _of_config(folder: Path, files: Files, page: str, config: dict[str, Any]) -> dict[str, Files]:
+def _config_splits(
+    folder: Path, files: FilePaths, page: str, config: dict[str, Any]
+) -> dict[str, FilePaths]:
     where, name = f"--dataset {folder}", config["config_name"]
-    if odd := sorted(key for key in config.keys() - _SETTINGS if config[key]):
-        raise refuse(
+    if odd := sorted(key for key in config.keys() - _CONFIG_KEYS if config[key]):
+        raise config_error(
             where,
             f"{page} sets {', '.join(odd)} for its subset {name}, which is not supported",
             "name the files of the subset instead of the folder",
         )
     base = posixpath.normpath(str(config.get("data_dir") or "."))
     if not (folder / base).is_dir():
-        raise refuse(
+        raise config_error(
             where,
             f"{page} has the data_dir {base} for its subset {name}, but that folder does not exist",
             "download it, or name the files",
         )
     if config.get("data_files") is None:
-        return _in_data_dir(folder, files, base)
+        return _data_dir_splits(folder, files, base)
 
-    patterns = _patterns(where, page, config["data_files"])
+    patterns = _split_patterns(where, page, config["data_files"])
     found = _by_patterns(folder, files, base, page, patterns)
     if not found:
-        raise refuse(
+        raise config_error(
             where,
             f"no file matches the data_files of {page} for its subset {name}",
             "download its files, or name your files instead",
@@ -231,36 +244,37 @@ def _of_config(folder: Path, files: Files, page: str, config: dict[str, Any]) ->
     return found
 
 
-def _in_data_dir(folder: Path, files: Files, base: str) -> dict[str, Files]:
-    """Return the files of each split of a subset that names a data_dir, and no data_files."""
-    names = _relative(folder, files)
+def _data_dir_splits(folder: Path, files: FilePaths, base: str) -> dict[str, FilePaths]:
+    """Return the files of each split of a subset that has a data_dir but no data_files."""
+    names = _relative_paths(folder, files)
     if base == ".":
         return _by_names(folder / base, tuple(names.values()))
     hidden = _hidden_parts(f"{base}/")
     inside = tuple(
         file
-        for path, file in _named(folder, names, base).items()
+        for path, file in _pattern_candidates(folder, names, base).items()
         if path.startswith(f"{base}/") and _hidden_parts(path) == hidden
     )
     return _by_names(folder / base, inside)
 
 
 def _by_patterns(
-    folder: Path, files: Files, base: str, page: str, patterns: dict[str, list[str]]
-) -> dict[str, Files]:
-    """Return the files of each split that has some, by its patterns below the folder `base`.
+    folder: Path, files: FilePaths, base: str, page: str, patterns: dict[str, list[str]]
+) -> dict[str, FilePaths]:
+    """Return the files of each non-empty split, matched by patterns relative to `base`.
 
-    Raises `Refusal` for a file that a pattern names, but that does not exist.
+    `base` is a folder below `folder`. Raise `ConfigError` for a file that a pattern names but that
+    does not exist.
     """
-    names = _relative(folder, files)
+    names = _relative_paths(folder, files)
     found = {}
     for split, of_split in patterns.items():
         chosen: dict[Path, None] = {}
         for pattern in of_split:
             whole = posixpath.normpath(posixpath.join(base, pattern))
-            matched = _matched(whole, _named(folder, names, whole))
+            matched = _match_pattern(whole, _pattern_candidates(folder, names, whole))
             if not matched and not any(sign in pattern for sign in "*?["):
-                raise refuse(
+                raise config_error(
                     f"--dataset {folder}",
                     f"{page} names {pattern} for its split {split}, but that file does not exist",
                     "download it, or name the files",
@@ -271,18 +285,22 @@ def _by_patterns(
     return found
 
 
-def _named(folder: Path, names: dict[str, Path], pattern: str) -> dict[str, Path]:
-    """Return the files among which a pattern chooses: hidden ones too if it names a hidden part."""
+def _pattern_candidates(folder: Path, names: dict[str, Path], pattern: str) -> dict[str, Path]:
+    """Return the files that a pattern may match.
+
+    Hidden files are included if the pattern names a hidden part.
+    """
     return (
-        _relative(folder, below(folder, hidden=True))
+        _relative_paths(folder, files_below(folder, include_hidden=True))
         if any(_hidden_parts(f"{pattern}/"))
         else names
     )
 
 
 def _hidden_parts(path: str) -> tuple[int, int]:
-    """Count the hidden parts of a path, and its folders such as __pycache__. A pattern matches only
-    files with equally many.
+    """Return the numbers of a path's hidden parts and of its folders such as __pycache__.
+
+    A pattern matches only files for which both numbers are the same.
     """
     parts = path.split("/")
     return sum(part.startswith(".") and set(part) != {"."} for part in parts), sum(
@@ -290,21 +308,21 @@ def _hidden_parts(path: str) -> tuple[int, int]:
     )
 
 
-def _patterns(where: str, page: str, data_files: Any) -> dict[str, list[str]]:
-    """Return the patterns of each split in the forms that README.md may have."""
+def _split_patterns(where: str, page: str, data_files: object) -> dict[str, list[str]]:
+    """Return each split's patterns, from any form that README.md may use."""
     entries = data_files if isinstance(data_files, list) else [data_files]
     found: dict[str, list[str]] = {}
     for entry in entries:
         split, paths = (
             (str(entry.get("split")), entry.get("path"))
             if isinstance(entry, dict)
-            else (TRAIN, entry)
+            else (TRAIN_SPLIT, entry)
         )
         listed: list[Any] = paths if isinstance(paths, list) else [paths]
         if not all(isinstance(path, str) for path in listed) or (
             isinstance(entry, dict) and (entry.keys() != {"split", "path"} or split in found)
         ):
-            raise refuse(
+            raise config_error(
                 where,
                 f"{page} has data_files that cannot be read: {entry!r}",
                 "write - split: train and path: data/train-*",
@@ -314,7 +332,7 @@ def _patterns(where: str, page: str, data_files: Any) -> dict[str, list[str]]:
             for path in listed
             if "://" in path or path.startswith("/") or ".." in path.split("/")
         ]:
-            raise refuse(
+            raise config_error(
                 where,
                 f"{page} names {far[0]}, which is not in the folder",
                 "name the files instead of the folder",
@@ -323,11 +341,13 @@ def _patterns(where: str, page: str, data_files: Any) -> dict[str, list[str]]:
     return found
 
 
-def _matched(pattern: str, names: dict[str, Path]) -> list[Path]:
-    """Return the files that match a pattern as fsspec does: * within a name, ** for any folders."""
+def _match_pattern(pattern: str, names: dict[str, Path]) -> list[Path]:
+    """Return the files that a pattern matches in fsspec: * within a name, ** for any folders."""
     *folders, last = pattern.split("/")
-    ahead = "".join("(?:[^/]+/)*" if part == "**" else f"{_of_part(part)}/" for part in folders)
-    whole = re.compile(ahead + (".+" if last == "**" else _of_part(last)), re.DOTALL)
+    ahead = "".join(
+        "(?:[^/]+/)*" if part == "**" else f"{_path_part_regex(part)}/" for part in folders
+    )
+    whole = re.compile(ahead + (".+" if last == "**" else _path_part_regex(last)), re.DOTALL)
     hidden = _hidden_parts(pattern)
     found = {
         name: file
@@ -337,18 +357,19 @@ def _matched(pattern: str, names: dict[str, Path]) -> list[Path]:
     return [
         file
         for name, file in found.items()
-        if (base := posixpath.basename(name)) not in NOT_DATA or base == last
+        if (base := posixpath.basename(name)) not in NON_DATA_FILES or base == last
     ]
 
 
-def _of_part(part: str) -> str:
+def _path_part_regex(part: str) -> str:
     signs = re.split(r"(\*+|\?|\[[!^]?\]?[^]]*\])", part)
     return "".join(
-        _of_sign(sign) if number % 2 else re.escape(sign) for number, sign in enumerate(signs)
+        _wildcard_regex(sign) if number % 2 else re.escape(sign)
+        for number, sign in enumerate(signs)
     )
 
 
-def _of_sign(sign: str) -> str:
+def _wildcard_regex(sign: str) -> str:
     if sign.startswith("["):
         inner = sign[1:-1].replace("\\", "\\\\")
         return f"[^/{inner[1:]}]" if inner[:1] in ("!", "^") else f"[{inner}]"
@@ -359,17 +380,16 @@ def _of_sign(sign: str) -> str:
 # ------------------------------------------------------------------------------------------
 
 
-def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Files]]:
-    """Return the files without what lies beside a saved data set but is not its data, and the
-    splits of a saved folder.
+def _without_leftovers(folder: Path, files: FilePaths) -> tuple[FilePaths, dict[str, FilePaths]]:
+    """Return (the data set's files, the splits of a folder that `save_to_disk` wrote).
 
-    A state.json names the files of its folder: caches of `datasets` beside them hold rows a second
-    time.
+    A state.json names the data files in its folder. Other files next to these data files are
+    excluded, because they may be `datasets` caches that contain the same rows again.
     """
     states = {
         file.parent: state
         for file in files
-        if str(file).endswith("state.json") and (state := _state(file))
+        if str(file).endswith("state.json") and (state := _saved_dataset_state(file))
     }
     _check_states(folder, files, states)
     if not states:
@@ -386,41 +406,41 @@ def _without_leftovers(folder: Path, files: Files) -> tuple[Files, dict[str, Fil
     return kept, _saved_splits(folder, kept, states)
 
 
-def _check_complete(folder: Path, kept: Files, named: dict[Path, set[str]]) -> None:
-    """Raise `Refusal` if a file that the state.json of its folder names does not exist."""
+def _check_complete(folder: Path, kept: FilePaths, named: dict[Path, set[str]]) -> None:
+    """Raise `ConfigError` if a file that a folder's state.json names does not exist."""
     for parent, names in named.items():
         missing = names - {file.name for file in kept if file.parent == parent}
         if missing:
-            raise refuse(
+            raise config_error(
                 f"--dataset {folder}",
                 f"{parent / 'state.json'} names {min(missing)}, but that file does not exist",
-                COPY,
+                COPY_FIX,
             )
 
 
-def _saved_splits(folder: Path, files: Files, states: dict[Path, Any]) -> dict[str, Files]:
-    """Return the splits of a folder that `save_to_disk` wrote; {} for another folder."""
+def _saved_splits(folder: Path, files: FilePaths, states: dict[Path, Any]) -> dict[str, FilePaths]:
+    """Return the splits of a folder that `save_to_disk` wrote; {} for other folders."""
     if folder in states:
         own = tuple(file for file in files if file.parent == folder)
         saved_as = states[folder].get("_split")
-        names = [TRAIN, saved_as] if saved_as and isinstance(saved_as, str) else [TRAIN]
+        names = [TRAIN_SPLIT, saved_as] if saved_as and isinstance(saved_as, str) else [TRAIN_SPLIT]
         return dict.fromkeys(names, own)
 
     page = folder / "dataset_dict.json"
     if page not in files:
         return {}
-    splits = _parsed(page).get("splits")
+    splits = _read_json_object(page).get("splits")
     if not isinstance(splits, list):
-        raise refuse(
+        raise config_error(
             f"--dataset {folder}",
             "dataset_dict.json is damaged: it must hold a list of splits",
-            COPY,
+            COPY_FIX,
         )
     if lost := [split for split in splits if folder / str(split) not in states]:
-        raise refuse(
+        raise config_error(
             f"--dataset {folder}",
             f"dataset_dict.json names the split {lost[0]}, which does not exist",
-            COPY,
+            COPY_FIX,
         )
     return {
         str(split): tuple(file for file in files if file.parent == folder / str(split))
@@ -428,13 +448,13 @@ def _saved_splits(folder: Path, files: Files, states: dict[Path, Any]) -> dict[s
     }
 
 
-def is_saved(folder: Path, files: Files) -> bool:
+def is_saved_dataset(folder: Path, files: FilePaths) -> bool:
     """Return True for a folder that `save_to_disk` wrote."""
     return any(folder / name in files for name in ("state.json", "dataset_dict.json"))
 
 
-def _check_states(folder: Path, files: Files, states: dict[Path, Any]) -> None:
-    """Raise `Refusal` for a state.json beside Arrow files that does not name them."""
+def _check_states(folder: Path, files: FilePaths, states: dict[Path, Any]) -> None:
+    """Raise `ConfigError` if a state.json does not name the Arrow files in its folder."""
     damaged = {
         file.parent
         for file in files
@@ -445,16 +465,16 @@ def _check_states(folder: Path, files: Files, states: dict[Path, Any]) -> None:
             file.parent for file in files if file.parent in damaged and file.suffix == ".arrow"
         )
     ):
-        raise refuse(
+        raise config_error(
             f"--dataset {folder}",
             f"{found[0] / 'state.json'} is damaged: it must name the Arrow files in its folder",
-            COPY,
+            COPY_FIX,
         )
 
 
-def _state(file: Path) -> dict[str, Any] | None:
-    """Return the state of a saved data set; None if the file is another state.json."""
-    found = _parsed(file) if file.name == "state.json" else {}
+def _saved_dataset_state(file: Path) -> dict[str, Any] | None:
+    """Return the state of a saved data set, or None if the state.json has a different purpose."""
+    found = _read_json_object(file) if file.name == "state.json" else {}
     listed = found.get("_data_files")
     right = isinstance(listed, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("filename"), str) for entry in listed
@@ -462,7 +482,7 @@ def _state(file: Path) -> dict[str, Any] | None:
     return found if right else None
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def _read_json_object(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""A hash of the parts of a tokenizer that decide a run's tokens.
+"""A hash of the parts of a tokenizer that determine a run's tokens.
 
-It names kept tokens and data streams.
+The hash identifies cached tokens and data streams.
 """
 
 import contextlib
@@ -8,15 +8,19 @@ import hashlib
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..spec.task_specs import TASKS
 
-# in a serialized tokenizer: padding and truncation, the state of the last call, precede it
-ADDED = '"added_tokens":'
-# Options of a tokenizer that change no token: where its files are, padding, truncation and what is
-# hashed by itself.
-WITHOUT_EFFECT = (
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# In a serialized tokenizer, this key follows padding and truncation, which are left from the last
+# call and must not be hashed.
+ADDED_TOKENS_KEY = '"added_tokens":'
+# Tokenizer options that do not change any token: file locations, padding, truncation, and values
+# that are hashed separately.
+IGNORED_OPTIONS = (
     *(
         "name_or_path",
         "tokenizer_class",
@@ -28,21 +32,21 @@ WITHOUT_EFFECT = (
     *("model_max_length", "max_length", "padding_side", "truncation_side", "padding", "truncation"),
     *("clean_up_tokenization_spaces", "model_input_names", "is_local", "local_files_only"),
 )
-PLAIN = (str, int, float, bool, list, dict, type(None))
+JSON_TYPES = (str, int, float, bool, list, dict, type(None))
 
 
-def identity_of(tokenizer: Any, task: str) -> str:
-    """Return the hash of a tokenizer for a task, 16 hexadecimal digits.
+def hash_tokenizer(tokenizer: "PreTrainedTokenizerBase", task: str) -> str:
+    """Return a tokenizer's hash for a task as 16 hexadecimal digits.
 
-    It is the same for a copy of the tokenizer in another folder or process, and after calls that
-    pad or truncate.
+    A copy of the tokenizer in a different folder or process has the same hash. Calls that pad or
+    truncate do not change the hash.
     """
     facts = TASKS[task]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     stated: dict[str, Any] = {
-        "tokenizer": _of_python(tokenizer)
+        "tokenizer": _hash_python_tokenizer(tokenizer)
         if backend is None
-        else _digest(backend.to_str().partition(ADDED)[2]),
+        else _short_hash(backend.to_str().partition(ADDED_TOKENS_KEY)[2]),
         "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
         "special": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
     }
@@ -51,23 +55,23 @@ def identity_of(tokenizer: Any, task: str) -> str:
             "mask": tokenizer.mask_token_id,
             "all_special": sorted(set(tokenizer.all_special_ids)),
         }
-    if facts.chats or facts.pairs:  # a template may write any of the named tokens
+    if facts.chats or facts.pairs:  # a template may write any of the special tokens
         stated |= {"template": tokenizer.chat_template, "named": tokenizer.special_tokens_map}
-    return _digest(json.dumps(stated, sort_keys=True))
+    return _short_hash(json.dumps(stated, sort_keys=True))
 
 
-def _of_python(tokenizer: Any) -> str:
-    """Hash a tokenizer that is written in Python: its class, vocabulary and options, and the
-    content of its files.
-    """
+def _hash_python_tokenizer(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Hash a tokenizer written in Python: its class, vocabulary, options and file contents."""
     options = {
         key: value
         for key, value in getattr(tokenizer, "init_kwargs", {}).items()
-        if isinstance(value, PLAIN) and key not in WITHOUT_EFFECT and not key.endswith("_file")
+        if isinstance(value, JSON_TYPES)
+        and key not in IGNORED_OPTIONS
+        and not key.endswith("_file")
     }
     files = list[str]()
-    # a class that keeps no vocabulary files raises NotImplementedError (transformers 5.22.2); its
-    # vocabulary is hashed below
+    # a class without vocabulary files raises NotImplementedError (transformers 5.22.2); in that
+    # case, the vocabulary is hashed below
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
         tokenizer.save_vocabulary(folder)
         files = sorted(
@@ -78,18 +82,17 @@ def _of_python(tokenizer: Any) -> str:
         for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
     }
     stated = [type(tokenizer).__name__, tokenizer.get_vocab(), added, options, files]
-    return _digest(json.dumps(stated, sort_keys=True, default=str))
+    return _short_hash(json.dumps(stated, sort_keys=True, default=str))
 
 
-def _digest(text: str) -> str:
+def _short_hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def former_identity(tokenizer: Any, task: str) -> str:
-    """Return the identity that runs recorded before `identity_of`: a hash of the tokens of one
-    text.
+def legacy_tokenizer_hash(tokenizer: "PreTrainedTokenizerBase", task: str) -> str:
+    """Return the identity recorded by runs before `hash_tokenizer`: a hash of one text's tokens.
 
-    A run that recorded it can still be resumed, with the check that it was begun with.
+    A run that recorded this identity can still be resumed, with the same check as when it started.
     """
     facts = TASKS[task]
     probe: list[Any] = [tokenizer("Zürich 1_000\n\tif x != 'ß':")["input_ids"], len(tokenizer)]
@@ -107,4 +110,4 @@ def former_identity(tokenizer: Any, task: str) -> str:
             (start for start in range(len(whole)) if whole[start : start + len(bare)] == bare), 0
         )
         probe.append((whole[:start], whole[start + len(bare) :]))
-    return _digest(repr(probe))
+    return _short_hash(repr(probe))

@@ -1,4 +1,4 @@
-"""Values of tables, as Python objects or as tokens."""
+"""Conversion and checks of table values."""
 
 import itertools
 from typing import Any
@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 
 
-def as_python(values: pa.Array) -> list[Any]:
-    """Return the values as Python objects; a value that is not UTF-8 becomes its error."""
+def to_python_values(values: pa.Array) -> list[Any]:
+    """Return the values as Python objects; a value that is not UTF-8 is replaced by its error."""
     try:
         return values.to_pylist()
     except UnicodeDecodeError:
@@ -21,17 +21,16 @@ def as_python(values: pa.Array) -> list[Any]:
         return found
 
 
-def wrong_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:
-    """Return the rows with a number that is no token of the vocabulary: (row, the first such
-    number).
+def invalid_tokens(lists: pa.Array, vocabulary: int) -> list[tuple[int, int | None]]:
+    """Return (row, first invalid number) for each row that contains an invalid token id.
 
-    One pass if there is none.
+    If all numbers are valid, one pass over the values is enough.
     """
     flat = lists.flatten()
     if not flat.null_count:
         values = flat.to_numpy()
         values = values if values.itemsize >= 4 else values.astype(np.int32)
-        # negative ones are high
+        # viewed as unsigned, negative numbers are large
         if not len(values) or int(values.view(f"u{values.itemsize}").max()) < vocabulary:
             return []
     wrong = (

@@ -1,1 +1,1 @@
-"""Checks this machine, or all hosts of a run, before a run starts."""
+"""Checks that run before a run starts, on this machine or on all of the run's hosts."""

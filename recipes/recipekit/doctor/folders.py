@@ -1,5 +1,6 @@
-"""Checks the folders of a run on this host: whether the run folder can be written and locked, and
-how fast the NVMe folder is.
+"""Checks of a run's folders on this host.
+
+They cover access and locks in the run folder, and the speed of the NVMe folder.
 """
 
 import errno
@@ -11,37 +12,41 @@ import tempfile
 import time
 from pathlib import Path
 
-from ..dslint.swap import file_system
-from ..hosts.findings import Findings, Row, amount, existing
-from ..hosts.locks import no_locks
-from ..spec.refusal import Problem
+from ..dslint.swap import file_system_type
+from ..hosts.findings import Findings, ReportRow, existing_ancestor, format_bytes
+from ..hosts.locks import no_file_locks_problem
+from ..spec.errors import Problem
 
-# GB/s; slower is a network folder or a spinning disk, for which a step waits minutes
-SLOWEST_DRIVE = 0.1
-PROBE = 1 << 20  # bytes written to find out whether a folder can be written
+# In GB/s. Anything slower is a network folder or a spinning disk, which would delay a step by
+# minutes.
+MIN_DRIVE_GB_PER_S = 0.1
+PROBE_BYTES = 1 << 20  # bytes written to check that a folder is writable
 
 
-def check_out(out: Path, mark: str | None) -> Findings:
-    """Checks that the run folder can be written and locked, and is the folder in which rank 0 left
-    the file `mark`.
+def check_host_out_folder(out: Path, marker: str | None) -> Findings:
+    """Check that the run folder can be written and locked.
+
+    If rank 0 created the file `marker` in its run folder, check that this folder contains the file.
     """
-    there = existing(out)
+    there = existing_ancestor(out)
     where = f"out = {out}"
     if os.path.isfile(out):
         yield Problem(where, "is a file", "set --out to a folder")
         return
     try:
         with tempfile.TemporaryFile(dir=there, prefix=".doctor_") as file:
-            file.write(bytes(PROBE))
+            file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                yield no_locks(where, error, "choose a folder on another disk with --out")
+                yield no_file_locks_problem(
+                    where, error, "choose a folder on another disk with --out"
+                )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = amount(shutil.disk_usage(there).free)
+            free = format_bytes(shutil.disk_usage(there).free)
             yield Problem(
                 where,
                 f"{there} is full ({error.strerror}, {free} free)",
@@ -53,26 +58,27 @@ def check_out(out: Path, mark: str | None) -> Findings:
                 f"{there} cannot be written: {error.strerror}",
                 "set --out to a folder that you can write to",
             )
-    yield Row(
+    yield ReportRow(
         "out",
-        f"{out.absolute()} ({file_system(there) or 'unknown file system'},"
-        f" {amount(shutil.disk_usage(there).free)} free)",
+        f"{out.absolute()} ({file_system_type(there) or 'unknown file system'},"
+        f" {format_bytes(shutil.disk_usage(there).free)} free)",
     )
-    if mark and not os.path.exists(there / mark):
+    if marker and not os.path.exists(there / marker):
         yield Problem(
             where,
-            f"{there} is not the folder that rank 0 writes to, because rank 0's marker file {mark}"
-            " is missing",
+            f"{there} is not the folder that rank 0 writes to, because rank 0's marker file"
+            f" {marker} is missing",
             "set --out to a folder that all hosts share",
         )
 
 
-def check_drive(folder: Path) -> Findings:
-    """Measures how fast the NVMe folder writes and reads, past the page cache where the file system
-    allows it.
+def check_nvme_folder(folder: Path) -> Findings:
+    """Measure the write and read speed of the NVMe folder.
+
+    The page cache is bypassed if the file system allows it.
     """
-    there = existing(folder)
-    block = mmap.mmap(-1, 16 << 20)  # aligned, as O_DIRECT wants it
+    there = existing_ancestor(folder)
+    block = mmap.mmap(-1, 16 << 20)  # aligned, as O_DIRECT requires
     block.write(os.urandom(1 << 20) * 16)
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor_") as file:
@@ -101,15 +107,15 @@ def check_drive(folder: Path) -> Findings:
         16 * len(block) / seconds / 1e9 for seconds in (written - begun, read - written)
     )
     cached = "" if past_cache else ", through the page cache"
-    yield Row(
+    yield ReportRow(
         "NVMe",
-        f"{there} ({file_system(there)}): writes {writes:.2f} GB/s, reads {reads:.2f} GB/s{cached},"
-        f" {amount(shutil.disk_usage(there).free)} free",
+        f"{there} ({file_system_type(there)}): writes {writes:.2f} GB/s, reads {reads:.2f}"
+        f" GB/s{cached}, {format_bytes(shutil.disk_usage(there).free)} free",
     )
-    if min(writes, reads) < SLOWEST_DRIVE:
+    if min(writes, reads) < MIN_DRIVE_GB_PER_S:
         rule = (
-            f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {SLOWEST_DRIVE} GB/s every"
-            " step waits for it"
+            f"writes {writes:.2f} GB/s and reads {reads:.2f} GB/s: below {MIN_DRIVE_GB_PER_S} GB/s"
+            " every step waits for it"
         )
         yield Problem(
             f"nvme_path = {folder}", rule, "set nvme_path to a folder on a local NVMe drive"

@@ -1,9 +1,10 @@
-"""Lets ranks report to rank 0 over plain sockets.
+"""Reports from all ranks to rank 0 over plain sockets.
 
-Every wait has a deadline: a rank that is missing, silent or gone is named, never waited for.
+Every wait has a deadline. If a rank is missing, silent or gone, it is reported, and no rank waits
+for it any longer.
 
-This module needs the standard library only, so that it works where torch or the network between the
-hosts does not.
+This module needs only the standard library, so that it works even if torch or the network between
+the hosts does not.
 """
 
 import contextlib
@@ -16,50 +17,51 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..spec.refusal import refuse
+from ..spec.errors import config_error
 
-# rank 0 listens on the first free one of so many ports beside the master port, which belongs to the
-# launcher and torch
-PORTS = 8
-ANSWER = 2.0  # seconds for a greeting; whoever does not greet is another program
-LONGEST = 1 << 26  # bytes of a message
+# Rank 0 listens on the first free port among this many ports next to the master port. The master
+# port itself is reserved for the launcher and torch.
+NUM_CANDIDATE_PORTS = 8
+GREETING_SECONDS = 2.0  # seconds for a greeting; a peer that does not greet is a different program
+MAX_MESSAGE_BYTES = 1 << 26  # maximum size of a message in bytes
 
 
-class Line:
-    """Wraps a connection that carries one JSON value a line."""
+class JsonConnection:
+    """A connection that carries one JSON value per line."""
 
     def __init__(self, connection: socket.socket):
         self.connection = connection
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._read = b""
+        self._buffer = b""
 
-    def send(self, value: Any) -> None:
-        """Sends a value. Raises OSError if the other end is gone, or reads nothing for 10 s."""
+    def send(self, value: object) -> None:
+        """Send a value. Raises OSError if the other end is gone, or reads nothing for 10 s."""
         self.connection.settimeout(10)
         self.connection.sendall(json.dumps(value).encode() + b"\n")
 
-    def read(self, seconds: float) -> Any:
-        """Reads the next value. Raises OSError if none comes in time, ValueError if it is not
-        JSON.
+    def receive(self, seconds: float) -> Any:
+        """Read the next value.
+
+        Raises OSError if no value arrives in time, and ValueError if the value is not JSON.
         """
         deadline = time.monotonic() + seconds
-        while b"\n" not in self._read:
+        while b"\n" not in self._buffer:
             self.connection.settimeout(max(0.01, deadline - time.monotonic()))
             part = self.connection.recv(1 << 16)
             if not part:
                 raise ConnectionError("it closed the connection")
-            self._read += part
-            if len(self._read) > LONGEST:
-                raise ValueError(f"a message of more than {LONGEST} bytes")
-        line, _, self._read = self._read.partition(b"\n")
+            self._buffer += part
+            if len(self._buffer) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
 
-class Chair:
-    """Holds rank 0's end of the meeting. `lost`: rank -> why it is not there."""
+class Coordinator:
+    """Rank 0's end of the rendezvous. `lost` maps each missing rank to the reason."""
 
-    def __init__(self, world: int, lines: dict[int, Line], lost: dict[int, str], id: str):
+    def __init__(self, world: int, lines: dict[int, JsonConnection], lost: dict[int, str], id: str):
         self.world, self.lost, self.id = world, lost, id
         self._lines = lines
 
@@ -67,32 +69,35 @@ class Chair:
         self._lines.pop(rank).connection.close()
         self.lost[rank] = why
 
-    def gather(self, own: Any, seconds: float, about: str) -> dict[int, Any]:
-        """Collects {rank: what it reported}. A rank that is silent for `seconds` is lost; `about`
-        names what was asked for.
+    def gather(self, local_value: object, seconds: float, description: str) -> dict[int, Any]:
+        """Collect the value that each rank reports, as {rank: value}.
+
+        A rank that is silent for `seconds` is treated as lost. `description` names the value in
+        that rank's error message.
         """
-        found = {0: own}
+        found = {0: local_value}
         deadline = time.monotonic() + seconds
         for rank, line in list(self._lines.items()):
             try:
-                found[rank] = line.read(max(0.05, deadline - time.monotonic()))
+                found[rank] = line.receive(max(0.05, deadline - time.monotonic()))
             except TimeoutError:
-                self._drop(rank, f"did not report {about} within {seconds:.0f} s")
+                self._drop(rank, f"did not report {description} within {seconds:.0f} s")
             except (OSError, ValueError) as error:
-                self._drop(rank, f"ended while it was asked for {about} ({error})")
+                self._drop(rank, f"ended while it was asked for {description} ({error})")
         return found
 
-    def tell(self, value: Any) -> None:
-        """Sends a value to all ranks that are there."""
+    def broadcast(self, value: object) -> None:
+        """Send a value to all connected ranks."""
         for rank, line in list(self._lines.items()):
             try:
                 line.send({"told": value})
             except OSError as error:
                 self._drop(rank, f"cannot be written to ({error})")
 
-    def clocks(self, times: int = 5) -> dict[int, tuple[float, float]]:
-        """Measures the clocks of ranks that wait in `hear`: rank -> (seconds that its clock is
-        ahead of this one, round trip in seconds).
+    def measure_clocks(self, times: int = 5) -> dict[int, tuple[float, float]]:
+        """Measure the clocks of ranks that are waiting in `receive`.
+
+        Return rank -> (seconds by which its clock is ahead of this clock, round trip in seconds).
         """
         found = {}
         for rank, line in list(self._lines.items()):
@@ -101,7 +106,7 @@ class Chair:
                 for _ in range(times):
                     sent, begun = time.time(), time.perf_counter()
                     line.send({"clock": True})
-                    theirs = line.read(5)
+                    theirs = line.receive(5)
                     trip = time.perf_counter() - begun
                     trips.append((trip, theirs - sent - trip / 2))
                 trip, ahead = min(trips)
@@ -116,37 +121,38 @@ class Chair:
 
 
 class Member:
-    """Holds the end of any other rank. Every call raises `Refusal` if rank 0 is gone."""
+    """The end of any rank other than 0. Every call raises `ConfigError` if rank 0 is gone."""
 
-    def __init__(self, line: Line, id: str):
+    def __init__(self, connection: JsonConnection, id: str):
         self.id = id
-        self.own_address: str = line.connection.getsockname()[0]
-        self.chair_address: str = line.connection.getpeername()[0]
-        self._line = line
+        self.own_address: str = connection.connection.getsockname()[0]
+        self.coordinator_address: str = connection.connection.getpeername()[0]
+        self._line = connection
 
-    def gather(self, own: Any) -> None:
-        """Reports a value to rank 0."""
+    def gather(self, local_value: object) -> None:
+        """Report a value to rank 0."""
         try:
-            self._line.send(own)
+            self._line.send(local_value)
         except OSError as error:
-            raise self._gone(error) from None
+            raise self._coordinator_lost(error) from None
 
-    def hear(self, seconds: float) -> Any:
-        """Returns the next value that rank 0 sends to all ranks; answers questions for the clock
-        meanwhile.
+    def receive(self, seconds: float) -> Any:
+        """Return the next value that rank 0 sends to all ranks.
+
+        Clock requests from rank 0 are answered in the meantime.
         """
         while True:
             try:
-                message = self._line.read(seconds)
+                message = self._line.receive(seconds)
                 if "told" in message:
                     return message["told"]
                 self._line.send(time.time())
             except (OSError, ValueError) as error:
-                raise self._gone(error) from None
+                raise self._coordinator_lost(error) from None
 
-    def _gone(self, error: Exception) -> Exception:
-        return refuse(
-            f"rank 0 at {self.chair_address}",
+    def _coordinator_lost(self, error: Exception) -> Exception:
+        return config_error(
+            f"rank 0 at {self.coordinator_address}",
             f"stopped answering ({error})",
             "check the output of rank 0",
         )
@@ -155,46 +161,49 @@ class Member:
         self._line.connection.close()
 
 
-def meet(rank: int, world: int, address: str, port: int, patience: float) -> Chair | Member:
-    """Joins the meeting of `world` ranks; rank 0 waits at most `patience` seconds for the others,
-    and the others a little longer for rank 0.
+def join_rendezvous(
+    rank: int, world: int, address: str, port: int, patience: float
+) -> Coordinator | Member:
+    """Join the rendezvous of `world` ranks.
 
-    Raises `Refusal` if rank 0 cannot be reached, or has no port to listen on.
+    Rank 0 waits at most `patience` seconds for the other ranks. The other ranks wait slightly
+    longer for rank 0. Raises `ConfigError` if rank 0 cannot be reached, or finds no port to listen
+    on.
     """
-    key = f"{address}:{port}:{world}"  # several jobs may have neighbouring ports
+    key = f"{address}:{port}:{world}"  # several jobs may use neighbouring ports
     return (
-        _chair(world, port, key, patience)
+        _accept_members(world, port, key, patience)
         if rank == 0
-        else _member(rank, address, port, key, 1.5 * patience)
+        else _connect_member(rank, address, port, key, 1.5 * patience)
     )
 
 
-def _chair(world: int, port: int, key: str, patience: float) -> Chair:
+def _accept_members(world: int, port: int, job_key: str, patience: float) -> Coordinator:
     listener, id = None, secrets.token_hex(4)
-    for candidate in beside(port):
+    for candidate in candidate_ports(port):
         with contextlib.suppress(OSError):
-            listener = listen(candidate)
+            listener = open_listener(candidate)
             break
     if listener is None:
-        raise refuse(
-            f"ports {_span(port)} of rank 0", "are all in use", "choose another master port"
+        raise config_error(
+            f"ports {_port_range(port)} of rank 0", "are all in use", "choose another master port"
         )
-    lines: dict[int, Line] = {}
+    lines: dict[int, JsonConnection] = {}
     deadline = time.monotonic() + patience
     with listener:
         while len(lines) < world - 1 and time.monotonic() < deadline:
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                line = Line(listener.accept()[0])
+                line = JsonConnection(listener.accept()[0])
             except TimeoutError:
                 break
             try:
-                greeting = line.read(ANSWER)
-                if greeting["key"] != key or greeting["rank"] in lines:
+                greeting = line.receive(GREETING_SECONDS)
+                if greeting["key"] != job_key or greeting["rank"] in lines:
                     raise ValueError("not of this job")
                 line.send({"id": id})
-                # fails at once if that rank has hung up meanwhile, in order to greet again
-                line.read(5 * ANSWER)
+                # This fails at once if that rank has already hung up in order to greet again.
+                line.receive(5 * GREETING_SECONDS)
                 lines[greeting["rank"]] = line
             except (OSError, ValueError, KeyError, TypeError):
                 line.connection.close()
@@ -203,18 +212,18 @@ def _chair(world: int, port: int, key: str, patience: float) -> Chair:
         for rank in range(1, world)
         if rank not in lines
     }
-    return Chair(world, dict(sorted(lines.items())), absent, id)
+    return Coordinator(world, dict(sorted(lines.items())), absent, id)
 
 
-def _member(rank: int, address: str, port: int, key: str, patience: float) -> Member:
+def _connect_member(rank: int, address: str, port: int, job_key: str, patience: float) -> Member:
     deadline, why = time.monotonic() + patience, "no answer"
     while time.monotonic() < deadline:
-        for candidate in beside(port):
+        for candidate in candidate_ports(port):
             try:
-                line = Line(
+                line = JsonConnection(
                     socket.create_connection(
                         (address, candidate),
-                        timeout=max(0.1, min(ANSWER, deadline - time.monotonic())),
+                        timeout=max(0.1, min(GREETING_SECONDS, deadline - time.monotonic())),
                     )
                 )
             except OSError as error:
@@ -223,31 +232,35 @@ def _member(rank: int, address: str, port: int, key: str, patience: float) -> Me
                     break
                 continue
             try:
-                line.send({"key": key, "rank": rank})
-                id = line.read(ANSWER)["id"]
+                line.send({"key": job_key, "rank": rank})
+                id = line.receive(GREETING_SECONDS)["id"]
                 line.send("here")
                 return Member(line, id)
-            except (OSError, ValueError, KeyError, TypeError):  # another program, or another job
+            except (OSError, ValueError, KeyError, TypeError):  # a different program or job
                 line.connection.close()
         time.sleep(0.1)
-    raise refuse(
-        f"rank 0 at {address}, ports {_span(port)}",
+    raise config_error(
+        f"rank 0 at {address}, ports {_port_range(port)}",
         f"cannot be reached from rank {rank} on {socket.gethostname()} ({why})",
         "check the address, that rank 0 was started, and that no firewall blocks the hosts",
     )
 
 
-def beside(port: int) -> range:
-    """Lists the ports next to the master port on which rank 0 may listen."""
-    return range(port + 1, port + 1 + PORTS) if port + PORTS < 65536 else range(port - PORTS, port)
+def candidate_ports(port: int) -> range:
+    """List the ports next to the master port on which rank 0 may listen."""
+    return (
+        range(port + 1, port + 1 + NUM_CANDIDATE_PORTS)
+        if port + NUM_CANDIDATE_PORTS < 65536
+        else range(port - NUM_CANDIDATE_PORTS, port)
+    )
 
 
-def _span(port: int) -> str:
-    return f"{beside(port)[0]} to {beside(port)[-1]}"
+def _port_range(port: int) -> str:
+    return f"{candidate_ports(port)[0]} to {candidate_ports(port)[-1]}"
 
 
-def listen(port: int) -> socket.socket:
-    """Opens a socket that listens on all addresses of this host; port 0 takes a free one.
+def open_listener(port: int) -> socket.socket:
+    """Open a socket that listens on all addresses of this host. Port 0 selects a free port.
 
     Raises OSError if the port is in use.
     """
@@ -258,11 +271,12 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), backlog=1024)
 
 
-def echo() -> socket.socket:
-    """Opens a listening socket that sends back, from threads, what its connections send, until the
-    socket is closed.
+def start_echo_server() -> socket.socket:
+    """Open a listening socket whose connections echo everything that they receive.
+
+    Threads serve the connections until the socket is closed.
     """
-    listener = listen(0)
+    listener = open_listener(0)
 
     def answer(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -279,14 +293,17 @@ def echo() -> socket.socket:
     return listener
 
 
-def reach(addresses: dict[int, tuple[str, int]], seconds: float) -> dict[int, float | str]:
-    """Connects to each address, for at most `seconds`: rank -> round trip in seconds, or why the
-    rank cannot be reached.
+def measure_round_trips(
+    addresses: dict[int, tuple[str, int]], timeout: float
+) -> dict[int, float | str]:
+    """Connect to each address within `timeout`, and measure the round trips.
+
+    Return rank -> round trip in seconds, or the reason why the rank cannot be reached.
     """
 
     def ping(address: tuple[str, int]) -> float | str:
         try:
-            with socket.create_connection(address, timeout=seconds) as connection:
+            with socket.create_connection(address, timeout=timeout) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 trips = []
                 for _ in range(3):

@@ -1,6 +1,4 @@
-"""Writes the doctor's report: a table of what is there on all hosts, then every problem with its
-fix.
-"""
+"""The doctor's report: a table of the findings on all hosts, then every problem with its fix."""
 
 import itertools
 import statistics
@@ -10,25 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from ..hosts import findings
-from ..hosts.findings import Row, amount
-from ..spec.refusal import Problem
+from ..hosts.findings import ReportRow, format_bytes
+from ..spec.errors import Problem
 from . import fabric
 
-SKEW = 1.0  # seconds that clocks may differ, besides the uncertainty of the network
-SLOW = 3.0  # a rank is slow that takes so many times the other ranks' seconds
-SLOW_LINK = 10.0  # a link is slow that is so many times slower than the median of its kind
+MAX_CLOCK_SKEW_SECONDS = 1.0  # allowed clock difference, plus the network's uncertainty
+SLOW_RANK_RATIO = 3.0  # a rank is slow if its time exceeds the other ranks' by this factor
+SLOW_LINK_RATIO = 10.0  # a link is slow if it is slower than the median of its kind by this factor
 
 
 class Report:
-    """Gathers what is known of all hosts: rows and problems, each with the hosts on which it was
-    found.
+    """The facts about all hosts: rows and problems, each with the hosts on which it was found.
 
-    `seen`: rank -> its own report.
+    `seen` maps each rank to its report.
     """
 
     def __init__(self, local_world: int, seen: dict[int, dict[str, Any]]):
         self.local_world, self.seen = local_world, seen
-        self.rows: list[tuple[Row, list[int]]] = []
+        self.rows: list[tuple[ReportRow, list[int]]] = []
         self.problems: list[tuple[Problem, list[int]]] = []
         self.connected = True
         self.nodes = sorted(rank for rank, told in seen.items() if "findings" in told)
@@ -36,28 +33,31 @@ class Report:
             for item in findings.from_json(seen[node]["findings"]):
                 self.add(item, [node])
 
-    def add(self, item: Row | Problem, nodes: list[int]) -> None:
-        """Notes a row or a problem; equal ones of several hosts become one."""
-        known: list[Any] = self.rows if isinstance(item, Row) else self.problems
+    def add(self, item: ReportRow | Problem, nodes: list[int]) -> None:
+        """Add a row or a problem. Equal items from several hosts are merged into one."""
+        known: list[Any] = self.rows if isinstance(item, ReportRow) else self.problems
         for other, where in known:
             if other == item:
                 where += [node for node in nodes if node not in where]
                 return
         known.append((item, list(nodes)))
 
-    def host(self, node: int) -> str:
-        """Returns the name of a host, with its first rank if two hosts have the same name."""
+    def host_name(self, node: int) -> str:
+        """Return the name of a host.
+
+        If two hosts have the same name, the result includes the host's first rank.
+        """
         name = next(told["name"] for told in self.seen.values() if told["node"] == node)
         twins = [other for other in self.nodes if self.seen[other]["name"] == name]
         return name if len(twins) < 2 else f"{name} (rank {node})"
 
-    def rank(self, rank: int) -> str:
+    def rank_name(self, rank: int) -> str:
         if rank in self.seen:
-            return f"rank {rank} on {self.host(self.seen[rank]['node'])}"
+            return f"rank {rank} on {self.host_name(self.seen[rank]['node'])}"
         return f"rank {rank}"
 
-    def clocks(self, clocks: dict[int, tuple[float, float]]) -> None:
-        """Compares the hosts' clocks with the one in the middle."""
+    def add_clocks(self, clocks: dict[int, tuple[float, float]]) -> None:
+        """Compare the hosts' clocks with the median clock."""
         ahead = {
             node: clocks.get(node, (0.0, 0.0)) for node in self.nodes if node in clocks or node == 0
         }
@@ -65,12 +65,13 @@ class Report:
         reference = next(node for node, (offset, _) in ahead.items() if offset == middle)
         offsets = {node: offset - middle for node, (offset, _) in ahead.items()}
         if len(offsets) > 1:
-            self.add(Row("clocks", f"within {max(map(abs, offsets.values())):.3f} s"), [0])
+            self.add(ReportRow("clocks", f"within {max(map(abs, offsets.values())):.3f} s"), [0])
         for node, offset in offsets.items():
-            if abs(offset) > SKEW + ahead[node][1] / 2 + ahead[reference][1] / 2:
+            if abs(offset) > MAX_CLOCK_SKEW_SECONDS + ahead[node][1] / 2 + ahead[reference][1] / 2:
                 rule = (
                     f"{abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'}"
-                    f" {self.host(reference)}. More than {SKEW:.0f} s breaks logins and file times"
+                    f" {self.host_name(reference)}. More than {MAX_CLOCK_SKEW_SECONDS:.0f} s breaks"
+                    " logins and file times"
                 )
                 self.add(
                     Problem(
@@ -81,11 +82,11 @@ class Report:
                     [node],
                 )
 
-    def reached(self, told: dict[int, dict[Any, Any]]) -> None:
-        """Notes which ranks do not reach each other."""
+    def add_connections(self, replies: dict[int, dict[Any, Any]]) -> None:
+        """Add the pairs of ranks that cannot reach each other."""
         trips = {
             (rank, int(peer)): value
-            for rank, found in told.items()
+            for rank, found in replies.items()
             for peer, value in found.items()
         }
         times = [value for value in trips.values() if isinstance(value, float)]
@@ -93,7 +94,7 @@ class Report:
             worst = max((value, pair) for pair, value in trips.items() if isinstance(value, float))
             slowest = f"rank {worst[1][0]} to rank {worst[1][1]}"
             self.add(
-                Row(
+                ReportRow(
                     "connections",
                     f"{len(times)} of {len(trips)} work, {statistics.median(times) * 1e3:.2f} ms,"
                     f" longest {worst[0] * 1e3:.2f} ms ({slowest})",
@@ -102,16 +103,17 @@ class Report:
             )
         failed = {pair: str(value) for pair, value in trips.items() if not isinstance(value, float)}
         self.connected = not failed
-        for where, why in self._name(failed):
+        for where, why in self._group_links(failed):
             fix = (
                 "let the hosts connect to each other on all ports (firewall, routes, the interface"
                 " that the address belongs to)"
             )
             self.add(Problem(where, f"cannot be reached: {why}", fix), [])
 
-    def _name(self, pairs: dict[tuple[int, int], str]) -> list[tuple[str, str]]:
-        """Returns (who, what) for links at fault: a rank that several links have in common is named
-        instead of each link.
+    def _group_links(self, pairs: dict[tuple[int, int], str]) -> list[tuple[str, str]]:
+        """Return (name, text) for faulty links.
+
+        If several faulty links share a rank, the rank is named instead of each link.
         """
         left, named = dict(pairs), []
         while left:
@@ -124,30 +126,38 @@ class Report:
             )
             several = len({peer for pair in own for peer in pair}) > 2
             named.append(
-                (self.rank(rank) if several else f"{self.rank(other)} from {self.rank(one)}", text)
+                (
+                    (
+                        self.rank_name(rank)
+                        if several
+                        else f"{self.rank_name(other)} from {self.rank_name(one)}"
+                    ),
+                    text,
+                )
             )
             for pair in own:
                 del left[pair]
         return named
 
-    def prepared(self, told: dict[int, dict[str, Any]], out: Path) -> None:
-        """Note what torch sees, which ops could not be compiled, and whether memory and disks have
-        the room that the run needs.
+    def add_preparation(self, replies: dict[int, dict[str, Any]], out: Path) -> None:
+        """Add the findings of the torch processes.
+
+        These are ops that could not be compiled, and a lack of memory or disk space.
         """
-        for rank, found in told.items():
+        for rank, found in replies.items():
             node = self.seen[rank]["node"]
             if "error" in found:
                 fix = "fix the installation: pip install -r requirements.txt"
-                self.add(Problem(self.rank(rank), f"torch {found['error']}", fix), [])
+                self.add(Problem(self.rank_name(rank), f"torch {found['error']}", fix), [])
                 continue
             for item in findings.from_json(found["findings"]):
                 self.add(item, [node])
-        if needs := told[0].get("needs"):
+        if needs := replies[0].get("needs"):
             self._add_memory(needs)
             self._add_disk(needs, out)
 
     def _add_memory(self, needs: dict[str, int]) -> None:
-        """Note the hosts whose memory or NVMe folder is too small for the run's states."""
+        """Add the hosts whose memory or NVMe folder is too small for the run's states."""
         for node in self.nodes:
             ranks, free = self.seen[node]["ranks"], self.seen[node]["room"]
             for place, what, fix in (
@@ -164,86 +174,98 @@ class Report:
             ):
                 if place in free and needs[place] * ranks > free[place]:
                     rule = (
-                        f"{ranks} ranks of this run need {amount(needs[place] * ranks)} for their"
-                        " states"
+                        f"{ranks} ranks of this run need {format_bytes(needs[place] * ranks)} for"
+                        " their states"
                     )
-                    self.add(Problem(f"{what}: {amount(free[place])} free", rule, fix), [node])
+                    self.add(
+                        Problem(f"{what}: {format_bytes(free[place])} free", rule, fix), [node]
+                    )
 
     def _add_disk(self, needs: dict[str, int], out: Path) -> None:
-        """Note the files that the run writes, and whether the disk of the run folder has room."""
+        """Add the files that the run writes. Report a problem if the disk is too small."""
         free, size, count = self.seen[0]["room"]["out"], needs["checkpoint"], needs["checkpoints"]
         total = size * count + needs["export"]
-        files = f" and Hugging Face files of {amount(needs['export'])}" if needs["export"] else ""
-        made = f"{count} checkpoint{'s' if count > 1 else ''} of {amount(size)}{files}"
-        self.add(Row("disk", f"{made}, {amount(free)} free"), [0])
+        files = (
+            f" and Hugging Face files of {format_bytes(needs['export'])}" if needs["export"] else ""
+        )
+        made = f"{count} checkpoint{'s' if count > 1 else ''} of {format_bytes(size)}{files}"
+        self.add(ReportRow("disk", f"{made}, {format_bytes(free)} free"), [0])
         if total > free:
-            where, rule = f"out = {out}: {amount(free)} free", f"the run writes {amount(total)}"
+            where, rule = (
+                f"out = {out}: {format_bytes(free)} free",
+                f"the run writes {format_bytes(total)}",
+            )
             fix = (
                 "free space, keep fewer with --keep, leave out --export, or set --out to a folder"
                 " on another disk"
             )
             self.add(Problem(where, f"{rule}: {made}", fix), [])
 
-    def measured(self, told: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]) -> None:
-        """Note the speeds, and the ranks and links that the others would wait for; `joined`: each
-        rank's report after it had joined the others.
+    def add_measurements(
+        self, replies: dict[int, dict[str, Any]], joined: dict[int, dict[str, Any]]
+    ) -> None:
+        """Add the measured speeds, and the ranks and links for which the other ranks would wait.
+
+        `joined` maps each rank to its report after it joined the process group.
         """
-        failed = {rank: found["error"] for rank, found in told.items() if "error" in found}
+        failed = {rank: found["error"] for rank, found in replies.items() if "error" in found}
         for rank, why in failed.items():
             fix = (
                 "for NCCL start again with NCCL_DEBUG=INFO, and choose the interface with"
                 " NCCL_SOCKET_IFNAME (gloo: GLOO_SOCKET_IFNAME)"
             )
-            self.add(Problem(self.rank(rank), f"the all-reduce failed: {why}", fix), [])
-        if failed or not told:
+            self.add(Problem(self.rank_name(rank), f"the all-reduce failed: {why}", fix), [])
+        if failed or not replies:
             return
 
-        slow = self.slow(told)
-        self._add_ranks(told, slow)
+        slow = self.find_slow_ranks(replies)
+        self._add_ranks(replies, slow)
         links = {
             (int(source), rank): speed
-            for rank, found in told.items()
+            for rank, found in replies.items()
             for source, speed in found["links"].items()
         }
         if links:
-            self._add_speeds(told, links)
+            self._add_speeds(replies, links)
         self._add_slow_links(links, slow.keys())
-        if all(found["cuda"] for found in told.values()):
-            self.too_slow(links, joined)
+        if all(found["cuda"] for found in replies.values()):
+            self.add_links_below_expected(links, joined)
 
     def _add_ranks(
-        self, told: dict[int, dict[str, Any]], slow: dict[int, tuple[float, float]]
+        self, replies: dict[int, dict[str, Any]], slow: dict[int, tuple[float, float]]
     ) -> None:
-        """Note the ranks that are slow or sum wrongly."""
+        """Add the ranks that are slow or that compute wrong sums."""
         for rank, (seconds, others) in slow.items():
             rule = (
                 f"is slow: it needs {seconds * 1e3:.1f} ms where other ranks need"
                 f" {others * 1e3:.1f} ms, and in a run all ranks wait for it"
             )
             fix = "check its host for other jobs, a throttled clock or failing hardware"
-            self.add(Problem(self.rank(rank), rule, fix), [])
-        for rank in (rank for rank, found in told.items() if found["wrong"]):
+            self.add(Problem(self.rank_name(rank), rule, fix), [])
+        for rank in (rank for rank, found in replies.items() if found["wrong"]):
             fix = "do not train on this host. Test its memory and devices"
-            self.add(Problem(self.rank(rank), "the all-reduce gave a wrong sum", fix), [])
+            self.add(Problem(self.rank_name(rank), "the all-reduce gave a wrong sum", fix), [])
 
     def _add_speeds(
-        self, told: dict[int, dict[str, Any]], links: dict[tuple[int, int], float]
+        self, replies: dict[int, dict[str, Any]], links: dict[tuple[int, int], float]
     ) -> None:
-        """Note the speeds of the all-reduce and of the messages."""
-        bus = statistics.median(found["bus"] for found in told.values())
-        all_reduce = statistics.median(found["all_reduce"] for found in told.values())
-        self.add(Row("all-reduce", f"{all_reduce * 1e3:.1f} ms, {bus:.2f} GB/s"), [0])
+        """Add the speeds of the all-reduce and of the point-to-point messages."""
+        bus = statistics.median(found["bus"] for found in replies.values())
+        all_reduce = statistics.median(found["all_reduce"] for found in replies.values())
+        self.add(ReportRow("all-reduce", f"{all_reduce * 1e3:.1f} ms, {bus:.2f} GB/s"), [0])
         complete = (
             ""
-            if all(found["complete"] for found in told.values())
+            if all(found["complete"] for found in replies.values())
             else ", as many as two seconds allow"
         )
         speeds = f"{min(links.values()):.2f} to {max(links.values()):.2f} GB/s"
-        self.add(Row("messages", f"{len(links)} links{complete}: {speeds}"), [0])
+        self.add(ReportRow("messages", f"{len(links)} links{complete}: {speeds}"), [0])
 
     def _add_slow_links(self, links: dict[tuple[int, int], float], slow: Set[int]) -> None:
-        """Note the links that are much slower than others of their kind, inside a host or between
-        hosts. The links of the `slow` ranks are left out.
+        """Add links that are much slower than other links of their kind.
+
+        The kinds are links inside a host and links between hosts. The links of the `slow` ranks
+        are omitted.
         """
         for inside in (True, False):
             kind = {
@@ -255,21 +277,22 @@ class Report:
             bad = {
                 pair: f"{speed:.3f} GB/s instead of {usual:.2f}"
                 for pair, speed in kind.items()
-                if speed * SLOW_LINK < usual and not slow & set(pair)
+                if speed * SLOW_LINK_RATIO < usual and not slow & set(pair)
             }
-            for where, text in self._name(bad):
+            for where, text in self._group_links(bad):
                 fix = "check the cable, the switch port and the interface in use"
                 self.add(Problem(where, f"the link is slow: {text}", fix), [])
 
-    def too_slow(
+    def add_links_below_expected(
         self, links: dict[tuple[int, int], float], joined: dict[int, dict[str, Any]]
     ) -> None:
-        """Names links between GPUs that do not reach the speed of their kind."""
+        """Add links between GPUs that do not reach the expected speed for their kind."""
         facts = {node: self.seen[node]["fabric"] for node in self.nodes}
         networks = {rank: found["network"] for rank, found in joined.items()}
         if len(self.nodes) > 1:
-            for problem in fabric.over_sockets(
-                networks, [fabric.Port(*port) for told in facts.values() for port in told["ports"]]
+            for problem in fabric.check_nccl_network(
+                networks,
+                [fabric.RdmaPort(*port) for told in facts.values() for port in told["ports"]],
             ):
                 self.add(problem, [])
         firsts = {
@@ -277,11 +300,13 @@ class Report:
             for node in self.nodes
         }
         places = {
-            rank: fabric.Place(seen["node"], rank - firsts[seen["node"]])
+            rank: fabric.RankLocation(seen["node"], rank - firsts[seen["node"]])
             for rank, seen in self.seen.items()
         }
-        for where, text in self._name(
-            fabric.below(links, fabric.floors(places, facts, networks.get(0, "")))
+        for where, text in self._group_links(
+            fabric.links_below_expected(
+                links, fabric.expected_speeds(places, facts, networks.get(0, ""))
+            )
         ):
             fix = (
                 "check nvidia-smi topo -m, nvidia-smi nvlink -s, ibstat, and what NCCL chooses with"
@@ -289,17 +314,18 @@ class Report:
             )
             self.add(Problem(where, f"the link is slow: {text}", fix), [])
 
-    def slow(
-        self, told: dict[int, dict[str, Any]], times: float = SLOW
+    def find_slow_ranks(
+        self, replies: dict[int, dict[str, Any]], ratio: float = SLOW_RANK_RATIO
     ) -> dict[int, tuple[float, float]]:
-        """Finds the ranks that all others wait for: rank -> (its seconds for a piece of work, those
-        of others).
+        """Find the ranks that make all other ranks wait.
 
-        The ranks of a host without GPUs share its cores as the scheduler likes, so there the
-        fastest one stands for its host.
+        Return rank -> (its seconds for a piece of work, the other ranks' seconds).
+
+        On a host without GPUs, the ranks share the cores, and the scheduler decides how. Therefore
+        only the fastest rank on such a host is compared.
         """
-        own = {rank: found["work"] for rank, found in told.items() if "work" in found}
-        if not all(found.get("cuda") for found in told.values()):
+        own = {rank: found["work"] for rank, found in replies.items() if "work" in found}
+        if not all(found.get("cuda") for found in replies.values()):
             node = {rank: self.seen[rank]["node"] for rank in own}
             own = {
                 rank: seconds
@@ -316,16 +342,16 @@ class Report:
         return {
             rank: (seconds, others[rank])
             for rank, seconds in own.items()
-            if seconds > times * others[rank]
+            if seconds > ratio * others[rank]
         }
 
-    def absent(self, lost: dict[int, str]) -> None:
-        """Names ranks that did not come or have gone."""
+    def add_missing_ranks(self, lost: dict[int, str]) -> None:
+        """Add the ranks that never connected or that are gone."""
         by_reason: dict[str, list[int]] = {}
         for rank, why in sorted(lost.items()):
             by_reason.setdefault(why, []).append(rank)
         for why, ranks in by_reason.items():
-            names = ", ".join(self.rank(rank) for rank in ranks)
+            names = ", ".join(self.rank_name(rank) for rank in ranks)
             hosts = sorted({rank // self.local_world for rank in ranks})
             place = (
                 f" (host {', '.join(map(str, hosts))} of the job, counted from 0)"
@@ -341,15 +367,15 @@ class Report:
 
     def __str__(self) -> str:
         count = len(self.nodes)
-        width = max(len(row.check) for row, _ in self.rows)
+        width = max(len(row.label) for row, _ in self.rows)
         lines = [
             f"{len(self.seen)} rank{'s' if len(self.seen) > 1 else ''} on {count}"
             f" host{'s' if count > 1 else ''}"
         ]
         for row, nodes in sorted(
-            self.rows, key=lambda item: [other.check for other, _ in self.rows].index(item[0].check)
+            self.rows, key=lambda item: [other.label for other, _ in self.rows].index(item[0].label)
         ):
-            shared = len(nodes) == count or row.check in (
+            shared = len(nodes) == count or row.label in (
                 "clocks",
                 "connections",
                 "all-reduce",
@@ -358,8 +384,8 @@ class Report:
                 "W&B",
                 "master port",
             )
-            where = "" if shared else f"  [{', '.join(self.host(node) for node in nodes)}]"
-            lines.append(f"  {row.check:{width}}  {row.value}{where}")
+            where = "" if shared else f"  [{', '.join(self.host_name(node) for node in nodes)}]"
+            lines.append(f"  {row.label:{width}}  {row.value}{where}")
         if not self.problems:
             return "\n".join([*lines, "ok: no problem found"])
         lines.append(f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}")
@@ -370,7 +396,7 @@ class Report:
                 else (
                     "all hosts: "
                     if len(nodes) == count
-                    else ", ".join(self.host(node) for node in nodes) + ": "
+                    else ", ".join(self.host_name(node) for node in nodes) + ": "
                 )
             )
             lines.append(f"  {number}. {hosts}{problem}")

@@ -1,5 +1,6 @@
-"""Measures with torch, for a few seconds, how fast each rank works and talks, so that slow ranks
-and links show.
+"""A torch measurement of a few seconds that shows slow ranks and slow links.
+
+It measures how fast each rank computes and communicates.
 """
 
 import os
@@ -14,23 +15,24 @@ import torch
 import torch.distributed as dist
 
 from ..hosts.torch_builds import gpus_in_use
-from .fabric import network_of
+from .fabric import nccl_network
 
-# for joining and the first collective, in which NCCL asks all GPUs and adapters of a large host
-JOIN = timedelta(minutes=9)
-LIMIT = timedelta(seconds=30)  # for each later collective
+# Limit for joining and the first collective, in which NCCL queries all GPUs and adapters of a large
+# host.
+JOIN_TIMEOUT = timedelta(minutes=9)
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # for each later collective
 
 
-def join() -> dict[str, Any]:
-    """Joins a process group by RANK, WORLD_SIZE and MASTER_*, over NCCL where there are GPUs, else
-    gloo, and warms it up (a collective).
+def join_process_group() -> dict[str, Any]:
+    """Join the process group given by RANK, WORLD_SIZE and MASTER_*, and warm it up (a collective).
 
-    Returns {"network"}: the network that NCCL uses between hosts, "" if NCCL does not say.
+    The backend is NCCL with GPUs and gloo without GPUs. Return {"network"}, the network that NCCL
+    uses between hosts, or "" if NCCL does not report it.
     """
     torch.set_num_threads(1)  # several ranks share the cores
     with tempfile.TemporaryDirectory() as folder:
         if gpus_in_use():
-            torch.cuda.set_device(_device())
+            torch.cuda.set_device(_rank_device())
             if not {"NCCL_DEBUG", "NCCL_DEBUG_FILE"} & os.environ.keys():
                 os.environ |= {
                     "NCCL_DEBUG": "INFO",
@@ -38,23 +40,24 @@ def join() -> dict[str, Any]:
                     "NCCL_DEBUG_FILE": f"{folder}/nccl",
                 }
         dist.init_process_group(
-            "nccl" if gpus_in_use() else "gloo", timeout=JOIN if gpus_in_use() else LIMIT
+            "nccl" if gpus_in_use() else "gloo",
+            timeout=JOIN_TIMEOUT if gpus_in_use() else COLLECTIVE_TIMEOUT,
         )
-        dist.all_reduce(torch.zeros(1, device=_device()))
-        _finish(_device())
-        dist.distributed_c10d._set_pg_timeout(LIMIT)
+        dist.all_reduce(torch.zeros(1, device=_rank_device()))
+        _synchronize(_rank_device())
+        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT)
         told = Path(folder) / "nccl"
-        return {"network": network_of(told.read_text(errors="replace")) if told.exists() else ""}
+        return {"network": nccl_network(told.read_text(errors="replace")) if told.exists() else ""}
 
 
-def measure(seconds: float = 2.0) -> dict[str, Any]:
-    """Measures the seconds of this rank for a piece of work and for an all-reduce, and GB/s from
-    each rank (a collective).
+def measure_speed(seconds: float = 2.0) -> dict[str, Any]:
+    """Measure the speed of this rank and of its links (a collective).
 
-    A third of `seconds` goes to work that each rank does alone, one to the all-reduce, one to the
-    links.
+    The results are this rank's seconds for a piece of work and for an all-reduce, and the GB/s from
+    each rank. A third of `seconds` is spent on work that each rank does alone, a third on the
+    all-reduce, and a third on the links.
     """
-    device = _device()
+    device = _rank_device()
     cuda = device.type == "cuda"
     message = torch.ones(1 << 24 if cuda else 1 << 20, device=device)  # 64 MiB; on a CPU 4 MiB
     matrix = torch.rand(4096 if cuda else 384, 4096 if cuda else 384, device=device)
@@ -65,7 +68,7 @@ def measure(seconds: float = 2.0) -> dict[str, Any]:
     begun, pieces = time.perf_counter(), 0
     while pieces == 0 or time.perf_counter() - begun < seconds / 3:
         _ = matrix @ matrix
-        _finish(device)
+        _synchronize(device)
         pieces += 1
     work = (time.perf_counter() - begun) / pieces
 
@@ -73,17 +76,17 @@ def measure(seconds: float = 2.0) -> dict[str, Any]:
     deadline, over, times = time.perf_counter() + seconds / 3, False, []
     while not over:
         message.fill_(1.0)
-        # every rank has to stop at the same round
+        # Every rank must stop in the same round.
         message[0] = float(time.perf_counter() > deadline)
-        _finish(device)
+        _synchronize(device)
         begun = time.perf_counter()
         dist.all_reduce(message)
         over = message[0].item() > 0
         times.append(time.perf_counter() - begun)
     world = dist.get_world_size()
     wrong = message[1].item() != world
-    links, complete = _links(message, device, seconds / 3)
-    # GB/s, as nccl-tests counts them
+    links, complete = _measure_links(message, device, seconds / 3)
+    # GB/s, computed as in nccl-tests
     bus = message.nbytes * 2 * (world - 1) / world / min(times) / 1e9
     return {
         "cuda": cuda,
@@ -96,13 +99,13 @@ def measure(seconds: float = 2.0) -> dict[str, Any]:
     }
 
 
-def _links(
+def _measure_links(
     message: torch.Tensor, device: torch.device, seconds: float
 ) -> tuple[dict[int, float], bool]:
-    """Measures {rank: GB/s from it}, the best of five, and whether the time was enough for all
-    ranks.
+    """Measure {rank: GB/s from that rank}, the best of five measurements.
 
-    In round k every rank sends k ranks on.
+    Also return True if the time was sufficient for all ranks. In round k, every rank sends to the
+    rank k after it.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     received, found = torch.empty_like(message), {}
@@ -116,7 +119,7 @@ def _links(
                 [dist.P2POp(dist.isend, message, to), dist.P2POp(dist.irecv, received, source)]
             ):
                 work.wait()
-            _finish(device)
+            _synchronize(device)
             times.append(time.perf_counter() - begun)
         found[source] = message.nbytes / min(times[1:]) / 1e9
         over = torch.tensor(float(time.perf_counter() > deadline), device=device)
@@ -126,7 +129,7 @@ def _links(
     return found, True
 
 
-def _device() -> torch.device:
+def _rank_device() -> torch.device:
     return (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         if gpus_in_use()
@@ -134,7 +137,7 @@ def _device() -> torch.device:
     )
 
 
-def _finish(device: torch.device) -> None:
-    """Waits until the device has done its work."""
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,1 +1,1 @@
-"""Reads, checks and fills in the DeepSpeed JSON, by facts and rules about its keys."""
+"""Reading, checking and completing the DeepSpeed JSON, by facts and rules about its keys."""

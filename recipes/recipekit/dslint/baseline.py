@@ -1,22 +1,22 @@
-"""Says what torch's own engines take of a recipe: no JSON, data parallelism only."""
+"""The settings that torch's own engines read from a recipe: no JSON, data parallelism only."""
 
 import copy
 from typing import Any
 
-from ..spec.optimizer_specs import FACTS, GRADIENT, spelled
+from ..spec.errors import Problem
+from ..spec.optimizer_specs import GRADIENT, OPTIMIZERS, canonical_name
 from ..spec.recipe import AXES, Recipe
-from ..spec.refusal import Problem
 from .schema import optimizer_name
 
-NAMES = {"ddp": "torch's DDP", "fsdp2": "torch's FSDP2"}
+TORCH_ENGINE_NAMES = {"ddp": "torch's DDP", "fsdp2": "torch's FSDP2"}
 
 
-def own_config(optimizer: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Makes the JSON of an engine of torch, with the words of DeepSpeed's: whole fp32 weights, as
-    ZeRO-0 has them, and torch's AdamW, fused.
+def torch_engine_config(optimizer: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a torch engine's config in DeepSpeed's format.
 
-    `optimizer`: the block of the recipe's JSON that names one of ours, which is the same under
-    every engine.
+    It contains unsharded fp32 weights, as in ZeRO-0, and torch's fused AdamW. `optimizer` is the
+    block of the recipe's JSON for one of this project's optimizer classes. This block is the same
+    under every engine.
     """
     return {
         "zero_optimization": {"stage": 0},
@@ -24,31 +24,35 @@ def own_config(optimizer: dict[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def own_optimizer(config: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the optimizer block of a recipe's JSON if what it names is ours without offload; else
-    None.
-    """
+def recipe_optimizer_block(config: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the optimizer block of a recipe's JSON if it uses this project's class, else None."""
     name = optimizer_name(config)
-    return copy.deepcopy(config["optimizer"]) if name is not None and FACTS[name].ours else None
+    return (
+        copy.deepcopy(config["optimizer"])
+        if name is not None and OPTIMIZERS[name].is_own_class
+        else None
+    )
 
 
 def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
-    """Refuses what the recipe's engine does not read, or does not have."""
-    if recipe.engine not in NAMES:
+    """Report settings that the recipe's engine does not read or does not support."""
+    if recipe.engine not in TORCH_ENGINE_NAMES:
         stated = "precision" in typed or (
             recipe.precision != Recipe.precision and "engine" not in typed
         )
         rule = (
             "applies only to the engines ddp and fsdp2, because DeepSpeed's JSON sets the precision"
         )
-        fix = f"leave it out, or add --engine {' or '.join(NAMES)}"
+        fix = f"leave it out, or add --engine {' or '.join(TORCH_ENGINE_NAMES)}"
         return [Problem(f"--precision {recipe.precision}", rule, fix)] if stated else []
     found, where = [], f"engine = {recipe.engine}"
     if "ds_config" in typed or (
         recipe.ds_config not in ({}, Recipe.ds_config) and "engine" not in typed
     ):
         name = recipe.ds_config if isinstance(recipe.ds_config, str) else "(in the recipe)"
-        rule = f"applies only to DeepSpeed, and {NAMES[recipe.engine]} does not read it"
+        rule = (
+            f"applies only to DeepSpeed, and {TORCH_ENGINE_NAMES[recipe.engine]} does not read it"
+        )
         found.append(
             Problem(
                 f"--deepspeed_config {name}",
@@ -61,7 +65,7 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
             found.append(
                 Problem(
                     f"{axis} = {degree} with {where}",
-                    f"{NAMES[recipe.engine]} supports only data parallelism",
+                    f"{TORCH_ENGINE_NAMES[recipe.engine]} supports only data parallelism",
                     f"use --{axis} 1, or --engine deepspeed",
                 )
             )
@@ -89,13 +93,14 @@ def check_engine(recipe: Recipe, typed: frozenset[str]) -> list[Problem]:
 
 
 def check_optimizer(engine: str, precision: str, optimizer: dict[str, Any] | None) -> list[Problem]:
-    """Refuses an engine of torch, or its precision, for an optimizer of ours that takes the
-    gradients of each rank.
+    """Report a torch engine or a precision that does not fit an optimizer of local gradients.
+
+    Such an optimizer reads each rank's gradients before they are reduced.
     """
     if (
-        engine not in NAMES
+        engine not in TORCH_ENGINE_NAMES
         or optimizer is None
-        or FACTS[spelled(optimizer["type"])].acts_on != GRADIENT
+        or OPTIMIZERS[canonical_name(optimizer["type"])].acts_on != GRADIENT
     ):
         return []
     found, where = [], f"optimizer.type = {optimizer['type']} with"
@@ -117,10 +122,11 @@ def check_optimizer(engine: str, precision: str, optimizer: dict[str, Any] | Non
 
 
 def check_precision(engine: str, precision: str, device: str, has_bf16: bool) -> list[Problem]:
-    """Refuses fp16 on a device that supports bf16, which requires no loss scaling, and bf16 on one
-    that lacks it.
+    """Report fp16 on a device that supports bf16, and bf16 on a device that does not.
+
+    bf16 is preferred because it requires no loss scaling.
     """
-    if engine not in NAMES or precision == "fp32" or (precision == "bf16") == has_bf16:
+    if engine not in TORCH_ENGINE_NAMES or precision == "fp32" or (precision == "bf16") == has_bf16:
         return []
     rule, other = (
         (f"{device} supports bf16, which requires no loss scaling", "bf16")
@@ -130,19 +136,21 @@ def check_precision(engine: str, precision: str, device: str, has_bf16: bool) ->
     return [Problem(f"precision = {precision}", rule, f"use --precision {other}")]
 
 
-def say_engine(
+def engine_notes(
     engine: str,
     precision: str,
-    ds_config: Any,
+    ds_config: object,
     typed: frozenset[str],
     optimizer: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Says in a line what of the recipe is not used, if the engine was typed over it; its JSON's
-    `optimizer` is, if it is ours.
+    """Return lines about recipe settings that an engine chosen on the command line does not use.
+
+    `optimizer` is the optimizer in the recipe's JSON if its class is part of this project. The
+    engine does use this optimizer.
     """
     if "engine" not in typed:
         return []
-    if engine not in NAMES:
+    if engine not in TORCH_ENGINE_NAMES:
         return (
             [f"engine: DeepSpeed. The recipe's precision ({precision}) is not used"]
             if precision != Recipe.precision
@@ -150,4 +158,7 @@ def say_engine(
         )
     name = ds_config if isinstance(ds_config, str) else "in the recipe"
     but = f", except its optimizer {optimizer['type']}" if optimizer else ""
-    return [f"engine: {NAMES[engine]} in {precision}. The recipe's JSON ({name}) is not used{but}"]
+    return [
+        f"engine: {TORCH_ENGINE_NAMES[engine]} in {precision}. The recipe's JSON ({name}) is not"
+        f" used{but}"
+    ]

@@ -1,14 +1,14 @@
-"""Fixes of a DeepSpeed JSON that can be carried out as they are written.
+"""Automatic fixes of a DeepSpeed JSON, applied as their texts describe.
 
-The text of a fix begins with one of these, and may name other ways behind a comma, in a further
-sentence or behind "or":
+The text of a fix begins with one of the following forms. It may name alternatives after a comma, in
+a separate sentence or after "or":
 
     delete it                      delete the block
     write JSON                     set it (or KEY) to JSON         add 1
     set "PATH": JSON, ...          add "PATH": JSON
     write "PATH": JSON instead     did you mean NAME?              it belongs in BLOCK
 
-Every other fix (one that names a flag, or leaves a choice) needs a person.
+Every other fix (it names a flag, or leaves a choice) must be made by a person.
 """
 
 import copy
@@ -18,42 +18,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..spec.refusal import Problem
-from .schema import at, schema
-from .values import shown
+from ..spec.errors import Problem
+from .schema import schema, value_at
+from .values import format_json_value
 
-MOST = 200  # changes of one file
+MAX_CHANGES = 200  # limit on the number of changes in one file
 MISSING = object()
 
 
 @dataclass(frozen=True)
 class Change:
-    """One fixed problem, and what was done to the JSON: "deleted", "= 3" or "PATH = 3"."""
+    """One fixed problem and its change to the JSON: "deleted", "= 3" or "PATH = 3"."""
 
     problem: Problem
-    done: str
+    description: str
 
     def __str__(self) -> str:
-        return f"{self.problem.where}: {self.done} ({self.problem.rule})"
+        return f"{self.problem.where}: {self.description} ({self.problem.rule})"
 
 
-def fix(
+def apply_fixes(
     config: dict[str, Any], check: Callable[[dict[str, Any]], list[Problem]]
 ) -> tuple[dict[str, Any], list[Change]]:
-    """Return the JSON with every fix that can be carried out, and one `Change` for each.
+    """Return the JSON with every automatic fix applied, and one `Change` for each fix.
 
-    `check` returns the problems of a JSON. A fix is dropped if its problem is still there
-    afterwards, or if it brings another problem. Only a new name of a key may do so, since what the
-    key holds was not checked before.
+    `check` returns a JSON's problems. A fix is dropped if its problem remains or if the fix causes
+    a new problem. Only renaming a key may cause new problems, because the key's value was not
+    checked before.
     """
     changes: list[Change] = []
     dropped: set[Problem] = set()
     problems = check(config)
-    while len(changes) < MOST and (
+    while len(changes) < MAX_CHANGES and (
         todo := [problem for problem in problems if problem not in dropped]
     ):
         problem = todo[0]
-        attempt = carried_out(problem, config)
+        attempt = apply_fix(problem, config)
         after = check(attempt[0]) if attempt is not None else []
         if attempt is None or problem in after or (not attempt[2] and not {*after} <= {*problems}):
             dropped.add(problem)
@@ -64,65 +64,68 @@ def fix(
     return config, changes
 
 
-def carried_out(
-    problem: Problem, config: dict[str, Any]
-) -> tuple[dict[str, Any], str, bool] | None:
-    """Return the JSON after the first way that a fix names, what was done, and True for a new name;
-    None if a person has to do it.
+def apply_fix(problem: Problem, config: dict[str, Any]) -> tuple[dict[str, Any], str, bool] | None:
+    """Apply the first alternative that a fix names, or return None if a person must decide.
+
+    Return (the new JSON, a description of the change, True if a key was renamed).
     """
     path = re.sub(r"^.* \((\S+)\)$", r"\1", problem.where.partition(" = ")[0])
     config, text = copy.deepcopy(config), problem.fix
     block, _, key = path.rpartition(".")
-    here = at(config, block) if block else config
+    here = value_at(config, block) if block else config
     if not isinstance(here, dict):
         return None
 
     if found := re.match(r"delete (?:it|the block)(.*)", text, re.DOTALL):
-        if key not in here or not _ends(found[1]):
+        if key not in here or not _ends_unambiguously(found[1]):
             return None
         del here[key]
         return config, "deleted", False
     if found := re.match(r"did you mean ([\w.]+)\?$", text):
         if "must be one of" in problem.rule or (key == "type" and "no such" in problem.rule):
-            return _put(config, path, found[1])
-        return _moved(config, path, _full(found[1], block))
+            return _set_value(config, path, found[1])
+        return _move_key(config, path, _suggested_path(found[1], block))
     if found := re.match(r"it belongs in ([\w.]+|the top level)$", text):
-        return _moved(config, path, key if found[1] == "the top level" else f"{found[1]}.{key}")
+        return _move_key(config, path, key if found[1] == "the top level" else f"{found[1]}.{key}")
     if text == "add 1" and isinstance(here.get(key), int):
-        return _put(config, path, here[key] + 1)
+        return _set_value(config, path, here[key] + 1)
 
-    return _write(config, path, text)
+    return _apply_assignment(config, path, text)
 
 
-def _write(config: dict[str, Any], path: str, text: str) -> tuple[dict[str, Any], str, bool] | None:
-    """Carry out a fix that begins with "write", "set" or "add"."""
+def _apply_assignment(
+    config: dict[str, Any], path: str, text: str
+) -> tuple[dict[str, Any], str, bool] | None:
+    """Apply a fix that begins with "write", "set" or "add"."""
     key = re.escape(path.rpartition(".")[2])
     if found := re.match(rf"(?:write|set (?:it|{key}) to) (?!\")", text):
-        value, rest = _json(text[found.end() :])
-        if value is MISSING or not _ends(rest.removeprefix(" without quotes")):
+        value, rest = _parse_json_prefix(text[found.end() :])
+        if value is MISSING or not _ends_unambiguously(rest.removeprefix(" without quotes")):
             return None
-        return _put(config, path, value)
+        return _set_value(config, path, value)
     if found := re.match(rf"(?:write|set|add|set (?:it|{key}) to) (?=\")", text):
-        return _set(config, path, text[found.end() :])
+        return _apply_quoted_assignments(config, path, text[found.end() :])
     return None
 
 
-def _put(config: dict[str, Any], path: str, value: Any) -> tuple[dict[str, Any], str, bool]:
-    """Give a key another value; its block is there."""
+def _set_value(
+    config: dict[str, Any], path: str, value: object
+) -> tuple[dict[str, Any], str, bool]:
+    """Set a key to a different value. The key's block must exist."""
     block, _, key = path.rpartition(".")
-    (at(config, block) if block else config)[key] = value
-    return config, f"= {shown(value)}", False
+    (value_at(config, block) if block else config)[key] = value
+    return config, f"= {format_json_value(value)}", False
 
 
-def _moved(
+def _move_key(
     config: dict[str, Any], path: str, target: str
 ) -> tuple[dict[str, Any], str, bool] | None:
-    """Give a key another path: in the same place of its block, or in a block that is there already.
+    """Move a key to a different path: a new name at the same position, or an existing block.
 
     No key is overwritten.
     """
     (block, _, key), (place, _, name) = path.rpartition("."), target.rpartition(".")
-    here, there = (at(config, where) if where else config for where in (block, place))
+    here, there = (value_at(config, where) if where else config for where in (block, place))
     if not isinstance(there, dict) or key not in here or name in there:
         return None
     if there is here:
@@ -134,61 +137,70 @@ def _moved(
     return config, f"moved to {target}", True
 
 
-def _full(name: str, block: str) -> str:
-    """Return the path of a key that "did you mean" names: beside the misspelt key, unless only the
-    top level has it.
+def _suggested_path(name: str, block: str) -> str:
+    """Return the path of the key that "did you mean" suggests.
+
+    The suggested key is in the same block as the misspelt key, unless only the top level has such a
+    key.
     """
     top = schema()["config"]["keys"]
     return (
         name
-        if "." in name or (name in top and name not in _keys(block))
+        if "." in name or (name in top and name not in _schema_keys(block))
         else f"{block}.{name}".lstrip(".")
     )
 
 
-def _keys(block: str) -> dict[str, Any]:
+def _schema_keys(block: str) -> dict[str, Any]:
     node = schema()["config"]
     for key in block.split(".") if block else []:
         node = node.get("keys", {}).get(key, {})
     return node.get("keys", {})
 
 
-def _set(config: dict[str, Any], path: str, text: str) -> tuple[dict[str, Any], str, bool] | None:
-    """Carry out `"PATH": JSON, "PATH": JSON`, `"PATH": JSON instead`, or `"VALUE"`."""
+def _apply_quoted_assignments(
+    config: dict[str, Any], path: str, text: str
+) -> tuple[dict[str, Any], str, bool] | None:
+    """Apply `"PATH": JSON, "PATH": JSON`, `"PATH": JSON instead`, or `"VALUE"`."""
     if re.match(r'"[\w.]+": ', text) is None:
-        value, rest = _json(text)
+        value, rest = _parse_json_prefix(text)
         text = f'"{path}": {json.dumps(value)}{rest}' if value is not MISSING else text
 
     done, comma = [], ""
     while told := re.match(comma + r'"([\w.]+)": ', text):
-        value, text = _json(text[told.end() :])
-        name, comma = _absolute(told[1], path, config), ", "
+        value, text = _parse_json_prefix(text[told.end() :])
+        name, comma = _absolute_path(told[1], path, config), ", "
         block, _, key = name.rpartition(".")
-        here = _block(config, block)
+        here = _ensure_block(config, block)
         if value is MISSING or here is None:
             return None
         here[key] = value
-        done.append(f"= {shown(value)}" if name == path else f"{name} = {shown(value)}")
+        done.append(
+            f"= {format_json_value(value)}"
+            if name == path
+            else f"{name} = {format_json_value(value)}"
+        )
 
     if text == " instead":
         block, _, key = path.rpartition(".")
-        (at(config, block) if block else config).pop(key, None)
+        (value_at(config, block) if block else config).pop(key, None)
         return config, ", ".join(["deleted", *done]), False
-    return (config, ", ".join(done), False) if done and _ends(text) else None
+    return (config, ", ".join(done), False) if done and _ends_unambiguously(text) else None
 
 
-def _absolute(name: str, path: str, config: dict[str, Any]) -> str:
-    """Return the full path of a key that a fix names: a key without a dot lies beside the one at
-    fault, or in the block at fault.
+def _absolute_path(name: str, path: str, config: dict[str, Any]) -> str:
+    """Return the full path of a key that a fix names.
+
+    A name without a dot is in the same block as the invalid key, or inside the invalid block.
     """
     if "." in name or name in schema()["config"]["keys"]:
         return name
-    block = path if isinstance(at(config, path), dict) else path.rpartition(".")[0]
+    block = path if isinstance(value_at(config, path), dict) else path.rpartition(".")[0]
     return f"{block}.{name}".lstrip(".")
 
 
-def _block(config: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Return the block at a path, made if it is missing; None if a value is in its place."""
+def _ensure_block(config: dict[str, Any], path: str) -> dict[str, Any] | None:
+    """Return the block at a path, created if missing, or None if the path contains a value."""
     for key in path.split(".") if path else []:
         config = config.setdefault(key, {})
         if not isinstance(config, dict):
@@ -196,22 +208,23 @@ def _block(config: dict[str, Any], path: str) -> dict[str, Any] | None:
     return config
 
 
-def _json(text: str) -> tuple[Any, str]:
-    """Return the JSON value at the start of a text, and the rest; `MISSING` if there is none."""
+def _parse_json_prefix(text: str) -> tuple[Any, str]:
+    """Return the JSON value at the start of a string (`MISSING` without a value), and the rest."""
     try:
-        value, end = json.JSONDecoder(parse_constant=_refuse).raw_decode(text)
+        value, end = json.JSONDecoder(parse_constant=_reject_constant).raw_decode(text)
     except ValueError:
         return MISSING, text
     return value, text[end:]
 
 
-def _refuse(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def _ends(rest: str) -> bool:
-    """Return True if a way ends before `rest`, and no second value is offered there: "9 or 12"
-    leaves a choice.
+def _ends_unambiguously(rest: str) -> bool:
+    """Return True if a fix ends before `rest`, and `rest` offers no second value.
+
+    For example, "9 or 12" leaves a choice.
     """
     return (
         rest == ""

@@ -1,4 +1,4 @@
-"""Finds a strategy's JSON and reads it strictly: no key twice, no comment, no NaN."""
+"""Search for a strategy's JSON, and a strict reader: no duplicate keys, comments or NaN."""
 
 import copy
 import difflib
@@ -8,24 +8,24 @@ from json import decoder, scanner
 from pathlib import Path
 from typing import Any
 
-from ..spec.refusal import Problem, Refusal, refuse
+from ..spec.errors import ConfigError, Problem, config_error
 from ..spec.shipped import STRATEGIES, strategies
-from .values import shown
+from .values import format_json_value
 
 
-def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
-    """Returns the JSON called `name` and its path; a dict is returned as it is, with None for the
-    path.
+def load_ds_config(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """Return the JSON called `name` and its path. A dict is copied, and its path is None.
 
-    A name is looked up as typed, then in `folder` (where the recipe lies), then among the shipped
-    ones (ds_configs/). Raises `Refusal` if no such file is there or its text is not strict JSON.
+    A name is looked up as a path, then in `folder` (the recipe's folder), then among the shipped
+    files (ds_configs/). Raises `ConfigError` if no such file exists or if its text is not strict
+    JSON.
     """
     if isinstance(name, dict):
         return copy.deepcopy(name), None
     places = [Path(name).expanduser(), folder / name, STRATEGIES / name]
     for path in places:
         if path.is_file():
-            return _read(path), path
+            return _read_strict_json(path), path
     beside = {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
     known = sorted(beside | strategies().keys())
     near = difflib.get_close_matches(Path(name).name, known, 1)
@@ -37,36 +37,39 @@ def load(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, Any], Path
         else "use the path of a DeepSpeed JSON"
     )
     looked = ", ".join(str(path) for path in dict.fromkeys(places))
-    raise refuse(
+    raise config_error(
         f"deepspeed_config = {name}", f"the file does not exist (searched for {looked})", fix
     )
 
 
-def differences(config: dict[str, Any], path: Path | None) -> list[str]:
-    """Return a line with each key that differs between a JSON and the shipped file of the same
-    name; [] if none does.
+def describe_differences(config: dict[str, Any], path: Path | None) -> list[str]:
+    """Return a line with the keys in which a JSON differs from the shipped file of the same name.
+
+    The result is [] if there is no difference.
     """
     shipped = STRATEGIES / path.name if path else None
     if path is None or shipped is None or not shipped.is_file() or shipped.samefile(path):
         return []
-    before, now = flat(_read(shipped)), flat(config)
+    before, now = flatten_config(_read_strict_json(shipped)), flatten_config(config)
     listed = []
     for key in dict.fromkeys([*before, *now]):
         if key not in now:
-            listed.append(f"without {key} = {shown(before[key])}")
+            listed.append(f"without {key} = {format_json_value(before[key])}")
         elif key not in before:
-            listed.append(f"with {key} = {shown(now[key])}")
-        elif shown(now[key]) != shown(before[key]):
-            listed.append(f"{key} = {shown(now[key])} instead of {shown(before[key])}")
+            listed.append(f"with {key} = {format_json_value(now[key])}")
+        elif format_json_value(now[key]) != format_json_value(before[key]):
+            listed.append(
+                f"{key} = {format_json_value(now[key])} instead of {format_json_value(before[key])}"
+            )
     return [f"{path} differs from the shipped {path.name}: {', '.join(listed)}"] if listed else []
 
 
-def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the values of a JSON by dotted keys; an empty block is a value."""
+def flatten_config(config: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of a JSON by dotted keys. An empty block counts as a value."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= (
-            flat(value, f"{above}{key}.")
+            flatten_config(value, f"{above}{key}.")
             if isinstance(value, dict) and value
             else {f"{above}{key}": value}
         )
@@ -74,43 +77,43 @@ def flat(config: dict[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file in UTF-8, without the byte order mark that Windows' editors write
-    at its start.
-    """
+    """Return the text of a UTF-8 file, without the byte order mark that Windows editors add."""
     return path.read_text(encoding="utf-8-sig")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_strict_json(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise refuse(
+        raise config_error(
             str(path), f"cannot be read: {error}", "use a readable JSON file in UTF-8"
         ) from None
     try:
         config = _StrictDecoder(text).decode(text)
     except json.JSONDecodeError as error:
-        raise Refusal(_not_strict(path, text, error)) from None
+        raise ConfigError(_syntax_problems(path, text, error)) from None
     except RecursionError:
-        raise refuse(
+        raise config_error(
             str(path),
             "is nested too deeply to be a DeepSpeed configuration",
             "see ds_configs/README.md",
         ) from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise refuse(str(path), f"is not usable JSON: {error}", "write smaller numbers") from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise config_error(
+            str(path), f"is not usable JSON: {error}", "write smaller numbers"
+        ) from None
     if not isinstance(config, dict):
-        raise refuse(
+        raise config_error(
             str(path),
-            f"contains {shown(config)}, not an object",
+            f"contains {format_json_value(config)}, not an object",
             'start from a file in ds_configs/, such as {"zero_optimization": {"stage": 2}, ...}',
         )
     return config
 
 
-def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
-    """Lists every comment and spare comma, and the first other fault that is left without them."""
-    found: dict[int, tuple[str, str]] = {}  # where a fault begins -> (its name, the fix)
+def _syntax_problems(path: Path, text: str, error: json.JSONDecodeError) -> list[Problem]:
+    """Return every comment and trailing comma, and the first error that remains without them."""
+    found: dict[int, tuple[str, str]] = {}  # position of an error -> (its name, the fix)
     for pattern, what in (
         (r"(//[^\n]*|#[^\n]*|/\*.*?\*/)", "comments"),
         (r"(,)(?=\s*[}\]])", "comma before a closing bracket"),
@@ -121,7 +124,7 @@ def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Prob
                     what,
                     "delete all from /* to */" if "\n" in remark else f"delete {remark.rstrip()}",
                 )
-                # everything else keeps its place
+                # everything else keeps its position
                 text = text[: match.start()] + re.sub(r"\S", " ", remark) + text[match.end() :]
 
     def where(spot: int) -> str:
@@ -146,10 +149,10 @@ def _not_strict(path: Path, text: str, error: json.JSONDecodeError) -> list[Prob
 
 
 class _StrictDecoder(json.JSONDecoder):
-    """Refuses a key written twice, NaN and Infinity, with line and column.
+    """Decoder that rejects duplicate keys, NaN and Infinity and reports their line and column.
 
-    json's hooks get no position, so this class uses json's Python scanner, whose parse functions
-    do.
+    The hooks of json receive no position. This class uses json's Python scanner, because the
+    scanner's parse functions do receive one.
     """
 
     def __init__(self, text: str) -> None:
@@ -168,10 +171,10 @@ class _StrictDecoder(json.JSONDecoder):
         self,
         s_and_end: tuple[str, int],
         strict: bool,
-        scan_once: Any,
-        _hook: Any,
-        _pairs_hook: Any,
-        memo: Any,
+        scan_once: object,
+        _hook: object,
+        _pairs_hook: object,
+        memo: object,
     ) -> Any:
         pairs: list[tuple[str, Any]] = []
         _, end = decoder.JSONObject(s_and_end, strict, scan_once, None, pairs.extend, memo)  # pyright: ignore

@@ -3,39 +3,46 @@
 from pathlib import Path
 from typing import Any
 
+from ..spec.errors import ConfigError, Problem
 from ..spec.paths import local_path
-from ..spec.refusal import Problem, Refusal
-from .schema import at
+from .schema import value_at
 
-BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-SWAP = tuple(f"{block}.nvme_path" for block in BLOCKS)
-KEYS = (*SWAP, "tensorboard.output_path", "csv_monitor.output_path", "flops_profiler.output_file")
+OFFLOAD_BLOCKS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+SWAP_PATH_KEYS = tuple(f"{block}.nvme_path" for block in OFFLOAD_BLOCKS)
+OUTPUT_PATH_KEYS = (
+    *SWAP_PATH_KEYS,
+    "tensorboard.output_path",
+    "csv_monitor.output_path",
+    "flops_profiler.output_file",
+)
 
 
 def check_outputs(config: dict[str, Any]) -> list[Problem]:
-    """Refuse paths that are written to and are not on this machine."""
+    """Report output paths that are not located on this machine."""
     problems: list[Problem] = []
-    for key in KEYS:
+    for key in OUTPUT_PATH_KEYS:
         try:
             _path_at(config, key)
-        except Refusal as refusal:
-            problems += refusal.problems
+        except ConfigError as error:
+            problems += error.problems
     return problems
 
 
 def expand_outputs(config: dict[str, Any], out: Path) -> None:
-    """Replace the paths in a checked `config` by what they mean.
+    """Replace the output paths in a checked `config` with resolved paths.
 
-    A relative `nvme_path` is a folder of `out`.
+    A relative `nvme_path` is resolved to a folder in `out`.
     """
-    for key in KEYS:
+    for key in OUTPUT_PATH_KEYS:
         if (path := _path_at(config, key)) is not None:
             block, _, name = key.rpartition(".")
-            at(config, block)[name] = str((out / path).resolve() if key in SWAP else path)
+            value_at(config, block)[name] = str(
+                (out / path).resolve() if key in SWAP_PATH_KEYS else path
+            )
 
 
 def _path_at(config: dict[str, Any], key: str) -> Path | None:
-    text = at(config, key)
+    text = value_at(config, key)
     if not isinstance(text, str) or not text.strip():
-        return None  # other values are refused by type
+        return None  # the type check reports other values
     return local_path(f"{key} = {text}", text)

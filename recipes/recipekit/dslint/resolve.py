@@ -1,45 +1,40 @@
-"""Fills a strategy's JSON in: numbers only, nothing "auto", every default that matters written
-out.
-"""
+"""Completion of a strategy's JSON: only numbers, no "auto", every relevant default written out."""
 
 from typing import Any
 
 from ..spec.mesh import Mesh
-from ..spec.optimizer_specs import facts_of
+from ..spec.optimizer_specs import optimizer_spec_of
 from ..spec.recipe import Recipe
-from .numbers import degrees_in, literals
-from .rules import Facts
-from .schema import optimizer_name, optimizer_params, takes_number, walk
-from .shapes import shape_of
-
-FREEZE_PERCENT = 15  # of the steps, which an "auto" of 1-bit Adam's freeze_step stands for
+from .numbers import read_literals, valid_degrees
+from .rules import RuleContext
+from .schema import check_keys, optimizer_name, optimizer_params, takes_number
+from .shapes import read_config_size
 
 
-def resolve(
+def resolve_ds_config(
     config: dict[str, Any], recipe: Recipe, mesh: Mesh, model_config: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns the JSON as DeepSpeed gets it, and one line for each recipe default that a literal of
-    the JSON beats.
+    """Return the JSON for DeepSpeed, and one line for each recipe default that the JSON overrides.
 
-    Every "auto" becomes a number, and the recipe's numbers that the JSON does not mention are
-    added. The JSON's degrees are taken out, since the recipes lay out the ranks themselves. From
-    `mesh` come back sp, because DeepSpeed's batch arithmetic counts ranks, and ep, which DeepSpeed
-    carries out. `config` must have passed `check`.
+    Every "auto" becomes a number, and the recipe's numbers that the JSON does not contain are
+    added. The JSON's degrees are removed, because the recipes assign the ranks themselves. The
+    degrees sp and ep are then added from `mesh`, because DeepSpeed's batch arithmetic counts ranks
+    and DeepSpeed implements ep. `config` must have passed `lint_config`.
     """
-    found, resolved = walk(config)
+    found, resolved = check_keys(config)
     assert not found, found
 
-    said = literals(resolved)
+    said = read_literals(resolved)
     lines = [
         f"{field}: the JSON's {value} overrides the recipe's {getattr(recipe, field)}"
-        for field, value in (said | degrees_in(resolved)).items()
+        for field, value in (said | valid_degrees(resolved)).items()
         if value != getattr(recipe, field)
     ]
     batch = {
         field: said.get(field, getattr(recipe, field))
         for field in ("global_batch", "micro_batch", "gradient_clipping")
     }
-    lines += _set_batch(resolved, batch, recipe.ramp.most, mesh)
+    lines += _set_batch(resolved, batch, recipe.ramp.max_rows, mesh)
     numbers = {
         "lr": recipe.lr,
         "weight_decay": recipe.weight_decay,
@@ -47,7 +42,7 @@ def resolve(
         "eps": recipe.eps,
     }
     lines += _fill_in_optimizer(resolved, numbers, recipe.steps)
-    _allow_optimizer(resolved)
+    _set_optimizer_switches(resolved)
     _fill_in_zero(resolved, model_config, mesh)
     _set_degrees(resolved, mesh, recipe.pipeline_schedule)
     return resolved, lines
@@ -56,7 +51,7 @@ def resolve(
 def _set_batch(
     resolved: dict[str, Any], batch: dict[str, Any], most_rows: int, mesh: Mesh
 ) -> list[str]:
-    """Set the numbers of the first step; `most_rows` is the largest global batch of the run.
+    """Set the numbers of the first step. `most_rows` is the largest global batch of the run.
 
     Return a line if gradients are summed with less precision than fp32.
     """
@@ -67,7 +62,7 @@ def _set_batch(
     resolved["gradient_clipping"] = batch["gradient_clipping"]
 
     steps = max(global_batch, most_rows) // (micro_batch * mesh.dp)
-    facts = Facts(resolved)
+    facts = RuleContext(resolved)
     if steps > 1 and facts.stage == 0 and facts.dtype != "fp32":
         return [
             f"gradients: ZeRO-0 sums the {steps} micro-batches of a step in {facts.dtype};"
@@ -77,13 +72,14 @@ def _set_batch(
 
 
 def _fill_in_optimizer(resolved: dict[str, Any], numbers: dict[str, Any], steps: int) -> list[str]:
-    """Fill in the optimizer and its numbers; return a line for each decision.
+    """Fill in the optimizer and its numbers, and return a line for each decision.
 
-    `numbers` are the recipe's, by their keys in optimizer.params; `steps` is the run's length.
+    `numbers` contains the recipe's numbers, by their keys in optimizer.params. `steps` is the
+    length of the run.
     """
     lines = []
     if "optimizer" not in resolved:
-        offloaded = Facts(resolved).offload != "none"
+        offloaded = RuleContext(resolved).optimizer_offload != "none"
         resolved["optimizer"] = {
             "type": "AdamW",
             "params": {} if offloaded else {"torch_adam": True, "fused": True},
@@ -96,8 +92,9 @@ def _fill_in_optimizer(resolved: dict[str, Any], numbers: dict[str, Any], steps:
         if takes_number(takes, key) and params.get(key, "auto") == "auto":
             params[key] = number
 
-    if params.get("freeze_step") == "auto":
-        params["freeze_step"] = max(1, steps * FREEZE_PERCENT // 100)
+    for key, percent in optimizer_spec_of(resolved).step_percents.items():
+        if params.get(key) == "auto":
+            params[key] = max(1, steps * percent // 100)
     if params.get("freeze_step", 0) >= steps > 0:
         lines.append(
             f"optimizer.params.freeze_step: {params['freeze_step']} of {steps} steps, so the"
@@ -106,30 +103,30 @@ def _fill_in_optimizer(resolved: dict[str, Any], numbers: dict[str, Any], steps:
     return lines
 
 
-def _allow_optimizer(resolved: dict[str, Any]) -> None:
-    """Set the switches with which DeepSpeed accepts an optimizer that it has not tested."""
-    facts, kept = Facts(resolved), facts_of(resolved)
+def _set_optimizer_switches(resolved: dict[str, Any]) -> None:
+    """Set the switches that make DeepSpeed accept an optimizer that it has not tested."""
+    facts, kept = RuleContext(resolved), optimizer_spec_of(resolved)
     if facts.stage > 0 and not kept.tested:
-        # the rules let no optimizer pass that ZeRO's flat pieces would change
+        # The rules reject optimizers whose results ZeRO's flat partitions would change.
         resolved["zero_allow_untested_optimizer"] = True
-    if kept.ours and facts.offload != "none":
-        resolved["zero_force_ds_cpu_optimizer"] = False  # ours is updated on the host by torch
+    if kept.is_own_class and facts.optimizer_offload != "none":
+        resolved["zero_force_ds_cpu_optimizer"] = False  # torch updates our class on the host
 
 
 def _fill_in_zero(
     resolved: dict[str, Any], model_config: dict[str, Any] | None, mesh: Mesh
 ) -> None:
-    """Fill in the ZeRO stage, and the sizes (in elements) that an "auto" stands for."""
+    """Fill in the ZeRO stage and the sizes (in elements) that replace an "auto"."""
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
 
-    hidden = shape_of(model_config, "hidden_size", "n_embd", "d_model")
+    hidden = read_config_size(model_config, "hidden_size", "n_embd", "d_model")
     bucket = max(hidden, 4096) ** 2  # smaller buckets waste the network on many short messages
     widest = 0
     if zero["stage"] == 2:
-        # beside sums in fp32 ZeRO-2 keeps each larger gradient until backward has ended (DeepSpeed
-        # 0.19.8: copy_grads_in_partition)
-        inner = shape_of(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim")
+        # If gradients are summed in fp32, ZeRO-2 stores each gradient that exceeds the bucket until
+        # backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition).
+        inner = read_config_size(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim")
         widest = hidden * (inner or 4 * hidden) // mesh.tp
     sizes = {
         "reduce_bucket_size": max(bucket, widest),
@@ -140,10 +137,11 @@ def _fill_in_zero(
 
 
 def _set_degrees(resolved: dict[str, Any], mesh: Mesh, schedule: str) -> None:
-    """Replace the JSON's parallel degrees by the blocks that DeepSpeed needs for this mesh."""
+    """Replace the JSON's parallel degrees with the blocks that DeepSpeed needs for this mesh."""
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):
         resolved.pop(block, None)
-    # DeepSpeed divides what stages send by tp unless told, which DualPipeV refuses
+    # By default, DeepSpeed uses tp to partition the tensors sent between stages, which DualPipeV
+    # rejects.
     if mesh.pp > 1 and schedule == "dualpipev":
         resolved["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     if mesh.sp > 1:

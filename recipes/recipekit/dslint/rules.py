@@ -1,8 +1,8 @@
-"""Lists what DeepSpeed 0.19.8 combines, cannot combine and ignores, as one table.
+"""Table of combined settings that DeepSpeed 0.19.8 supports, rejects or ignores.
 
-`check` applies the table, and `recipekit lint --table` prints it into ds_configs/README.md.
-`source` is the place in DeepSpeed that decides, or its documentation; "run" says that the outcome
-was seen by running.
+`lint_config` applies the table, and `recipekit lint --table` prints it into ds_configs/README.md.
+`source` is the place in DeepSpeed's code or documentation that determines the outcome. "run" means
+that the outcome was observed in a run.
 """
 
 import importlib.util
@@ -10,38 +10,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..spec.optimizer_specs import ADAM, FACTS, GRADIENT, SWAPPED, TENSOR, facts_of
-from ..spec.optimizer_specs import Facts as Kept
-from ..spec.refusal import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG
-from .schema import at, schema
+from ..spec.errors import APPLIES, FAILS, HANGS, IGNORES, REPLACES, WRONG
+from ..spec.optimizer_specs import (
+    ADAM,
+    GRADIENT,
+    OPTIMIZERS,
+    SWAPPABLE_FAMILIES,
+    TENSOR,
+    optimizer_spec_of,
+)
+from ..spec.optimizer_specs import OptimizerSpec as Kept
+from .schema import schema, value_at
 
-ZERO = "zero_optimization"
-OPTIMIZER = f"{ZERO}.offload_optimizer"
-PARAM = f"{ZERO}.offload_param"
+ZERO_BLOCK = "zero_optimization"
+OPTIMIZER_OFFLOAD_BLOCK = f"{ZERO_BLOCK}.offload_optimizer"
+PARAM_OFFLOAD_BLOCK = f"{ZERO_BLOCK}.offload_param"
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Holds a configuration whose keys and types are right, with what else is known about the
-    run.
-    """
+class RuleContext:
+    """A configuration whose keys and types are valid, with further known facts about the run."""
 
     config: dict[str, Any]
     optimizer: str | None = None  # the name as the schema spells it
     degrees: dict[str, int] | None = None  # tp, pp, sp, ep
     world: int | None = None
-    local: int = 0  # ranks of this host, 0 where that is not known
-    stock: bool = False  # DeepSpeed alone reads the JSON: no recipe lays out the ranks
+    local: int = 0  # ranks on this host, 0 if unknown
+    stock: bool = False  # DeepSpeed alone reads the JSON: no recipe assigns the ranks
 
-    def get(self, path: str, default: Any = None) -> Any:
-        return at(self.config, path, default)
+    def get(self, path: str, default: object = None) -> Any:
+        return value_at(self.config, path, default)
 
     def degree(self, axis: str) -> int:
         return (self.degrees or {}).get(axis, 1)
 
     @property
     def stage(self) -> int:
-        return self.get(f"{ZERO}.stage", 0)
+        return self.get(f"{ZERO_BLOCK}.stage", 0)
 
     @property
     def dtype(self) -> str:
@@ -50,75 +55,84 @@ class Facts:
         )
 
     @property
-    def offload(self) -> str:
-        return self.get(f"{OPTIMIZER}.device", "none")
+    def optimizer_offload(self) -> str:
+        return self.get(f"{OPTIMIZER_OFFLOAD_BLOCK}.device", "none")
 
     @property
     def param_offload(self) -> str:
-        return self.get(f"{PARAM}.device", "none")
+        return self.get(f"{PARAM_OFFLOAD_BLOCK}.device", "none")
 
     @property
-    def bf16_optimizer(self) -> bool:
-        """Returns True where DeepSpeed takes BF16_Optimizer in place of its ZeRO optimizer
-        (engine.py:2299).
+    def uses_bf16_optimizer(self) -> bool:
+        """Return True if DeepSpeed's optimizer class is BF16_Optimizer (engine.py:2299).
+
+        Otherwise it is the ZeRO optimizer.
         """
         accumulates = canonical_dtype(self.get("data_types.grad_accum_dtype"), self.dtype)
         return (
             self.stage == 1
             and self.dtype == "bf16"
             and accumulates == "fp32"
-            and self.offload == "none"
+            and self.optimizer_offload == "none"
         )
 
     @property
-    def cpu_adam(self) -> bool:
+    def uses_cpu_adam(self) -> bool:
         return (
-            self.offload != "none"
+            self.optimizer_offload != "none"
             and self.optimizer in ("Adam", "AdamW")
             and not self.get("optimizer.params.torch_adam", False)
         )
 
 
 class Rule(NamedTuple):
-    """States one rule. A configuration breaks the rule if it mentions `key` and `broken` says so.
+    """One rule.
 
-    `outcome` is what DeepSpeed then does; `together` names what is combined, for the support table.
+    A configuration breaks the rule if it contains `key` and `is_broken` returns True. `outcome` is
+    DeepSpeed's reaction. `combination` names the combined settings for the support table.
     """
 
     key: str
-    broken: Callable[[Facts], Any]
+    is_broken: Callable[[RuleContext], Any]
     rule: str
     fix: str
     outcome: str
     source: str
-    together: str = ""
+    combination: str = ""
 
 
 def canonical_dtype(name: str | None, default: str) -> str:
-    """Returns fp16, bf16 or fp32 for any of the names that DeepSpeed knows."""
+    """Return fp16, bf16 or fp32 for any dtype name that DeepSpeed accepts."""
     names = {"fp16": "fp16 float16 half", "bf16": "bf16 bfloat16", "fp32": "fp32 float32 float"}
     short = (name or default).removeprefix("torch.")
     return next(dtype for dtype, known in names.items() if short in known.split())
 
 
-def _stages(stages: set[int], keys: str) -> list[Rule]:
-    """Makes rules for keys that are read at some ZeRO stages only."""
+def _stage_rules(stages: set[int], keys: str) -> list[Rule]:
+    """Return rules for keys that DeepSpeed reads only at certain ZeRO stages."""
     listed = " or ".join(str(stage) for stage in sorted(stages)) if len(stages) < 3 else "1, 2 or 3"
     rule = f"is read only at ZeRO stage {listed} and ignored otherwise"
     fix = f"delete it, or use a JSON with stage {listed}"
     source = "engine.py, _configure_zero_optimizer; run"
     return [
-        Rule(f"{ZERO}.{key}", lambda facts: facts.stage not in stages, rule, fix, IGNORES, source)
+        Rule(
+            f"{ZERO_BLOCK}.{key}",
+            lambda facts: facts.stage not in stages,
+            rule,
+            fix,
+            IGNORES,
+            source,
+        )
         for key in keys.split()
     ]
 
 
-def _nvme_only(block: str, keys: str) -> list[Rule]:
-    """Makes rules for keys of an offload block that only a swap file uses."""
+def _nvme_rules(block: str, keys: str) -> list[Rule]:
+    """Return rules for keys in an offload block that are used only with a swap file."""
 
-    def broken(facts: Facts) -> bool:
+    def broken(facts: RuleContext) -> bool:
         return facts.get(f"{block}.device", "none") != "nvme" or (
-            block == OPTIMIZER and facts.stage != 3
+            block == OPTIMIZER_OFFLOAD_BLOCK and facts.stage != 3
         )
 
     rule, fix = (
@@ -131,17 +145,20 @@ def _nvme_only(block: str, keys: str) -> list[Rule]:
     ]
 
 
-def _unused(key: str, why: str, fix: str, source: str = "", outcome: str = IGNORES) -> Rule:
+def _unused_key_rule(
+    key: str, why: str, fix: str, source: str = "", outcome: str = IGNORES
+) -> Rule:
     return Rule(key, lambda facts: True, why, fix, outcome, source)
 
 
-def _of_an_op(key: str, name: str, why: str) -> Rule:
-    """Makes a rule for an option that only the code has which a recipe's own optimizer stands in
-    for.
+def _op_option_rule(key: str, name: str, why: str) -> Rule:
+    """Return a rule for an optimizer option that a recipe's replacement of the optimizer lacks.
+
+    Only DeepSpeed's or torch's own implementation has this option.
     """
     return Rule(
         f"optimizer.params.{key}",
-        lambda f: _ours(f, name) and bool(f.get(f"optimizer.params.{key}")),
+        lambda f: _is_recipe_optimizer(f, name) and bool(f.get(f"optimizer.params.{key}")),
         why,
         "delete it",
         APPLIES,
@@ -149,81 +166,94 @@ def _of_an_op(key: str, name: str, why: str) -> Rule:
     )
 
 
-def _packaged(
-    key: str, package: str, on: Callable[[Facts], Any], without: str, source: str
+def _package_rule(
+    key: str, package: str, on: Callable[[RuleContext], Any], without: str, source: str
 ) -> Rule:
-    """Make the rule for a key that makes DeepSpeed import a package which its own installation does
-    not bring.
+    """Return the rule for a key that makes DeepSpeed import an optional package.
+
+    Installing DeepSpeed does not install this package.
     """
     rule, fix = (
         f"requires the package {package}, which is not installed",
         f"{without}, or run pip install {package}",
     )
-    return Rule(key, lambda facts: on(facts) and not installed(package), rule, fix, FAILS, source)
+    return Rule(
+        key,
+        lambda facts: on(facts) and not is_package_importable(package),
+        rule,
+        fix,
+        FAILS,
+        source,
+    )
 
 
-def _told(together: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
-    """Makes a row of the support table that no JSON can break, because the script or the model
-    decides.
+def _table_only_rule(combination: str, outcome: str, rule: str, fix: str, source: str) -> Rule:
+    """Return a row of the support table that no JSON can break.
+
+    The script or the model determines whether the combination occurs.
     """
-    return Rule("", lambda facts: False, rule, fix, outcome, source, together)
+    return Rule("", lambda facts: False, rule, fix, outcome, source, combination)
 
 
-def _untested(facts: Facts) -> bool:
-    """Returns True where DeepSpeed alone wants zero_allow_untested_optimizer for an optimizer that
-    ZeRO's flat pieces do not change.
+def _is_untested_optimizer(context: RuleContext) -> bool:
+    """Return True if DeepSpeed alone requires zero_allow_untested_optimizer for a safe optimizer.
+
+    An optimizer is safe if its results do not depend on ZeRO's flat partitions.
     """
-    if facts.stage == 0 or facts.optimizer is None or FACTS[facts.optimizer].acts_on == TENSOR:
+    if (
+        context.stage == 0
+        or context.optimizer is None
+        or OPTIMIZERS[context.optimizer].acts_on == TENSOR
+    ):
         return False
-    return not (FACTS[facts.optimizer].tested or FACTS[facts.optimizer].host)
+    return not (OPTIMIZERS[context.optimizer].tested or OPTIMIZERS[context.optimizer].host)
 
 
-def _kept(facts: Facts) -> Kept:
-    """Returns the row of a recipe's optimizer."""
-    return ADAM if facts.optimizer is None else facts_of(facts.config)
+def _optimizer_spec(context: RuleContext) -> Kept:
+    """Return the spec of a recipe's optimizer."""
+    return ADAM if context.optimizer is None else optimizer_spec_of(context.config)
 
 
-def _ours(facts: Facts, *names: str) -> bool:
-    """Returns True where a recipe's optimizer is one of `names`, computed by a class of ours."""
-    return facts.optimizer in names and _kept(facts).ours
+def _is_recipe_optimizer(context: RuleContext, *names: str) -> bool:
+    """Return True if a recipe's optimizer is one of `names` and uses this project's class."""
+    return context.optimizer in names and _optimizer_spec(context).is_own_class
 
 
-def _hpz(facts: Facts) -> int:
-    """Returns the ranks over which ZeRO-3 divides its second partition of the weights; 1: it has
-    none.
+def _hpz_partition_size(context: RuleContext) -> int:
+    """Return the number of ranks in ZeRO-3's secondary weight partition, or 1 without one."""
+    return context.get(f"{ZERO_BLOCK}.zero_hpz_partition_size", 1) if context.stage == 3 else 1
+
+
+def _autocasts_to(context: RuleContext, *dtypes: str) -> bool:
+    """Return True if torch.autocast, enabled in the JSON, computes in one of `dtypes`."""
+    dtype = context.get("torch_autocast.dtype")
+    return bool(context.get("torch_autocast.enabled")) and canonical_dtype(dtype, "bf16") in dtypes
+
+
+def _reads_as_fp16(context: RuleContext) -> bool:
+    """Return True if qgZ's kernel receives gradients in a format other than fp16.
+
+    The kernel interprets all bits as fp16.
     """
-    return facts.get(f"{ZERO}.zero_hpz_partition_size", 1) if facts.stage == 3 else 1
-
-
-def _autocast(facts: Facts, *dtypes: str) -> bool:
-    """Returns True where torch.autocast, switched on in the JSON, computes in one of `dtypes`."""
-    dtype = facts.get("torch_autocast.dtype")
-    return bool(facts.get("torch_autocast.enabled")) and canonical_dtype(dtype, "bf16") in dtypes
-
-
-def _reads_as_fp16(facts: Facts) -> bool:
-    """Returns True where qgZ's kernel, which takes any bits for fp16, gets gradients of another
-    dtype.
-    """
-    sent = canonical_dtype(facts.get("communication_data_type"), facts.dtype)
+    sent = canonical_dtype(context.get("communication_data_type"), context.dtype)
     return (
-        facts.stage == 3 and bool(facts.get(f"{ZERO}.zero_quantized_gradients")) and sent != "fp16"
+        context.stage == 3
+        and bool(context.get(f"{ZERO_BLOCK}.zero_quantized_gradients"))
+        and sent != "fp16"
     )
 
 
-def _flat_masters(facts: Facts) -> bool:
-    """Returns True where DeepSpeed's own Adam keeps the masters of a whole group in one tensor,
-    without ZeRO.
-    """
+def _has_flat_masters(context: RuleContext) -> bool:
+    """Return True if DeepSpeed's own Adam, without ZeRO, flattens all master weights of a group."""
     own = (
-        facts.optimizer in ("Adam", "AdamW")
-        and facts.get("optimizer.params.torch_adam") is not True
+        context.optimizer in ("Adam", "AdamW")
+        and context.get("optimizer.params.torch_adam") is not True
     )
-    return own and facts.stage == 0 and facts.dtype != "fp32"
+    return own and context.stage == 0 and context.dtype != "fp32"
 
 
-# Package, as pip names it -> the module that DeepSpeed imports.
-MODULES = {
+# package, under its pip name -> module that DeepSpeed imports
+IMPORT_NAMES = {
     "comet_ml": "comet_ml",
     "datastates": "datastates",
     "deep_ep": "deep_ep",
@@ -233,16 +263,16 @@ MODULES = {
 }
 
 
-def installed(package: str) -> bool:
-    """Return True if this Python can import the package."""
-    spec = importlib.util.find_spec(MODULES[package])
-    return spec is not None and spec.origin is not None  # a folder alone is no package
+def is_package_importable(package: str) -> bool:
+    """Return True if this Python installation can import the package."""
+    spec = importlib.util.find_spec(IMPORT_NAMES[package])
+    return spec is not None and spec.origin is not None  # a folder alone is not a package
 
 
-RULES: tuple[Rule, ...] = (
-    # packages that DeepSpeed imports for a block, and does not install
+DEEPSPEED_RULES: tuple[Rule, ...] = (
+    # packages that DeepSpeed imports for a block but does not install
     *(
-        _packaged(
+        _package_rule(
             f"{block}.enabled",
             package,
             lambda f, block=block: f.get(f"{block}.enabled"),
@@ -255,7 +285,7 @@ RULES: tuple[Rule, ...] = (
             ("comet", "comet_ml", "monitor/utils.py:31; run"),
         )
     ),
-    _packaged(
+    _package_rule(
         "expert_parallel.comm_backend",
         "deep_ep",
         lambda f: (
@@ -264,7 +294,7 @@ RULES: tuple[Rule, ...] = (
         'set it to "comm"',
         "module_inject/auto_ep_comm.py:166",
     ),
-    _packaged(
+    _package_rule(
         "tensor_parallel.vocab_parallel_ce_backend",
         "liger-kernel",
         lambda f: f.get("tensor_parallel.vocab_parallel_ce_backend") == "liger",
@@ -321,7 +351,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bf16.immediate_grad_update",
-        lambda f: not f.bf16_optimizer,
+        lambda f: not f.uses_bf16_optimizer,
         "is read only at ZeRO stage 1 with grad_accum_dtype fp32 and without offload, and ignored"
         " otherwise",
         "delete it",
@@ -330,7 +360,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp16.fp16_master_weights_and_grads",
-        lambda f: f.get("fp16.fp16_master_weights_and_grads") and not (f.stage > 0 and f.cpu_adam),
+        lambda f: (
+            f.get("fp16.fp16_master_weights_and_grads") and not (f.stage > 0 and f.uses_cpu_adam)
+        ),
         "requires ZeRO stage 1, 2 or 3 with offload_optimizer and DeepSpeed's CPU Adam",
         "set it to false",
         FAILS,
@@ -341,14 +373,15 @@ RULES: tuple[Rule, ...] = (
         lambda f: f.dtype == "fp16" and f.stage == 0 and f.get("fp16.loss_scale", 0) != 1,
         "DeepSpeed divides the gradients by a loss scale that the loss never had, so the weights"
         " hardly change",
-        f'set "{ZERO}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled": true}}',
+        f'set "{ZERO_BLOCK}.stage": 1, or "fp16": {{"enabled": false}}, "bf16": {{"enabled":'
+        " true}",
         WRONG,
         "engine.py:3417, fp16/unfused_optimizer.py:210; run",
         "fp16 + ZeRO-0, with or without a pipeline",
     ),
     Rule(
         "torch_autocast.dtype",
-        lambda f: _autocast(f, "fp16") and f.stage > 0,
+        lambda f: _autocasts_to(f, "fp16") and f.stage > 0,
         "under ZeRO DeepSpeed clips the gradients before it unscales them, and the loss scale never"
         " falls after an overflow",
         'set it to "bfloat16", or use the fp16 block',
@@ -358,7 +391,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "gradient_predivide_factor",
-        lambda f: f.get("gradient_predivide_factor") != 1 and _scatters(f),
+        lambda f: f.get("gradient_predivide_factor") != 1 and _uses_reduce_scatter(f),
         "cannot be combined with reduce_scatter",
         "delete it",
         FAILS,
@@ -366,7 +399,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prescale_gradients",
-        lambda f: f.get("prescale_gradients") and _scatters(f),
+        lambda f: f.get("prescale_gradients") and _uses_reduce_scatter(f),
         "cannot be combined with reduce_scatter",
         "delete it",
         FAILS,
@@ -377,7 +410,7 @@ RULES: tuple[Rule, ...] = (
         "gradient_allreduce_op",
         lambda f: (
             f.get("gradient_allreduce_op").lower() == "sum"
-            and (f.stage == 3 or f.get(f"{ZERO}.zenflow") or f.get("compile.deepcompile"))
+            and (f.stage == 3 or f.get(f"{ZERO_BLOCK}.zenflow") or f.get("compile.deepcompile"))
         ),
         "sum cannot be combined with ZeRO stage 3, ZenFlow or DeepCompile",
         'set it to "mean", or delete it',
@@ -386,9 +419,9 @@ RULES: tuple[Rule, ...] = (
         "gradient_allreduce_op sum + ZeRO-3, ZenFlow or DeepCompile",
     ),
     Rule(
-        f"{ZERO}.compute_grad_norm",
+        f"{ZERO_BLOCK}.compute_grad_norm",
         lambda f: (
-            f.get(f"{ZERO}.compute_grad_norm") is False
+            f.get(f"{ZERO_BLOCK}.compute_grad_norm") is False
             and f.stage in (1, 2)
             and f.get("gradient_clipping", 1.0) != 0
         ),
@@ -398,22 +431,22 @@ RULES: tuple[Rule, ...] = (
         "zero/stage_1_and_2.py:213",
     ),
     # ZeRO
-    _told(
+    _table_only_rule(
         "ZeRO-0, 1, 2, 3 in fp32 and bf16",
         APPLIES,
         "the losses agree within 1e-6 on one to eight ranks",
         "",
         "run",
     ),
-    *_stages(
+    *_stage_rules(
         {1, 2, 3},
         "contiguous_gradients reduce_scatter reduce_bucket_size overlap_comm load_from_fp32_weights"
         " zenflow",
     ),
     *(
         Rule(
-            f"{ZERO}.{key}",
-            lambda f: f.bf16_optimizer,
+            f"{ZERO_BLOCK}.{key}",
+            lambda f: f.uses_bf16_optimizer,
             "is ignored at stage 1 in bf16 with grad_accum_dtype fp32, because BF16_Optimizer"
             " reduces gradients in a different way",
             "delete it",
@@ -431,8 +464,8 @@ RULES: tuple[Rule, ...] = (
         ]
     ),
     Rule(
-        f"{ZERO}.contiguous_gradients",
-        lambda f: f.stage in (1, 2) and f.offload != "none",
+        f"{ZERO_BLOCK}.contiguous_gradients",
+        lambda f: f.stage in (1, 2) and f.optimizer_offload != "none",
         "is ignored with optimizer offload at stages 1 and 2, where gradients are always"
         " contiguous",
         "delete it",
@@ -440,10 +473,10 @@ RULES: tuple[Rule, ...] = (
         "zero/stage_1_and_2.py:300; run",
     ),
     Rule(
-        f"{ZERO}.allgather_bucket_size",
+        f"{ZERO_BLOCK}.allgather_bucket_size",
         lambda f: (
             f.stage in (1, 2)
-            and isinstance(size := f.get(f"{ZERO}.allgather_bucket_size"), int)
+            and isinstance(size := f.get(f"{ZERO_BLOCK}.allgather_bucket_size"), int)
             and size % 2 == 1
         ),
         "must be even, because DeepSpeed aligns its buckets to 2 elements",
@@ -451,46 +484,50 @@ RULES: tuple[Rule, ...] = (
         FAILS,
         "zero/stage_1_and_2.py; run",
     ),
-    *_stages({1, 2}, "allgather_bucket_size use_multi_rank_bucket_allreduce"),
-    *_stages({1, 2}, "round_robin_gradients parameter_alignment elastic_checkpoint"),
+    *_stage_rules({1, 2}, "allgather_bucket_size use_multi_rank_bucket_allreduce"),
+    *_stage_rules({1, 2}, "round_robin_gradients parameter_alignment elastic_checkpoint"),
     Rule(
-        f"{ZERO}.compute_grad_norm",
+        f"{ZERO_BLOCK}.compute_grad_norm",
         lambda f: f.stage not in (1, 2),
         "is allowed only at ZeRO stage 1 or 2",
         "delete it or use a JSON with stage 1 or 2",
         FAILS,
         "zero/config.py:391",
     ),
-    *_stages({1}, "legacy_stage1"),
-    *_stages({2}, "ignore_unused_parameters"),
-    *_stages(
+    *_stage_rules({1}, "legacy_stage1"),
+    *_stage_rules({2}, "ignore_unused_parameters"),
+    *_stage_rules(
         {3},
         "sub_group_size zero_hpz_partition_size zero_quantized_weights"
         " zero_quantized_nontrainable_weights zero_quantized_gradients",
     ),
-    *_stages(
+    *_stage_rules(
         {3},
         "memory_efficient_linear pipeline_loading_checkpoint override_module_apply"
         " log_trace_cache_warnings enable_sanity_checks leaf_module",
     ),
-    *_stages(
+    *_stage_rules(
         {3},
         "stage3_max_live_parameters stage3_max_reuse_distance stage3_prefetch_bucket_size"
         " stage3_param_persistence_threshold",
     ),
-    *_stages(
+    *_stage_rules(
         {3},
         "stage3_model_persistence_threshold stage3_module_granularity_threshold"
         " stage3_use_all_reduce_for_fetch_params",
     ),
-    *_stages(
+    *_stage_rules(
         {3},
         "stage3_allgather_sequential stage3_gather_16bit_weights_on_model_save"
         " save_muon_momentum_buffer_in_memory",
     ),
     Rule(
-        f"{ZERO}.zero_hpz_partition_size",
-        lambda f: _hpz(f) > 1 and f.world and f.world % min(_hpz(f), f.world),
+        f"{ZERO_BLOCK}.zero_hpz_partition_size",
+        lambda f: (
+            _hpz_partition_size(f) > 1
+            and f.world
+            and f.world % min(_hpz_partition_size(f), f.world)
+        ),
         "must divide the number of ranks",
         "set it to the number of GPUs per host",
         FAILS,
@@ -498,8 +535,8 @@ RULES: tuple[Rule, ...] = (
         "ZeRO-3 with hpZ + a number of ranks that its groups do not divide",
     ),
     Rule(
-        f"{ZERO}.zero_hpz_partition_size",
-        lambda f: _hpz(f) > 1 and f.world and _hpz(f) >= f.world,
+        f"{ZERO_BLOCK}.zero_hpz_partition_size",
+        lambda f: _hpz_partition_size(f) > 1 and f.world and _hpz_partition_size(f) >= f.world,
         "must be smaller than the number of ranks, because otherwise each rank keeps its shard of"
         " the weights twice",
         "use zero3.json, or delete it",
@@ -507,8 +544,14 @@ RULES: tuple[Rule, ...] = (
         "utils/groups.py:925; run",
     ),
     Rule(
-        f"{ZERO}.zero_hpz_partition_size",
-        lambda f: _hpz(f) > 1 and f.local and f.local % _hpz(f) and f.world and f.world > f.local,
+        f"{ZERO_BLOCK}.zero_hpz_partition_size",
+        lambda f: (
+            _hpz_partition_size(f) > 1
+            and f.local
+            and f.local % _hpz_partition_size(f)
+            and f.world
+            and f.world > f.local
+        ),
         "must divide the number of ranks on this host, because otherwise weights are gathered from"
         " other hosts",
         "set it to the number of GPUs per host",
@@ -516,8 +559,8 @@ RULES: tuple[Rule, ...] = (
         "utils/groups.py:925",
     ),
     Rule(
-        f"{ZERO}.zero_hpz_partition_size",
-        lambda f: _hpz(f) > 1 and (f.degree("tp") > 1 or f.degree("ep") > 1),
+        f"{ZERO_BLOCK}.zero_hpz_partition_size",
+        lambda f: _hpz_partition_size(f) > 1 and (f.degree("tp") > 1 or f.degree("ep") > 1),
         "cannot be combined with tensor or expert parallelism, where the neighbouring ranks of a"
         " group hold different weights",
         "delete it, or use --tp 1 and --ep 1",
@@ -526,19 +569,19 @@ RULES: tuple[Rule, ...] = (
         "ZeRO-3 with hpZ + tensor or expert parallelism",
     ),
     Rule(
-        f"{ZERO}.zero_quantized_gradients",
+        f"{ZERO_BLOCK}.zero_quantized_gradients",
         lambda f: (
             f.stage == 3
-            and f.get(f"{ZERO}.zero_quantized_gradients")
-            and f.get(f"{ZERO}.reduce_scatter") is False
+            and f.get(f"{ZERO_BLOCK}.zero_quantized_gradients")
+            and f.get(f"{ZERO_BLOCK}.reduce_scatter") is False
         ),
         "requires reduce_scatter",
-        f'set "{ZERO}.reduce_scatter": true',
+        f'set "{ZERO_BLOCK}.reduce_scatter": true',
         FAILS,
         "zero/stage3.py:390",
     ),
     Rule(
-        f"{ZERO}.zero_quantized_gradients",
+        f"{ZERO_BLOCK}.zero_quantized_gradients",
         _reads_as_fp16,
         "requires gradients in fp16, because its kernel reads the bits of every gradient as fp16",
         'set "communication_data_type": "fp16", or delete it',
@@ -547,11 +590,11 @@ RULES: tuple[Rule, ...] = (
         "ZeRO-3 with quantised gradients (qgZ) + gradients in bf16 or fp32",
     ),
     Rule(
-        f"{ZERO}.zero_quantized_gradients",
+        f"{ZERO_BLOCK}.zero_quantized_gradients",
         lambda f: (
             f.stage == 3
-            and f.get(f"{ZERO}.zero_quantized_gradients")
-            and _autocast(f, "fp16", "bf16")
+            and f.get(f"{ZERO_BLOCK}.zero_quantized_gradients")
+            and _autocasts_to(f, "fp16", "bf16")
             and not _reads_as_fp16(f)
         ),
         "requires gradients in fp16 for its kernel, but torch_autocast sends some in another dtype",
@@ -560,23 +603,23 @@ RULES: tuple[Rule, ...] = (
         "base_optimizer.py:394, runtime/comm/coalesced_collectives.py:57",
     ),
     Rule(
-        f"{ZERO}.reduce_scatter",
+        f"{ZERO_BLOCK}.reduce_scatter",
         lambda f: (
             f.stage == 2
-            and f.get(f"{ZERO}.reduce_scatter") is False
-            and f.get(f"{ZERO}.overlap_comm") is True
+            and f.get(f"{ZERO_BLOCK}.reduce_scatter") is False
+            and f.get(f"{ZERO_BLOCK}.overlap_comm") is True
         ),
         "cannot be combined with overlap_comm, which frees a gradient larger than the bucket while"
         " the other stream still reduces it",
-        f'set "{ZERO}.reduce_scatter": true, or "{ZERO}.overlap_comm": false',
+        f'set "{ZERO_BLOCK}.reduce_scatter": true, or "{ZERO_BLOCK}.overlap_comm": false',
         WRONG,
         "zero/stage_1_and_2.py:1600, clear_grad_attribute",
         "ZeRO-2 with overlap_comm + reduce_scatter false",
     ),
     # offload
     Rule(
-        OPTIMIZER,
-        lambda f: f.offload != "none" and f.stage == 0,
+        OPTIMIZER_OFFLOAD_BLOCK,
+        lambda f: f.optimizer_offload != "none" and f.stage == 0,
         "requires ZeRO stage 1, 2 or 3, because at stage 0 nothing is offloaded and AdamW becomes"
         " DeepSpeed's CPU Adam",
         "delete the block or use a JSON with stage 1, 2 or 3",
@@ -585,7 +628,7 @@ RULES: tuple[Rule, ...] = (
         "ZeRO-0 + optimizer offload",
     ),
     Rule(
-        PARAM,
+        PARAM_OFFLOAD_BLOCK,
         lambda f: f.param_offload != "none" and f.stage != 3,
         "requires ZeRO stage 3",
         "delete the block or use a JSON with stage 3",
@@ -594,8 +637,8 @@ RULES: tuple[Rule, ...] = (
         "ZeRO-0, 1, 2 + parameter offload",
     ),
     Rule(
-        f"{OPTIMIZER}.device",
-        lambda f: f.offload == "nvme" and f.stage in (1, 2),
+        f"{OPTIMIZER_OFFLOAD_BLOCK}.device",
+        lambda f: f.optimizer_offload == "nvme" and f.stage in (1, 2),
         "requires ZeRO stage 3, because stages 1 and 2 ignore nvme and keep the optimizer states in"
         " CPU memory",
         'set it to "cpu", or use a JSON with stage 3',
@@ -603,7 +646,7 @@ RULES: tuple[Rule, ...] = (
         "zero/stage_1_and_2.py:220; run",
         "ZeRO-1, 2 + optimizer offload to NVMe",
     ),
-    _told(
+    _table_only_rule(
         "ZeRO-2 with optimizer offload to CPU, ZeRO-3 with optimizer and parameter offload to CPU"
         " or NVMe",
         APPLIES,
@@ -611,8 +654,10 @@ RULES: tuple[Rule, ...] = (
         "",
         "run",
     ),
-    *_nvme_only(OPTIMIZER, "nvme_path buffer_count pipeline_read pipeline_write fast_init"),
-    *_nvme_only(PARAM, "nvme_path buffer_count buffer_size max_in_cpu"),
+    *_nvme_rules(
+        OPTIMIZER_OFFLOAD_BLOCK, "nvme_path buffer_count pipeline_read pipeline_write fast_init"
+    ),
+    *_nvme_rules(PARAM_OFFLOAD_BLOCK, "nvme_path buffer_count buffer_size max_in_cpu"),
     *(
         Rule(
             f"{block}.pin_memory",
@@ -622,7 +667,7 @@ RULES: tuple[Rule, ...] = (
             IGNORES,
             "zero/offload_config.py",
         )
-        for block in (OPTIMIZER, PARAM)
+        for block in (OPTIMIZER_OFFLOAD_BLOCK, PARAM_OFFLOAD_BLOCK)
     ),
     *(
         Rule(
@@ -635,21 +680,21 @@ RULES: tuple[Rule, ...] = (
             FAILS,
             "runtime/swap_tensor",
         )
-        for block in (OPTIMIZER, PARAM)
+        for block in (OPTIMIZER_OFFLOAD_BLOCK, PARAM_OFFLOAD_BLOCK)
     ),
     Rule(
-        f"{OPTIMIZER}.ratio",
-        lambda f: f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3,
+        f"{OPTIMIZER_OFFLOAD_BLOCK}.ratio",
+        lambda f: f.get(f"{OPTIMIZER_OFFLOAD_BLOCK}.ratio") < 1 and f.stage != 3,
         "requires ZeRO stage 3 and DeepSpeed's CPU Adam",
         "delete it",
         FAILS,
         "zero/config.py:399",
     ),
     Rule(
-        f"{OPTIMIZER}.ratio",
+        f"{OPTIMIZER_OFFLOAD_BLOCK}.ratio",
         lambda f: (
-            not (f.get(f"{OPTIMIZER}.ratio") < 1 and f.stage != 3)
-            and (f.stage != 3 or not f.cpu_adam)
+            not (f.get(f"{OPTIMIZER_OFFLOAD_BLOCK}.ratio") < 1 and f.stage != 3)
+            and (f.stage != 3 or not f.uses_cpu_adam)
         ),
         "is read only at ZeRO stage 3 with DeepSpeed's CPU Adam, and ignored otherwise",
         "delete it",
@@ -657,26 +702,26 @@ RULES: tuple[Rule, ...] = (
         "zero/stage3.py:316",
     ),
     Rule(
-        f"{OPTIMIZER}.super_offload",
-        lambda f: f.stage != 3 or f.offload != "cpu",
+        f"{OPTIMIZER_OFFLOAD_BLOCK}.super_offload",
+        lambda f: f.stage != 3 or f.optimizer_offload != "cpu",
         "is read only at ZeRO stage 3 with device cpu",
         "delete it",
         IGNORES,
         "engine.py, _configure_zero_optimizer",
     ),
     Rule(
-        f"{OPTIMIZER}.cpuadam_cores_perc",
-        lambda f: not f.get(f"{OPTIMIZER}.super_offload"),
+        f"{OPTIMIZER_OFFLOAD_BLOCK}.cpuadam_cores_perc",
+        lambda f: not f.get(f"{OPTIMIZER_OFFLOAD_BLOCK}.super_offload"),
         "is read only with super_offload, and ignored otherwise",
         'delete it or set "super_offload": true',
         IGNORES,
         "engine.py, _configure_zero_optimizer",
     ),
     Rule(
-        f"{ZERO}.zenflow",
-        lambda f: f.get(f"{ZERO}.zenflow") is not None and f.offload != "cpu",
+        f"{ZERO_BLOCK}.zenflow",
+        lambda f: f.get(f"{ZERO_BLOCK}.zenflow") is not None and f.optimizer_offload != "cpu",
         "requires offload_optimizer with device cpu",
-        f'set "{OPTIMIZER}.device": "cpu"',
+        f'set "{OPTIMIZER_OFFLOAD_BLOCK}.device": "cpu"',
         FAILS,
         "runtime/zenflow",
         "ZenFlow + no optimizer offload to CPU",
@@ -684,7 +729,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "aio",
         lambda f: (
-            "nvme" not in (f.offload if f.stage == 3 else "none", f.param_offload)
+            "nvme" not in (f.optimizer_offload if f.stage == 3 else "none", f.param_offload)
             and f.get("checkpoint.writer") is None
         ),
         "is read only by NVMe offload and checkpoint.writer, and ignored otherwise",
@@ -695,7 +740,9 @@ RULES: tuple[Rule, ...] = (
     # optimizers and schedules
     Rule(
         "optimizer.type",
-        lambda f: f.stock and _untested(f) and not f.get("zero_allow_untested_optimizer"),
+        lambda f: (
+            f.stock and _is_untested_optimizer(f) and not f.get("zero_allow_untested_optimizer")
+        ),
         "DeepSpeed has not tested this optimizer under ZeRO and requires your consent",
         'add "zero_allow_untested_optimizer": true at the top level (recipes add it themselves)',
         FAILS,
@@ -714,9 +761,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.stock and f.optimizer == "Lamb" and f.offload != "none",
+        lambda f: f.stock and f.optimizer == "Lamb" and f.optimizer_offload != "none",
         "cannot be offloaded, because it has no CPU implementation",
-        f"delete {OPTIMIZER} or use AdamW",
+        f"delete {OPTIMIZER_OFFLOAD_BLOCK} or use AdamW",
         FAILS,
         "ops/lamb",
         "LAMB + offload",
@@ -735,18 +782,18 @@ RULES: tuple[Rule, ...] = (
         lambda f: (
             f.stock
             and f.optimizer == "Muon"
-            and f.get(f"{ZERO}.reduce_scatter", True)
-            and (f.stage == 3 or (f.stage > 0 and f.offload != "none"))
+            and f.get(f"{ZERO_BLOCK}.reduce_scatter", True)
+            and (f.stage == 3 or (f.stage > 0 and f.optimizer_offload != "none"))
         ),
         "Muon cannot be combined with reduce_scatter at ZeRO stage 3 or with offload",
-        f'set "{ZERO}.reduce_scatter": false',
+        f'set "{ZERO_BLOCK}.reduce_scatter": false',
         FAILS,
         "zero/stage3.py:361, zero/stage_1_and_2.py; run",
         "Muon + reduce_scatter at ZeRO-3, or with offload",
     ),
     Rule(
         "optimizer.legacy_fusion",
-        lambda f: f.get("optimizer.legacy_fusion") and not _flat_masters(f),
+        lambda f: f.get("optimizer.legacy_fusion") and not _has_flat_masters(f),
         "is read only by DeepSpeed's own Adam in fp16 or bf16 without ZeRO",
         "delete it",
         IGNORES,
@@ -794,7 +841,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.params.capturable",
-        lambda f: f.get("optimizer.params.capturable") is True and f.offload != "none",
+        lambda f: f.get("optimizer.params.capturable") is True and f.optimizer_offload != "none",
         "requires an optimizer step on a GPU, but offload moves the step to the CPU",
         "delete it",
         FAILS,
@@ -811,7 +858,7 @@ RULES: tuple[Rule, ...] = (
         "config.py, DEEPSPEED_OPTIMIZERS; run",
         "1-bit Adam, 0/1 Adam, 1-bit LAMB",
     ),
-    _told(
+    _table_only_rule(
         "an optimizer of the script + ZeRO offload",
         FAILS,
         "must be DeepSpeed's CPU Adam or Lion",
@@ -854,7 +901,7 @@ RULES: tuple[Rule, ...] = (
         "a PyTorch schedule + ZeRO-1, 2, 3, bf16 or fp16",
     ),
     # parallelism
-    _told(
+    _table_only_rule(
         "pipeline + ZeRO-0, 1",
         APPLIES,
         "the losses are the same as without a pipeline",
@@ -862,7 +909,7 @@ RULES: tuple[Rule, ...] = (
         "pipe/engine.py:76; run",
     ),
     Rule(
-        f"{ZERO}.stage",
+        f"{ZERO_BLOCK}.stage",
         lambda f: f.degree("pp") > 1 and f.stage > 1,
         "ZeRO stages 2 and 3 cannot be combined with pipeline parallelism",
         "use --pp 1, or a JSON with stage 0 or 1",
@@ -871,8 +918,8 @@ RULES: tuple[Rule, ...] = (
         "pipeline + ZeRO-2, 3",
     ),
     Rule(
-        f"{OPTIMIZER}.device",
-        lambda f: f.degree("pp") > 1 and f.offload == "nvme",
+        f"{OPTIMIZER_OFFLOAD_BLOCK}.device",
+        lambda f: f.degree("pp") > 1 and f.optimizer_offload == "nvme",
         "NVMe offload cannot be combined with pipeline parallelism",
         "use --pp 1",
         REPLACES,
@@ -891,21 +938,21 @@ RULES: tuple[Rule, ...] = (
         "engine.py:2033",
         "pipeline or DeepCompile + managed_gradient_accumulation false",
     ),
-    _told(
+    _table_only_rule(
         "pipeline + an mpu of the script",
         FAILS,
         "mpu must be None, because PipelineModule creates its own grid",
         "omit mpu",
         "deepspeed/__init__.py",
     ),
-    _told(
+    _table_only_rule(
         "pipeline + coalesce_grad_reduction",
         FAILS,
         "a pipeline reduces its gradients itself",
         "do not call it",
         "engine.py:3261",
     ),
-    _told(
+    _table_only_rule(
         "pipeline + Megatron-style tensor-parallel layers",
         APPLIES,
         "the script must use PipeModelDataParallelTopology(pp, mp, dp)",
@@ -922,14 +969,14 @@ RULES: tuple[Rule, ...] = (
         "engine.py, _configure_tensor_parallel_states; run",
         "pipeline + AutoTP",
     ),
-    _told(
+    _table_only_rule(
         "AutoTP + ZeRO-0, 1, 2, 3",
         APPLIES,
         "the losses agree within 1e-6, although the AutoTP tutorial still lists only 0, 1 and 2",
         "",
         "run",
     ),
-    _told(
+    _table_only_rule(
         "AutoTP + a data loader by global rank",
         FAILS,
         "all ranks of a tensor group must receive the same batch, which the first forward pass"
@@ -937,35 +984,35 @@ RULES: tuple[Rule, ...] = (
         "shard the sampler by data-parallel rank",
         "engine.py:994; DeepSpeed#7199",
     ),
-    _told(
+    _table_only_rule(
         "AutoTP + tied output layer",
         APPLIES,
         "both layers stay unsharded on every rank and save no memory",
         "untie them",
         "docs, autotp-training",
     ),
-    _told(
+    _table_only_rule(
         "AutoTP degree above the key-value heads",
         APPLIES,
         "DeepSpeed warns, and the surplus ranks stay idle",
         "lower the degree",
         "docs, autotp-training",
     ),
-    _told(
+    _table_only_rule(
         "AutoTP + transformers 5 weight conversions (fused experts) under ZeRO-3",
         FAILS,
         "transformers raises NotImplementedError while loading",
         "load at ZeRO-0, 1 or 2",
         "transformers, integrations/deepspeed.py",
     ),
-    _told(
+    _table_only_rule(
         "AutoTP universal checkpoint + another tensor-parallel degree",
         FAILS,
         "not every DeepSpeed version supports this",
         "load it at the same degree, or convert it to the Hugging Face format first",
         "DeepSpeed#8474",
     ),
-    _told(
+    _table_only_rule(
         "AutoEP + ZeRO-0, 1, 2",
         APPLIES,
         "the losses agree with the dense run within 1e-6",
@@ -981,8 +1028,8 @@ RULES: tuple[Rule, ...] = (
             and (
                 f.degree("tp") > 1
                 or f.degree("sp") > 1
-                or f.get(f"{ZERO}.zero_hpz_partition_size", 1) > 1
-                or f.get(f"{ZERO}.zero_quantized_gradients")
+                or f.get(f"{ZERO_BLOCK}.zero_hpz_partition_size", 1) > 1
+                or f.get(f"{ZERO_BLOCK}.zero_quantized_gradients")
             )
         ),
         "with ZeRO stage 3 cannot be combined with AutoTP, sequence parallelism, hpZ or quantised"
@@ -1001,7 +1048,7 @@ RULES: tuple[Rule, ...] = (
             and (
                 f.degree("pp") > 1
                 or f.degree("sp") > 1
-                or f.offload != "none"
+                or f.optimizer_offload != "none"
                 or f.param_offload != "none"
                 or f.get("compile.deepcompile")
             )
@@ -1021,21 +1068,21 @@ RULES: tuple[Rule, ...] = (
         FAILS,
         "module_inject/auto_ep_folding.py",
     ),
-    _told(
+    _table_only_rule(
         "deepspeed.moe.MoE + ZeRO-3",
         FAILS,
         "stage 3 has no placement for the experts of this layer",
         "use ZeRO-1 or 2, or AutoEP",
         "engine.py:2215",
     ),
-    _told(
+    _table_only_rule(
         "ZeRO-3 + a mixture-of-experts model without leaf modules",
         HANGS,
         "an expert without tokens gathers no weights, and the other ranks wait for it",
         'name the expert block in "zero_optimization.leaf_module", or call set_z3_leaf_modules',
         "DeepSpeed#7461 #4808",
     ),
-    _told(
+    _table_only_rule(
         "Ulysses sequence parallelism",
         APPLIES,
         "attention heads and row length must be divisible by the degree, and every batch requires"
@@ -1079,41 +1126,41 @@ RULES: tuple[Rule, ...] = (
         "DeepCompile's autotp pass + autosp or a ZeRO pass",
     ),
     # checkpoints
-    _told(
+    _table_only_rule(
         "another number of ranks on resume",
         FAILS,
         "a ZeRO checkpoint holds one shard for each rank",
         "run ds_to_universal --inject_missing_state, then set checkpoint.load_universal",
         "engine.py:4749; run",
     ),
-    _told(
+    _table_only_rule(
         "DataStates checkpoints + ZeRO-2, 3 or universal checkpoints",
         IGNORES,
         "DataStates was tested only with ZeRO-1",
         "use ZeRO-1",
         "docs, datastates",
     ),
-    _told(
+    _table_only_rule(
         "AutoEP at ZeRO-3 + zero_to_fp32",
         FAILS,
         "zero_to_fp32 cannot merge the shards of experts",
         "export through Hugging Face",
         "docs, universal-checkpointing",
     ),
-    # read by DeepSpeed without any effect
-    _unused(
-        f"{ZERO}.allgather_partitions",
+    # keys that DeepSpeed reads without any effect
+    _unused_key_rule(
+        f"{ZERO_BLOCK}.allgather_partitions",
         "DeepSpeed 0.19.8 reads this key and ignores it",
         "delete it",
         "engine.py:1745, which nothing calls; run",
     ),
-    _unused(
+    _unused_key_rule(
         "vocabulary_size",
         "DeepSpeed warns about this key and ignores it",
         "delete it",
         "config.py:717; run",
     ),
-    _unused(
+    _unused_key_rule(
         "disable_allgather",
         "DeepSpeed 0.19.8 reads this key and ignores it",
         "delete it",
@@ -1121,15 +1168,17 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
-OURS = "the recipes"
+RECIPES_TEXT = "the recipes"
 
-# Keys that work in a script that leaves more to DeepSpeed, but have no effect, or a wrong one, in a
-# recipe.
+# Keys that work in a script that leaves more to DeepSpeed. In a recipe these keys have no effect or
+# a wrong effect.
 RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "zero_allow_untested_optimizer",
         lambda f: (
-            f.stage > 0 and not _kept(f).tested and f.get("zero_allow_untested_optimizer") is False
+            f.stage > 0
+            and not _optimizer_spec(f).tested
+            and f.get("zero_allow_untested_optimizer") is False
         ),
         "forbids this optimizer under ZeRO, although ZeRO does not change its results",
         "delete the key",
@@ -1140,16 +1189,16 @@ RECIPE_RULES: tuple[Rule, ...] = (
         Rule(
             "optimizer.type",
             lambda f, name=name: f.optimizer == name,
-            facts.lacks,
+            facts.unsupported_reason,
             "use AdamW",
             APPLIES,
             "",
         )
-        for name, facts in FACTS.items()
-        if facts.lacks
+        for name, facts in OPTIMIZERS.items()
+        if facts.unsupported_reason
     ),
     *(
-        _of_an_op(key, name, why)
+        _op_option_rule(key, name, why)
         for key, name, why in (
             (
                 "max_coeff",
@@ -1229,7 +1278,9 @@ RECIPE_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             f"optimizer.params.{key}",
-            lambda f, key=key: _ours(f, "Muon") and f.get(f"optimizer.params.{key}") is False,
+            lambda f, key=key: (
+                _is_recipe_optimizer(f, "Muon") and f.get(f"optimizer.params.{key}") is False
+            ),
             "is an option of DeepSpeed's Muon, but a recipe's Muon decays weights as AdamW does and"
             " keeps its states in fp32",
             "delete it",
@@ -1240,12 +1291,12 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     *(
         Rule(
-            f"{ZERO}.{key}",
+            f"{ZERO_BLOCK}.{key}",
             lambda f, key=key: (
-                f.get(f"{ZERO}.{key}")
+                f.get(f"{ZERO_BLOCK}.{key}")
                 and f.stage > 0
-                and _kept(f).acts_on == TENSOR
-                and _kept(f).ours
+                and _optimizer_spec(f).acts_on == TENSOR
+                and _optimizer_spec(f).is_own_class
             ),
             "moves tensor boundaries inside ZeRO's flat partitions, but this optimizer sums over"
             " each tensor",
@@ -1257,7 +1308,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.stage > 0 and _kept(f).acts_on == GRADIENT,
+        lambda f: f.stage > 0 and _optimizer_spec(f).acts_on == GRADIENT,
         "requires each rank's gradients before they are reduced, but ZeRO reduces gradients while"
         " it partitions them",
         "use a JSON with stage 0, or AdamW",
@@ -1267,7 +1318,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     *(
         Rule(
             "optimizer.type",
-            lambda f, axis=axis: f.degree(axis) > 1 and _kept(f).acts_on == GRADIENT,
+            lambda f, axis=axis: f.degree(axis) > 1 and _optimizer_spec(f).acts_on == GRADIENT,
             "requires data-parallel ranks that each hold the full model",
             f"use --{axis} 1, or AdamW",
             APPLIES,
@@ -1277,7 +1328,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp16.enabled",
-        lambda f: f.dtype == "fp16" and _kept(f).acts_on == GRADIENT,
+        lambda f: f.dtype == "fp16" and _optimizer_spec(f).acts_on == GRADIENT,
         "fp16 skips a step after an overflow, but with this optimizer the gradients differ between"
         " ranks",
         'set "fp16": {"enabled": false}, "bf16": {"enabled": true}',
@@ -1286,16 +1337,19 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "torch_autocast.dtype",
-        lambda f: _autocast(f, "fp16") and f.stage == 0,
-        f"with fp16 autocast {OURS} would clip and report scaled gradients, and checkpoints would"
-        " lack the loss scale",
+        lambda f: _autocasts_to(f, "fp16") and f.stage == 0,
+        f"with fp16 autocast {RECIPES_TEXT} would clip and report scaled gradients, and checkpoints"
+        " would lack the loss scale",
         'set it to "bfloat16", or set "torch_autocast.enabled" to false',
         APPLIES,
         "",
     ),
     Rule(
         "gradient_allreduce_op",
-        lambda f: f.get("gradient_allreduce_op").lower() == "sum" and _kept(f).acts_on == GRADIENT,
+        lambda f: (
+            f.get("gradient_allreduce_op").lower() == "sum"
+            and _optimizer_spec(f).acts_on == GRADIENT
+        ),
         "this optimizer requires the mean over the ranks",
         'set it to "mean", or delete it',
         APPLIES,
@@ -1303,7 +1357,11 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        lambda f: f.degree("ep") > 1 and _kept(f).acts_on == TENSOR and _kept(f).ours,
+        lambda f: (
+            f.degree("ep") > 1
+            and _optimizer_spec(f).acts_on == TENSOR
+            and _optimizer_spec(f).is_own_class
+        ),
         "requires sums over full tensors, but DeepSpeed splits the weights of sharded experts into"
         " other tensors",
         "use --ep 1, or AdamW",
@@ -1312,7 +1370,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.params.bias_correction",
-        _flat_masters,
+        _has_flat_masters,
         "is an option of DeepSpeed's own Adam, but without ZeRO a recipe requires torch's Adam,"
         " which always corrects the bias",
         "delete it",
@@ -1321,7 +1379,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "optimizer.type",
-        _flat_masters,
+        _has_flat_masters,
         "DeepSpeed's own Adam keeps the master weights of a group in one tensor here, which"
         " checkpoints cannot store",
         'add "optimizer.params.torch_adam": true',
@@ -1331,83 +1389,89 @@ RECIPE_RULES: tuple[Rule, ...] = (
     Rule(
         "optimizer.type",
         lambda f: (
-            f.offload == "nvme"
+            f.optimizer_offload == "nvme"
             and f.optimizer is not None
-            and (FACTS[f.optimizer].family not in SWAPPED or f.get("optimizer.params.amsgrad"))
+            and (
+                OPTIMIZERS[f.optimizer].family not in SWAPPABLE_FAMILIES
+                or f.get("optimizer.params.amsgrad")
+            )
         ),
         "NVMe offload requires Adam, because the swap files here hold only Adam's two moments",
-        f'use AdamW, or "{OPTIMIZER}.device": "cpu"',
+        f'use AdamW, or "{OPTIMIZER_OFFLOAD_BLOCK}.device": "cpu"',
         APPLIES,
         "",
     ),
     Rule(
-        f"{ZERO}.zero_hpz_partition_size",
-        lambda f: _hpz(f) > 1 and (f.offload != "none" or f.param_offload != "none"),
+        f"{ZERO_BLOCK}.zero_hpz_partition_size",
+        lambda f: (
+            _hpz_partition_size(f) > 1
+            and (f.optimizer_offload != "none" or f.param_offload != "none")
+        ),
         "was never tested with offload in a recipe",
         "delete it, or delete the offload blocks",
         APPLIES,
         "",
     ),
-    _unused(
+    _unused_key_rule(
         "data_efficiency",
-        f"{OURS} stream their own data and ignore this setting",
+        f"{RECIPES_TEXT} stream their own data and ignore this setting",
         "delete the block",
         outcome=APPLIES,
     ),
-    _unused(
+    _unused_key_rule(
         "dataloader_drop_last",
-        f"{OURS} stream their own data and ignore this setting",
+        f"{RECIPES_TEXT} stream their own data and ignore this setting",
         "delete it",
         outcome=APPLIES,
     ),
-    _unused(
+    _unused_key_rule(
         "activation_checkpointing",
-        f"{OURS} recompute activations with the model's own method and ignore this block",
+        f"{RECIPES_TEXT} recompute activations with the model's own method and ignore this block",
         "delete the block and use --activation_checkpointing",
         outcome=APPLIES,
     ),
     Rule(
         "scheduler.type",
         lambda f: f.get("scheduler.type") in schema()["torch_schedulers"],
-        f"{OURS} accept only DeepSpeed's schedules",
+        f"{RECIPES_TEXT} accept only DeepSpeed's schedules",
         f"set it to one of {', '.join(schema()['schedulers'])}, or delete the block and use"
         " --schedule",
         APPLIES,
         "",
     ),
-    _unused(
+    _unused_key_rule(
         "wandb",
-        f"{OURS} record their own W&B run, and this block would start a second run",
+        f"{RECIPES_TEXT} record their own W&B run, and this block would start a second run",
         "delete the block and use --wandb --project NAME",
         outcome=APPLIES,
     ),
-    _unused(
+    _unused_key_rule(
         "hybrid_engine",
         "is used only for generation during reinforcement learning",
         "delete the block",
         outcome=APPLIES,
     ),
-    _unused(
+    _unused_key_rule(
         "autotuning",
         "is read only by `deepspeed --autotuning`, which does not start recipes",
         "delete the block",
     ),
-    _unused("weight_quantization", "is used only for inference", "delete the block"),
-    _unused(
+    _unused_key_rule("weight_quantization", "is used only for inference", "delete the block"),
+    _unused_key_rule(
         "datastates_ckpt",
-        f"{OURS} write their own checkpoints and ignore this block",
+        f"{RECIPES_TEXT} write their own checkpoints and ignore this block",
         "delete the block",
         outcome=APPLIES,
     ),
-    _unused(
+    _unused_key_rule(
         "use_data_before_expert_parallelism",
-        f"{OURS} lay out the ranks themselves",
+        f"{RECIPES_TEXT} lay out the ranks themselves",
         "delete it",
         outcome=APPLIES,
     ),
-    _unused(
+    _unused_key_rule(
         "seq_parallel_communication_data_type",
-        f"{OURS} also reduce gradients over sequence ranks in communication_data_type",
+        f"{RECIPES_TEXT} also reduce gradients over sequence ranks in communication_data_type",
         "delete it",
         outcome=APPLIES,
     ),
@@ -1428,8 +1492,8 @@ RECIPE_RULES: tuple[Rule, ...] = (
         "",
     ),
     Rule(
-        f"{ZERO}.compute_grad_norm",
-        lambda f: f.get(f"{ZERO}.compute_grad_norm") is False,
+        f"{ZERO_BLOCK}.compute_grad_norm",
+        lambda f: f.get(f"{ZERO_BLOCK}.compute_grad_norm") is False,
         "must be true, because grad_norm is logged at every step",
         "set it to true, or delete it",
         APPLIES,
@@ -1437,9 +1501,9 @@ RECIPE_RULES: tuple[Rule, ...] = (
     ),
 )
 
-# Keys that a recipe honours and DeepSpeed alone ignores.
+# Keys that a recipe honours but DeepSpeed alone ignores.
 STOCK_RULES: tuple[Rule, ...] = (
-    _packaged(
+    _package_rule(
         "datastates_ckpt",
         "datastates",
         lambda f: f.get("datastates_ckpt") is not False,
@@ -1477,7 +1541,7 @@ STOCK_RULES: tuple[Rule, ...] = (
         "activation_checkpointing/checkpointing.py, configure; run",
     ),
     *(
-        _unused(
+        _unused_key_rule(
             f"pipeline.{key}",
             "is decided by the script's PipelineModule, so DeepSpeed reads this key and ignores it",
             "delete it",
@@ -1496,9 +1560,21 @@ STOCK_RULES: tuple[Rule, ...] = (
         )
         for key in ("nesterov", "adjust_lr_fn", "ns_coefficients", "ns_steps", "ns_eps", "ns_dtype")
     ),
+    *(
+        Rule(
+            "optimizer.type",
+            lambda f, name=name: f.optimizer == name,
+            "is implemented only by recipes, and DeepSpeed does not have it",
+            "use AdamW, or a recipe",
+            FAILS,
+            "",
+        )
+        for name, facts in OPTIMIZERS.items()
+        if facts.params is not None and name != "OneBitAdam"  # which DeepSpeed has removed
+    ),
 )
 
-# Block -> the keys in it that a recipe honours; the recipe does the rest itself.
+# Block -> the keys that a recipe honours. The recipe controls the rest of the block itself.
 RECIPE_HONOURS = {
     "tensor_parallel": {"autotp_size"},
     "expert_parallel": {"autoep_size", "enabled"},
@@ -1506,8 +1582,9 @@ RECIPE_HONOURS = {
 }
 
 
-def _scatters(facts: Facts) -> bool:
-    """Returns True where DeepSpeed averages gradients by reduce-scatter, which allows no other
-    scaling.
+def _uses_reduce_scatter(context: RuleContext) -> bool:
+    """Return True if DeepSpeed averages gradients by reduce-scatter.
+
+    Reduce-scatter does not support any other scaling.
     """
-    return facts.stage >= 2 and facts.get(f"{ZERO}.reduce_scatter", True)
+    return context.stage >= 2 and context.get(f"{ZERO_BLOCK}.reduce_scatter", True)

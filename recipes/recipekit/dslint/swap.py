@@ -1,22 +1,23 @@
-"""Checks the drive that an NVMe offload swaps to."""
+"""Check of the drive to which an NVMe offload swaps."""
 
 import os
 from pathlib import Path
 from typing import Any
 
+from ..spec.errors import ConfigError, Problem
 from ..spec.paths import local_path
-from ..spec.refusal import Problem, Refusal
-from .outputs import BLOCKS
-from .schema import at
+from .outputs import OFFLOAD_BLOCKS
+from .schema import value_at
 
 
 def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
-    """Refuses NVMe folders that cannot be used on this host; a relative `nvme_path` lies under
-    `out`.
+    """Report NVMe folders that this host cannot use.
+
+    A relative `nvme_path` is a folder below `out`.
     """
     found = []
-    for path in BLOCKS:
-        block = at(config, path)
+    for path in OFFLOAD_BLOCKS:
+        block = value_at(config, path)
         if (
             not isinstance(block, dict)
             or block.get("device") != "nvme"
@@ -26,12 +27,12 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
         where = f"{path}.nvme_path = {block['nvme_path']}"
         try:
             folder = local_path(where, block["nvme_path"])
-        except Refusal:
+        except ConfigError:
             continue  # `check_outputs` reports it
         relative = not folder.is_absolute()
         folder = out / folder if relative else folder
         there = folder
-        while relative and not there.exists():  # the run makes folders under `out`
+        while relative and not there.exists():  # the run creates folders under `out`
             there = there.parent
         if not there.is_dir():
             found.append(
@@ -45,20 +46,20 @@ def check_swap(config: dict[str, Any], out: Path) -> list[Problem]:
             found.append(
                 Problem(where, f"{there} is not writable", "use a folder that you can write to")
             )
-        elif file_system(there) in ("tmpfs", "ramfs"):
+        elif file_system_type(there) in ("tmpfs", "ramfs"):
             found.append(
                 Problem(
                     where,
-                    f"{there} is in memory ({file_system(there)}), so offloading there frees no"
-                    " memory",
+                    f"{there} is in memory ({file_system_type(there)}), so offloading there frees"
+                    " no memory",
                     "use a folder on a local drive",
                 )
             )
     return found
 
 
-def file_system(folder: Path) -> str:
-    """Reads the kind of file system that `folder` lies on; "" if the system does not say."""
+def file_system_type(folder: Path) -> str:
+    """Return the type of the file system that contains `folder`, or "" if unknown."""
     mounts = Path("/proc/self/mounts")
     best, kind = "", ""
     for line in mounts.read_text().splitlines() if mounts.exists() else []:

@@ -1,1 +1,1 @@
-"""The engines that train a model: DeepSpeed, DDP and FSDP2 behind one protocol."""
+"""Training engines: DeepSpeed, DDP and FSDP2 behind one protocol."""

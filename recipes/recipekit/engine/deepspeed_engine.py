@@ -1,4 +1,4 @@
-"""Puts a built model into DeepSpeed's engine, with our repairs."""
+"""The DeepSpeed engine for a built model, with our workarounds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,105 +9,113 @@ import torch
 from deepspeed.moe.utils import configure_moe_param_groups
 
 from ..checkpoints.deepspeed_io import DeepSpeedStates
-from ..model.build import Built
-from ..optim import ours
-from ..optim.borders import borders_of
-from ..optim.groups import parameter_groups
-from ..optim.repairs import (
-    accumulate,
+from ..compat.deepspeed import (
     after_step,
     before_step,
-    keep_grad_norm,
-    keep_momentum_norm,
+    broadcasting_scalars,
     undo_hidden_step,
+    wrap_step,
 )
+from ..model.build import BuiltModel
+from ..optim import factory
+from ..optim.groups import parameter_groups
+from ..optim.param_spans import find_param_spans
+from ..optim.repairs import accumulate, keep_grad_norm, keep_momentum_norm
 from ..parallel import pipeline
-from ..parallel.blueprint import Blueprint, Layout, describe, held
-from ..parallel.groups import Groups
-from ..parallel.scalars import broadcasting_scalars
+from ..parallel.blueprint import Blueprint, Layout, describe_stages, tensors_on_rank
+from ..parallel.groups import ProcessGroups
 from ..spec.engine import Engine
-from ..spec.refusal import Say, refuse
+from ..spec.errors import Say, config_error
 
 
-def make(
-    built: Built,
-    groups: Groups,
+def make_deepspeed_engine(
+    built: BuiltModel,
+    groups: ProcessGroups,
     ds_config: dict[str, Any],
     loss: Callable[..., torch.Tensor],
     pipeline_schedule: str,
     say: Say,
 ) -> Engine:
-    """Makes DeepSpeed's engine around the built model, under a pipeline around this rank's stages
-    (a collective).
+    """Return the DeepSpeed engine for the built model (a collective operation).
+
+    Under a pipeline, the engine contains only this rank's stages.
     """
-    model: Any = built.model
-    if built.split is not None:
-        say(f"pipeline, {pipeline_schedule}: {describe(built.blueprint, built.split.bounds)}")
-        model = pipeline.assemble(
-            built.models, groups, loss, pipeline_schedule, built.split.num_stages
+    model: torch.nn.Module = built.model
+    if (split := built.model_plan.split) is not None:
+        say(f"pipeline, {pipeline_schedule}: {describe_stages(built.blueprint, split.bounds)}")
+        model = pipeline.build_pipeline_module(
+            built.models, groups, loss, pipeline_schedule, split.num_stages
         )
-        pipeline.share(model, groups)
-    # a list of groups, which DeepSpeed takes but does not annotate
+        pipeline.tie_shared_params(model, groups)
+    # DeepSpeed accepts a list of groups, although its type annotation does not include it.
     trained: Any = parameter_groups(model, built.blueprint.trained)
-    named: Any = {
+    named: dict[str, Any] = {
         "model": model,
         "model_parameters": trained,
-        "optimizer": _optimizer(ds_config, groups),
+        "optimizer": _deepspeed_optimizer(ds_config, groups),
     }
     with broadcasting_scalars():
         made: Any = deepspeed.initialize(
             **named, config=ds_config, mpu=groups.mpu, dist_init_required=False
         )[0]
-    if hasattr(made.basic_optimizer, "ranks"):  # it sends to them itself
+    if hasattr(made.basic_optimizer, "ranks"):  # this optimizer communicates by itself
         made.basic_optimizer.ranks = groups.dp_group
-    return repaired(made)
+    return apply_workarounds(made)
 
 
-def _optimizer(ds_config: dict[str, Any], groups: Groups) -> Callable[[Any], Any] | None:
-    """Returns what makes an optimizer of ours in place of the one that DeepSpeed would make by the
-    JSON; None where DeepSpeed makes it.
+def _deepspeed_optimizer(
+    ds_config: dict[str, Any], groups: ProcessGroups
+) -> Callable[[Any], Any] | None:
+    """Return a factory for one of our optimizers, or None if DeepSpeed creates the optimizer.
+
+    Our optimizer replaces the one that DeepSpeed would create from the JSON.
     """
-    make = ours.maker(ds_config)
+    make = factory.optimizer_factory(ds_config)
     if make is None or groups.mesh.ep == 1:
         return make
-    # DeepSpeed splits the experts off for its own only
+    # DeepSpeed separates the experts only for its own optimizers.
     return lambda trained: make(configure_moe_param_groups(trained))
 
 
-def give_borders(made: Any, blueprint: Blueprint, layout: Layout, groups: Groups) -> None:
-    """Tells an optimizer of ours that takes sums over whole tensors where those lie in what
-    DeepSpeed gives it to update.
+def set_param_spans(
+    ds_engine: Any, blueprint: Blueprint, layout: Layout, groups: ProcessGroups
+) -> None:
+    """Set the parameter spans for an optimizer that computes sums over full tensors.
+
+    The spans describe where these tensors are in the buffers that DeepSpeed updates.
     """
-    if hasattr(made.basic_optimizer, "borders"):
-        made.basic_optimizer.borders = borders_of(
-            held(blueprint, layout, groups.coords["pp"]),
+    if hasattr(ds_engine.basic_optimizer, "borders"):
+        ds_engine.basic_optimizer.borders = find_param_spans(
+            tensors_on_rank(blueprint, layout, groups.coords["pp"]),
             layout,
             groups,
-            made.optimizer,
-            made.device,
+            ds_engine.optimizer,
+            ds_engine.device,
         )
 
 
-def repaired(made: Any) -> Engine:
-    """Mends what `deepspeed.initialize` made, and gives it what an `Engine` has besides."""
-    undo_hidden_step(made)
-    keep_grad_norm(made)
-    keep_momentum_norm(made)
-    if getattr(made.optimizer, "loss_scaler", None) is not None:
-        made.optimizer.step = partial(_step_in_fp16, made.optimizer.step)
-    states = DeepSpeedStates(made)
-    made.accumulate = partial(accumulate, made)
-    made.before_step, made.after_step = partial(before_step, made), partial(after_step, made)
-    made.save_states, made.load_states = states.save, states.load
-    return made
+def apply_workarounds(ds_engine: Any) -> Engine:
+    """Apply our workarounds to a DeepSpeed engine, and add the remaining methods of `Engine`."""
+    undo_hidden_step(ds_engine)
+    keep_grad_norm(ds_engine)
+    keep_momentum_norm(ds_engine)
+    if getattr(ds_engine.optimizer, "loss_scaler", None) is not None:
+        wrap_step(ds_engine.optimizer, _step_in_fp16)
+    states = DeepSpeedStates(ds_engine)
+    ds_engine.accumulate = partial(accumulate, ds_engine)
+    ds_engine.before_step, ds_engine.after_step = (
+        partial(before_step, ds_engine),
+        partial(after_step, ds_engine),
+    )
+    ds_engine.save_states, ds_engine.load_states = states.save, states.load
+    return ds_engine
 
 
-def _step_in_fp16(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _step_in_fp16(step: Callable[..., Any], *given: object, **named: object) -> Any:
     """Take an optimizer step.
 
-    Raises `Refusal`, on all ranks, if gradients overflow at the smallest loss scale.
-
-    DeepSpeed 0.19.8 raises a bare Exception there (runtime/fp16/loss_scaler.py).
+    If gradients overflow at the smallest loss scale, raise `ConfigError` on all ranks. In this
+    case, DeepSpeed 0.19.8 would raise a bare Exception (runtime/fp16/loss_scaler.py).
     """
     try:
         return step(*given, **named)
@@ -115,6 +123,6 @@ def _step_in_fp16(step: Callable[..., Any], *given: Any, **named: Any) -> Any:
         if "loss scale already at minimum" not in str(error):
             raise
         fix = "train in bf16, lower the learning rate, or set a smaller min_loss_scale"
-        raise refuse(
+        raise config_error(
             "fp16.min_loss_scale", "gradients overflow in fp16 at the smallest loss scale", fix
         ) from error

@@ -1,5 +1,6 @@
-"""Trains with torch alone: its DistributedDataParallel, or its FSDP2 (`fully_shard`), behind the
-same seam as DeepSpeed's engine.
+"""Training with torch alone: DistributedDataParallel or FSDP2 (`fully_shard`).
+
+The engine has the same interface as the DeepSpeed engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,39 +18,43 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoints.torch_io import TorchStates
-from ..model.build import Built
-from ..optim import ours
-from ..optim.borders import Borders
+from ..compat.torch import set_gradient_sync
+from ..model.build import BuiltModel
+from ..optim import factory
 from ..optim.groups import parameter_groups
 from ..optim.one_bit import OneBitAdam
-from ..parallel.groups import Groups
+from ..optim.param_spans import ParamSpans
+from ..parallel.blueprint import Blueprint, Layout
+from ..parallel.groups import ProcessGroups
 from ..spec.engine import Engine
 
-PIECE = 1 << 24  # elements of a gradient that are squared in fp64 at a time
+NORM_CHUNK_ELEMENTS = 1 << 24  # elements of a gradient that are squared in fp64 at a time
 
 
 @dataclass(eq=False)
 class TorchEngine:
-    """Holds a model with torch's optimizer, whose fp32 weights are their own masters.
+    """A model with a torch optimizer. The fp32 weights are also the master weights.
 
-    `called` is what computes: `module` itself under FSDP2, or DDP's wrapper of it. `autocast` is
-    DDP's mixed precision; FSDP2 has its own policy. The number of micro-batches of a step is
-    `accumulation`, at first, `clipping` the largest norm (0: any). A step whose gradient overflows
-    in fp16 is skipped, and the next loss is scaled by less.
+    `forward_module` computes the forward pass. Under FSDP2 it is `module` itself, under DDP it is
+    the DDP wrapper. `autocast` is the mixed precision for DDP, while FSDP2 has its own policy.
+    `accumulation` is the initial number of micro-batches per step. `clipping` is the maximum
+    gradient norm, or 0 for no limit.
+
+    In fp16, if a gradient overflows, the step is skipped and the loss scale is lowered.
     """
 
     module: nn.Module
-    called: nn.Module
+    forward_module: nn.Module
     optimizer: torch.optim.Optimizer
     device: torch.device
-    group: Any  # of the data-parallel ranks
+    group: Any  # data-parallel ranks
     accumulation: int
     clipping: float
     autocast: torch.dtype | None
-    scaler: torch.amp.GradScaler  # of the loss; switched off but in fp16
-    # what a checkpoint of DeepSpeed counts; `global_steps` is kept up to date
+    scaler: torch.amp.GradScaler  # scales the loss; disabled except in fp16
+    # Counts that a DeepSpeed checkpoint contains. `global_steps` is kept up to date.
     counts: dict[str, Any]
-    micro_batches: int = 1  # of a pipeline, which there is none of
+    micro_batches: int = 1  # used by pipelines, which this engine does not support
 
     def __post_init__(self) -> None:
         self.trained = {
@@ -66,65 +71,68 @@ class TorchEngine:
             self.counts,
         )
         self.save_states, self._load_states = states.save, states.load
-        self.taken = 0  # micro-batches of the step that runs
+        self.micro_step = 0  # number of micro-batches taken in the current step
         self.grad_norm: torch.Tensor | None = None
-        self.watchers: list[Callable[[], None]] = []
-        self.followers: list[Callable[[bool], None]] = []
+        self.before_step_hooks: list[Callable[[], None]] = []
+        self.after_step_hooks: list[Callable[[bool], None]] = []
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if isinstance(self.called, DistributedDataParallel):
-            # as its no_sync() does around a forward
-            self.called.require_backward_grad_sync = (
-                self.is_gradient_accumulation_boundary() and not self.compresses
+    def __call__(self, *inputs: object, **named: object) -> Any:
+        if isinstance(self.forward_module, DistributedDataParallel):
+            # DDP's no_sync() sets the same attribute during a forward pass.
+            set_gradient_sync(
+                self.forward_module,
+                self.is_gradient_accumulation_boundary() and not self.compresses,
             )
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):
-            return self.called(*inputs, **named)
+            return self.forward_module(*inputs, **named)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
     def accumulate(self, micro_batches: int) -> None:
-        assert self.taken == 0, "within a step"
+        assert self.micro_step == 0, "within a step"
         self.accumulation = micro_batches
 
     @property
     def compresses(self) -> bool:
-        """Says whether the optimizer takes the gradients of the next step as each rank has them,
-        not summed and not clipped.
+        """Return True if the optimizer's next step requires each rank's own gradients.
+
+        Such gradients are neither summed nor clipped.
         """
         return isinstance(self.optimizer, OneBitAdam) and self.optimizer.compresses
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return self.taken + 1 == self.accumulation
+        return self.micro_step + 1 == self.accumulation
 
     def backward(self, loss: torch.Tensor) -> None:
         self.scaler.scale(loss / self.accumulation).backward()
 
     def step(self) -> None:
-        """Takes the optimizer's step after the last micro-batch; before that it only counts."""
-        self.taken += 1
-        if self.taken < self.accumulation:
+        """Take an optimizer step after the last micro-batch. Before that, only count."""
+        self.micro_step += 1
+        if self.micro_step < self.accumulation:
             return
-        self.taken = 0
+        self.micro_step = 0
         for parameter in self.trained.values():
-            if parameter.grad is None:  # no rank used it; as under ZeRO it decays nevertheless
+            if parameter.grad is None:  # no rank used it; weight decay still applies, as in ZeRO
                 parameter.grad = torch.zeros_like(parameter)
         self._sum_scalars()
         self.scaler.unscale_(self.optimizer)
-        for act in reversed(self.watchers):
+        for act in reversed(self.before_step_hooks):
             act()
         self.grad_norm = norm = None if self.compresses else self._grad_norm()
         if norm is not None and self.clipping > 0:
             factor = torch.clamp(self.clipping / (norm + 1e-6), max=1.0)
             for parameter in self.trained.values():
-                _local(parameter.grad).mul_(factor)
+                _local_shard(parameter.grad).mul_(factor)
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         if isinstance(self.optimizer, OneBitAdam) and self.optimizer.norm is not None:
             self.grad_norm = self.optimizer.norm
         self.scaler.update()
-        # zeros, where DDP sums: its gradients are views of its buckets, and stay there
-        self.optimizer.zero_grad(set_to_none=self.called is self.module)
+        # Under DDP, set the gradients to zero, because they are views of DDP's buckets and must not
+        # be replaced.
+        self.optimizer.zero_grad(set_to_none=self.forward_module is self.module)
         skipped = self.scaler.get_scale() < scale
         if self.scaler.is_enabled():
             self.counts |= {
@@ -138,33 +146,36 @@ class TorchEngine:
             // resolved["gradient_accumulation_steps"]
             * self.accumulation
         )
-        for follow in self.followers:
+        for follow in self.after_step_hooks:
             follow(not skipped)
 
     def _sum_scalars(self) -> None:
-        """Average the gradients of parameters without dimension, which FSDP2 does not shard, over
-        the ranks (a collective if there are any).
+        """Average the gradients of 0-dimensional parameters over the ranks.
+
+        FSDP2 does not shard these parameters. If there are any, this is a collective operation.
         """
-        if self.called is self.module:
+        if self.forward_module is self.module:
             for scalar in self.scalars:
                 dist.all_reduce(scalar.grad, group=self.group)
                 scalar.grad /= dist.get_world_size(self.group)
 
     def _grad_norm(self) -> torch.Tensor:
-        """Computes the norm of all gradients in fp64, () (a collective where they are divided)."""
+        """Return the fp64 norm of all gradients, () (a collective if they are sharded)."""
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for parameter in self.trained.values():
             if parameter.dim() > 0:
-                for piece in _local(parameter.grad).flatten().split(PIECE):
+                for piece in _local_shard(parameter.grad).flatten().split(NORM_CHUNK_ELEMENTS):
                     squares += piece.double().square().sum()
-        if self.called is self.module:
+        if self.forward_module is self.module:
             dist.all_reduce(squares, group=self.group)
         for scalar in self.scalars:
             squares += scalar.grad.double().square()
         return squares.sqrt()
 
-    def load_states(self, step: Path, blueprint: Any, layout: Any, begun: bool) -> None:
-        self._load_states(step, blueprint, layout, begun)
+    def load_states(
+        self, step: Path, blueprint: Blueprint, layout: Layout, has_stepped: bool
+    ) -> None:
+        self._load_states(step, blueprint, layout, has_stepped)
         if saved := self.counts.get("loss_scale"):
             self.scaler.load_state_dict(saved)
 
@@ -173,16 +184,16 @@ class TorchEngine:
         return self.grad_norm
 
     def before_step(self, act: Callable[[], None]) -> None:
-        self.watchers.append(act)
+        self.before_step_hooks.append(act)
 
     def after_step(self, act: Callable[[bool], None]) -> None:
-        self.followers.append(act)
+        self.after_step_hooks.append(act)
 
     def train(self) -> None:
-        """Makes the model train.
+        """Switch the model to training mode.
 
-        FSDP2 leaves the root's weights gathered after a forward without a backward: they are
-        divided again.
+        After a forward without a backward, FSDP2 leaves the root's weights gathered. This method
+        shards them again.
         """
         self.module.train()
         for module in self.module.modules():
@@ -193,7 +204,7 @@ class TorchEngine:
         self.module.eval()
 
     def destroy(self) -> None:
-        """Has nothing to give back."""
+        """Do nothing, because this engine has no resources to release."""
 
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor:
         raise AssertionError("a pipeline is DeepSpeed's")
@@ -201,26 +212,27 @@ class TorchEngine:
     eval_batch = train_batch
 
 
-def make(
-    built: Built,
-    groups: Groups,
+def make_torch_engine(
+    built: BuiltModel,
+    groups: ProcessGroups,
     kind: str,
     precision: str,
     ds_config: dict[str, Any],
     device: torch.device,
 ) -> Engine:
-    """Makes the engine of a kind, ddp or fsdp2, around the built model, which `divider` has divided
-    for fsdp2 (a collective).
+    """Return the engine of kind `kind`, ddp or fsdp2, for the built model (a collective).
+
+    For fsdp2, `fsdp2_sharder` must already have sharded the model.
     """
     module: Any = built.model
     called, autocast = module, None
     if kind == "ddp":
-        called, autocast = _ddp(module, groups, device), half(precision)
+        called, autocast = _wrap_ddp(module, groups, device), compute_dtype(precision)
     else:
-        # a parameter that a rank does not use has a gradient of zeros
+        # If a rank does not use a parameter, it contributes a zero gradient.
         module.set_reduce_scatter_unused_params(True)
         if device.type == "cpu":
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support the mean
     counts = {
         "global_steps": 0,
         "skipped_steps": 0,
@@ -230,8 +242,8 @@ def make(
     }
     return TorchEngine(
         module=module,
-        called=called,
-        optimizer=_optimizer(
+        forward_module=called,
+        optimizer=_torch_optimizer(
             parameter_groups(module, built.blueprint.trained),
             ds_config,
             groups.dp_group,
@@ -247,44 +259,48 @@ def make(
     )
 
 
-def _optimizer(
-    trained: list[dict[str, Any]], ds_config: dict[str, Any], ranks: Any, divided: bool
+def _torch_optimizer(
+    trained: list[dict[str, Any]], ds_config: dict[str, Any], ranks: object, sharded: bool
 ) -> torch.optim.Optimizer:
-    """Makes torch's AdamW, or the optimizer of ours that a JSON names; `divided`: each of the
-    data-parallel ranks has a part of every tensor.
+    """Return torch's AdamW, or one of our optimizers if the JSON names it.
+
+    `sharded` is True if each data-parallel rank stores a shard of every tensor.
     """
-    if (make := ours.maker(ds_config)) is None:
+    if (make := factory.optimizer_factory(ds_config)) is None:
         numbers = {
             key: value
             for key, value in ds_config["optimizer"]["params"].items()
             if key != "torch_adam"
         }
-        if divided and any(
+        if sharded and any(
             parameter.dim() == 0 for group in trained for parameter in group["params"]
         ):
-            # torch 2.13 takes no list of whole and sharded tensors
+            # torch 2.13 does not accept a list that mixes full and sharded tensors.
             numbers |= {"foreach": False, "fused": False}
         return torch.optim.AdamW(trained, **numbers)
     made: Any = make(trained)
-    if hasattr(made, "borders"):  # it needs whole tensors
-        made.borders = Borders(partitions=ranks if divided else None)
-    if hasattr(made, "ranks"):  # it sends to them itself
+    if hasattr(made, "borders"):  # this optimizer needs full tensors
+        made.borders = ParamSpans(partitions=ranks if sharded else None)
+    if hasattr(made, "ranks"):  # this optimizer communicates by itself
         made.ranks = ranks
     return made
 
 
-def half(precision: str) -> torch.dtype | None:
-    """Returns the dtype that a precision computes in; None: that of the weights, fp32."""
+def compute_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype for the computation, or None to compute in the weights' dtype, fp32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
 
 
-def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Module], Any]:
-    """Returns what divides a module over the data-parallel ranks as FSDP2 does: computed in half
-    precision, summed in fp32.
+def fsdp2_sharder(
+    groups: ProcessGroups, precision: str, device_type: str
+) -> Callable[[nn.Module], Any]:
+    """Return a function that shards a module over the data-parallel ranks with FSDP2.
+
+    In half precision the module computes in `precision`, and gradients are summed in fp32.
     """
     group: Any = groups.dp_group or dist.group.WORLD
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
-    dtype = half(precision)
+    dtype = compute_dtype(precision)
     policy = (
         MixedPrecisionPolicy()
         if dtype is None
@@ -292,57 +308,59 @@ def divider(groups: Groups, precision: str, device_type: str) -> Callable[[nn.Mo
     )
 
     def divide(layer: nn.Module) -> None:
-        # fully_shard (torch 2.13) refuses parameters without dimension: they stay whole, and the
-        # engine sums their gradients
+        # fully_shard (torch 2.13) rejects 0-dimensional parameters. They stay unsharded, and the
+        # engine sums their gradients.
         scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}
         fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=scalars)
 
     return divide
 
 
-def _ddp(module: nn.Module, groups: Groups, device: torch.device) -> nn.Module:
-    """Wraps a model in DDP. Its buckets must stay as they are made: other buckets sum in another
-    order, and a resume would differ.
+def _wrap_ddp(module: nn.Module, groups: ProcessGroups, device: torch.device) -> nn.Module:
+    """Wrap a model in DDP with buckets that never change.
 
-    That is so with `find_unused_parameters` only, which a parameter that no rank uses needs, too:
-    without it DDP (torch 2.13) sorts its buckets anew after the first step.
+    Different buckets would sum in a different order, so a resumed run would differ. Without
+    `find_unused_parameters`, DDP (torch 2.13) rebuilds its buckets after the first step. The option
+    is also required if no rank uses some parameter.
     """
     made = DistributedDataParallel(
-        _Spare(module, device),
+        _WithSpareParameter(module, device),
         device_ids=[device] if device.type == "cuda" else None,
         process_group=groups.dp_group,
-        forward_sync_buffers=False,  # a task owns its buffers, as under DeepSpeed
+        forward_sync_buffers=False,  # a task owns its buffers, as in the DeepSpeed engine
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )
-    # torch 2.13 multiplies a gradient by 1 / ranks while it becomes a view of its bucket, in the
-    # first step of a process, and divides it later (reducer.cpp, mark_variable_ready_dense): on 3
-    # ranks a resumed run would differ. The hook always divides.
+    # In a process's first step, each gradient becomes a view of its bucket. torch 2.13 then
+    # multiplies it by 1 / ranks, but in later steps it divides (reducer.cpp,
+    # mark_variable_ready_dense). On 3 ranks, a resumed run would therefore differ. The hook always
+    # divides.
     made.register_comm_hook(groups.dp_group, allreduce_hook)
-    # else torch 2.13 copies the logits, for losses that change them in place
+    # Without this call, torch 2.13 copies the logits, in case a loss changes them in place.
     made._set_ddp_sink_clone(False)
     return made
 
 
-class _Spare(nn.Module):
-    """Holds a model and a number that nothing reads: where every parameter is used,
-    `find_unused_parameters` (torch 2.13) prints a warning.
+class _WithSpareParameter(nn.Module):
+    """A model with an additional parameter that is never used.
+
+    If every parameter were used, `find_unused_parameters` (torch 2.13) would print a warning.
     """
 
     def __init__(self, module: nn.Module, device: torch.device):
         super().__init__()
         self.module, self.spare = module, nn.Parameter(torch.zeros(1, device=device))
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> Any:
         return self.module(*inputs, **named)
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    """Returns what this rank holds of a tensor."""
+def _local_shard(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Finds the buffers that checkpoints keep, by name."""
+    """Return the module's buffers that checkpoints contain, by name."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}

@@ -1,1 +1,1 @@
-"""Examines the machines: their builds, compiled ops, links and limits."""
+"""Checks of the machines: torch builds, compiled ops, GPUs, ports and limits."""

@@ -1,4 +1,4 @@
-"""Checks the accounts that a run uses: W&B and the Hugging Face hub."""
+"""Checks of the accounts that a run uses: W&B and the Hugging Face Hub."""
 
 import importlib.util
 import os
@@ -6,26 +6,26 @@ import threading
 import urllib.error
 import urllib.request
 
-from ..spec.refusal import Problem
-from .findings import Findings, Row
+from ..spec.errors import Problem
+from .findings import Findings, ReportRow
 
-# a variable of transformers' Trainer (read by 4.x; 5.22 has --report_to only)
-DISABLED = "WANDB_DISABLED"
+# A variable of transformers' Trainer (4.x reads it; 5.22 has only --report_to).
+WANDB_DISABLED_VARIABLE = "WANDB_DISABLED"
 ON, OFF = ("1", "on", "yes", "true"), ("", "0", "off", "no", "false")
 
 
 def wandb_disabled() -> bool:
-    """Return True if the user has switched W&B off by Trainer's variable."""
-    return os.environ.get(DISABLED, "").lower() in ON
+    """Return True if the user has disabled W&B with Trainer's variable."""
+    return os.environ.get(WANDB_DISABLED_VARIABLE, "").lower() in ON
 
 
 def check_wandb_disabled(wanted: bool, typed: frozenset[str]) -> list[Problem]:
-    """Refuse a WANDB_DISABLED that says neither yes nor no, and one beside --wandb."""
-    value = os.environ.get(DISABLED, "")
+    """Return a problem if WANDB_DISABLED is neither true nor false, or contradicts --wandb."""
+    value = os.environ.get(WANDB_DISABLED_VARIABLE, "")
     if wanted and value.lower() not in ON + OFF:
         return [
             Problem(
-                f"{DISABLED} = {value}",
+                f"{WANDB_DISABLED_VARIABLE} = {value}",
                 "must be true or false",
                 "write true to record nothing in W&B, or unset it",
             )
@@ -33,18 +33,19 @@ def check_wandb_disabled(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     if wanted and "wandb" in typed and wandb_disabled():
         return [
             Problem(
-                f"--wandb with {DISABLED} = {value}",
+                f"--wandb with {WANDB_DISABLED_VARIABLE} = {value}",
                 "cannot be combined",
-                f"leave out --wandb, or unset {DISABLED}",
+                f"leave out --wandb, or unset {WANDB_DISABLED_VARIABLE}",
             )
         ]
     return []
 
 
 def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
-    """Refuses a typed wish for W&B if its package is missing.
+    """Return a problem if the user requested W&B but its package is missing.
 
-    `wanted`: the recipe records with W&B, which a run leaves out if nobody typed the wish.
+    `wanted` is True if the recipe records with W&B. If no flag or variable requests W&B, the run
+    continues without the package.
     """
     mode = os.environ.get("WANDB_MODE", "")
     wished = (
@@ -66,17 +67,17 @@ def check_wandb_installed(wanted: bool, typed: frozenset[str]) -> list[Problem]:
     ]
 
 
-def check_wandb(wanted: bool) -> Findings:
-    """Looks for a W&B login if the run is to be recorded online."""
+def check_wandb_login(wanted: bool) -> Findings:
+    """Check that the user is logged in to W&B if the run should be recorded online."""
     mode = os.environ.get("WANDB_MODE", "")
     if not wanted or wandb_disabled() or mode not in ("", "online", "shared"):
-        yield Row("W&B", "off" if not wanted or wandb_disabled() else mode)
+        yield ReportRow("W&B", "off" if not wanted or wandb_disabled() else mode)
         return
     try:
         import wandb
         from wandb.sdk.lib import wbauth
     except ImportError:
-        return  # `check_versions` reports that
+        return  # `check_package_versions` reports the missing package
     try:
         host = wandb.setup().settings.base_url
         known = (
@@ -85,14 +86,14 @@ def check_wandb(wanted: bool) -> Findings:
             )
             is not None
         )
-    except (wandb.Error, ValueError) as error:  # the text of the error may hold a part of the key
+    except (wandb.Error, ValueError) as error:  # the error text may contain part of the key
         yield Problem(
             "W&B login",
             f"cannot be used ({type(error).__name__})",
             "run: wandb login --relogin, or set WANDB_API_KEY",
         )
         return
-    yield Row("W&B", "logged in" if known else "not logged in: the run is recorded offline")
+    yield ReportRow("W&B", "logged in" if known else "not logged in: the run is recorded offline")
     if mode and not known:
         yield Problem(
             f"WANDB_MODE = {mode}",
@@ -101,15 +102,18 @@ def check_wandb(wanted: bool) -> Findings:
         )
 
 
-def check_hub(model: str | None, patience: float = 10.0) -> Findings:
-    """Asks the hub whether this host may download `model`; None: the run downloads no model."""
+def check_hub_access(model: str | None, patience: float = 10.0) -> Findings:
+    """Ask the Hub whether this host may download `model`.
+
+    If `model` is None, the run downloads no model.
+    """
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
-        return  # `check_versions` reports that
+        return  # `check_package_versions` reports the missing package
     token = get_token()
     if model is None or constants.HF_HUB_OFFLINE:
-        yield Row("Hugging Face", f"{'' if token else 'not '}logged in, no model to download")
+        yield ReportRow("Hugging Face", f"{'' if token else 'not '}logged in, no model to download")
         return
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     request = urllib.request.Request(
@@ -128,10 +132,10 @@ def check_hub(model: str | None, patience: float = 10.0) -> Findings:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(patience)  # a silent name server outlasts every timeout of a request
+    asking.join(patience)  # an unresponsive name server outlasts every request timeout
     found = answer[0] if answer else f"unreachable: no answer within {patience:.0f} s"
     page = f"https://huggingface.co/{model}"
-    yield Row(
+    yield ReportRow(
         "Hugging Face",
         f"{'' if token else 'not '}logged in, {model}"
         f" {'may be read' if not found else 'may not be read'}",

@@ -1,4 +1,4 @@
-"""Types what a check of a host finds: rows of a table, and problems."""
+"""Types for a host check's results: rows of a table, and problems."""
 
 import json
 import os
@@ -6,42 +6,42 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..spec.refusal import Problem
+from ..spec.errors import Problem
 
 
-class Row(NamedTuple):
-    """Holds one line of the table: what was looked at, and what was found."""
+class ReportRow(NamedTuple):
+    """One line of the table: the checked item and its value."""
 
-    check: str
+    label: str
     value: str
 
 
-Findings = Iterator[Row | Problem]
+Findings = Iterator[ReportRow | Problem]
 
 
-def existing(path: Path) -> Path:
-    """Returns the path, or the nearest folder above it that exists."""
+def existing_ancestor(path: Path) -> Path:
+    """Return the path, or its nearest parent folder that exists."""
     return next(
         folder for folder in (path.absolute(), *path.absolute().parents) if os.path.exists(folder)
-    )  # not Path.exists(), which raises without permission
+    )  # Path.exists() would raise without permission
 
 
-def amount(size: float) -> str:
-    """Writes bytes as a person reads them."""
+def format_bytes(size: float) -> str:
+    """Format a number of bytes as human-readable text."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def to_json(findings: Findings) -> list[Any]:
-    """Writes rows as two, problems as three strings."""
+    """Return rows as lists of two strings, and problems as lists of three strings."""
     return json.loads(
         json.dumps(
             [
-                list(item) if isinstance(item, Row) else [item.where, item.rule, item.fix]
+                list(item) if isinstance(item, ReportRow) else [item.where, item.rule, item.fix]
                 for item in findings
             ]
         )
     )
 
 
-def from_json(items: list[Any]) -> list[Row | Problem]:
-    return [Row(*item) if len(item) == 2 else Problem(*item) for item in items]
+def from_json(items: list[Any]) -> list[ReportRow | Problem]:
+    return [ReportRow(*item) if len(item) == 2 else Problem(*item) for item in items]

@@ -1,6 +1,6 @@
-"""Finds the GPUs of a host that a rank may use, and what keeps the rank from using them.
+"""The host's GPUs that a rank may use, and checks that the rank can use them.
 
-Imports torch only inside the checks that need it.
+This module imports torch only inside the checks that need it.
 """
 
 import os
@@ -9,30 +9,30 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from ..spec.refusal import Problem, sentences
+from ..spec.errors import Problem, sentences
 from . import torch_builds
-from .build_facts import DRIVER, driver
-from .findings import Findings, Row, amount
+from .build_info import DRIVER_VERSION_FILE, nvidia_driver_version
+from .findings import Findings, ReportRow, format_bytes
 
-NCCL_BUFFERS = 1 << 30  # bytes of /dev/shm that NCCL's guide asks a container for
+NCCL_SHM_BYTES = 1 << 30  # bytes of /dev/shm that NCCL's guide requires in a container
 
 
 class Gpu(NamedTuple):
-    """Describes an NVIDIA GPU; `number` as nvidia-smi counts."""
+    """An NVIDIA GPU. `device_index` is its index in nvidia-smi."""
 
-    number: int
+    device_index: int
     uuid: str
     name: str
-    total: int  # bytes
-    used: int  # bytes
+    total_bytes: int  # bytes
+    used_bytes: int  # bytes
     driver: str
 
 
-def gpus() -> list[Gpu]:
-    """Lists the NVIDIA GPUs that a rank started here may use, in the order of its local ranks:
-    those of CUDA_VISIBLE_DEVICES where it is set.
+def visible_gpus() -> list[Gpu]:
+    """List the NVIDIA GPUs that a rank started here may use, in the order of local ranks.
 
-    Raises OSError if nvidia-smi is there and does not answer.
+    If CUDA_VISIBLE_DEVICES is set, the list contains only its GPUs. Raise OSError if nvidia-smi
+    exists but does not respond.
     """
     if not (program := shutil.which("nvidia-smi")):
         return []
@@ -51,28 +51,30 @@ def gpus() -> list[Gpu]:
     except (subprocess.SubprocessError, ValueError) as error:
         raise OSError(" ".join(str(error).split())) from None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or "MIG-" in visible:  # parts of GPUs, which this query does not list
+    if visible is None or "MIG-" in visible:  # MIG partitions, which this query does not list
         return found
     chosen = []
     for word in map(str.strip, visible.split(",")):
         match = [
             gpu
             for gpu in found
-            if word == str(gpu.number) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
+            if word == str(gpu.device_index)
+            or (word.startswith("GPU-") and gpu.uuid.startswith(word))
         ]
         if len(match) != 1:
-            break  # as CUDA does: devices after one that does not exist are not seen
+            break  # like CUDA, ignore all devices after one that does not exist
         chosen += match
     return chosen
 
 
 def check_devices(local_world: int) -> Findings:
-    """Checks that this host has a free GPU for each of its ranks, and room in /dev/shm for the
-    messages between them.
+    """Check that this host has a free GPU for each of its ranks.
+
+    Also check that /dev/shm has enough space for messages between the ranks.
     """
     cores = os.cpu_count() or 1
     try:
-        found = gpus()
+        found = visible_gpus()
     except OSError as error:
         found = []
         yield Problem(
@@ -80,8 +82,8 @@ def check_devices(local_world: int) -> Findings:
             f"does not respond correctly ({error})",
             "check dmesg and the driver, because a GPU may have fallen off the bus",
         )
-    kinds = ", ".join(sorted({f"{gpu.name} {amount(gpu.total)}" for gpu in found}))
-    yield Row(
+    kinds = ", ".join(sorted({f"{gpu.name} {format_bytes(gpu.total_bytes)}" for gpu in found}))
+    yield ReportRow(
         "devices",
         (
             f"{len(found)} x {kinds}, driver {found[0].driver}, {cores} CPU cores"
@@ -97,29 +99,35 @@ def check_devices(local_world: int) -> Findings:
             f"start {len(found)} ranks or fewer on it",
         )
     for gpu in found[:local_world]:
-        if gpu.used > gpu.total // 10:
-            held = f"another process holds {amount(gpu.used)} of {amount(gpu.total)}"
+        if gpu.used_bytes > gpu.total_bytes // 10:
+            held = (
+                f"another process holds {format_bytes(gpu.used_bytes)} of"
+                f" {format_bytes(gpu.total_bytes)}"
+            )
             yield Problem(
-                f"GPU {gpu.number} ({gpu.name})",
+                f"GPU {gpu.device_index} ({gpu.name})",
                 held,
                 "end that process (nvidia-smi lists it), or leave this GPU out",
             )
-    if found:  # ranks on a CPU take none
+    if found:  # ranks on a CPU do not use /dev/shm
         yield from check_shared_memory(Path("/dev/shm"))
 
 
-# first words of CUDA_VISIBLE_DEVICES with which users and containers choose the CPU
-NO_GPU = ("", "-1", "none", "void")
+# First entries of CUDA_VISIBLE_DEVICES with which users and containers select the CPU.
+CPU_ONLY_VALUES = ("", "-1", "none", "void")
 
 
-def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[Problem]:
-    """Refuses GPUs of this host that torch does not see: the run would silently train on the CPU. A
-    wish for the CPU is honoured.
+def check_torch_sees_gpus(
+    devices: Path = Path("/dev"), version_file: Path = DRIVER_VERSION_FILE
+) -> list[Problem]:
+    """Return a problem if torch does not see this host's GPUs.
+
+    Otherwise the run would silently train on the CPU. An explicit request for the CPU is accepted.
     """
     there = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    # the first word decides whether CUDA sees any
+    # The first entry decides whether CUDA sees any device.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
-    if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or visible in NO_GPU:
+    if not there or os.environ.get("DS_ACCELERATOR") == "cpu" or visible in CPU_ONLY_VALUES:
         return []
     if visible == "NoDevFiles":
         fix = (
@@ -142,14 +150,14 @@ def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[P
         f" ({f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'})"
     )
     to_train_without = 'to train on the CPU set CUDA_VISIBLE_DEVICES=""'
-    if (version := driver(told)) is None:
+    if (version := nvidia_driver_version(version_file)) is None:
         rule = f"sees none of the {len(there)} GPUs of this host, whose driver is not loaded"
         return [
             Problem(
                 where, rule, sentences("load it (nvidia-smi, modprobe nvidia)", to_train_without)
             )
         ]
-    models = torch_builds.gpu_models(told.with_name("gpus"))
+    models = torch_builds.gpu_models(version_file.with_name("gpus"))
     rule = (
         f"sees none of the {len(there)} GPUs of this host{f' ({models[0]})' if models else ''},"
         f" driver {version}"
@@ -158,24 +166,26 @@ def check_gpus_seen(devices: Path = Path("/dev"), told: Path = DRIVER) -> list[P
         Problem(
             where,
             rule,
-            sentences(torch_builds.advice(version, models, torch.version.cuda), to_train_without),
+            sentences(
+                torch_builds.torch_build_advice(version, models, torch.version.cuda),
+                to_train_without,
+            ),
         )
     ]
 
 
-def check_ordinal(local_rank: int) -> list[Problem]:
-    """Refuses a rank without a GPU of its own on this host.
+def check_gpu_of_rank(local_rank: int) -> list[Problem]:
+    """Return a problem if this rank does not have a separate GPU on this host.
 
-    DeepSpeed 0.19.8 takes LOCAL_RANK for the number of the GPU (comm/torch.py, engine.py,
-    zero.Init).
+    DeepSpeed 0.19.8 uses LOCAL_RANK as the GPU number (comm/torch.py, engine.py, zero.Init).
     """
     if not torch_builds.gpus_in_use():
         return []
     import torch
 
     count, variables = torch.cuda.device_count(), os.environ
-    # set by torchrun and `python -m launch`; by deepspeed; by srun that started each rank: 8(x2)
-    # means 8 on each of 2 hosts
+    # The number of ranks comes from torchrun and `python -m launch`, from deepspeed, or from srun
+    # if it started each rank. srun's 8(x2) means 8 ranks on each of 2 hosts.
     by_slurm = (
         variables.get("SLURM_STEP_TASKS_PER_NODE", "")
         if variables.get("SLURM_LOCALID") == str(local_rank)
@@ -207,10 +217,8 @@ def check_ordinal(local_rank: int) -> list[Problem]:
     ]
 
 
-def check_shared_memory(folder: Path, needed: int = NCCL_BUFFERS) -> Findings:
-    """Checks that `folder` has `needed` bytes of room for the messages between the GPUs of a
-    host.
-    """
+def check_shared_memory(folder: Path, required: int = NCCL_SHM_BYTES) -> Findings:
+    """Check that `folder` has `required` free bytes, for messages between a host's GPUs."""
     if not folder.is_dir():
         yield Problem(
             str(folder),
@@ -219,14 +227,14 @@ def check_shared_memory(folder: Path, needed: int = NCCL_BUFFERS) -> Findings:
         )
         return
     use = shutil.disk_usage(folder)
-    yield Row("shared memory", f"{amount(use.free)} of {amount(use.total)} free")
-    if use.free < needed:
+    yield ReportRow("shared memory", f"{format_bytes(use.free)} of {format_bytes(use.total)} free")
+    if use.free < required:
         fix = (
             "start the container with --shm-size=1g (Kubernetes: an emptyDir with medium: Memory),"
             " or remove leftover files in it"
         )
         yield Problem(
-            f"{folder}: {amount(use.free)} of {amount(use.total)} free",
-            f"NCCL requires {amount(needed)}",
+            f"{folder}: {format_bytes(use.free)} of {format_bytes(use.total)} free",
+            f"NCCL requires {format_bytes(required)}",
             fix,
         )

@@ -1,30 +1,28 @@
-"""Locks files. The kernel drops a lock with the process that holds it, however that process
-ends.
-"""
+"""File locks. The kernel releases a lock when the process that owns it ends for any reason."""
 
 import fcntl
 from typing import IO, Any
 
-from ..spec.refusal import Problem, Refusal
+from ..spec.errors import ConfigError, Problem
 
 
-def lock(file: IO[Any], where: str, fix: str, wait: bool = False) -> None:
-    """Takes the lock of an open file for this process.
+def lock_file(file: IO[Any], where: str, fix: str, wait: bool = False) -> None:
+    """Lock an open file for this process.
 
-    Raises BlockingIOError where another process has the lock and `wait` is not set, `Refusal` where
-    the file system has no locks: Lustre without -o flock (ENOSYS), NFS without lockd (ENOLCK), and
-    others.
+    Raise BlockingIOError if a different process has locked the file and `wait` is False. Raise
+    `ConfigError` if the file system does not support locks, for example Lustre without -o flock
+    (ENOSYS) and NFS without lockd (ENOLCK).
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except OSError as error:
-        raise Refusal([no_locks(where, error, fix)]) from None
+        raise ConfigError([no_file_locks_problem(where, error, fix)]) from None
 
 
-def no_locks(where: str, error: OSError, fix: str) -> Problem:
-    """Returns the problem of a file system without locks; `fix` names another way."""
+def no_file_locks_problem(where: str, error: OSError, fix: str) -> Problem:
+    """Return the problem for a file system without locks. `fix` suggests an alternative."""
     return Problem(
         where,
         f"its file system has no file locks ({error.strerror})",

@@ -1,11 +1,11 @@
-"""Finds DeepSpeed's compiled ops, decides which of them this host can use, and lets one process at
-a time compile.
+"""The folder of DeepSpeed's compiled ops, and a lock for compiling them.
 
-Imports nothing heavy.
+The module determines which ops this host can use, and lets only one process at a time compile. It
+imports no heavy package.
 
-An op is compiled for the instruction set of its host (`-march=native`) and against one Python,
-torch and DeepSpeed. So each kind of host has a folder of its own, also in a checkout that several
-hosts share.
+An op is compiled for its host's instruction set (`-march=native`) and against one version of
+Python, torch and DeepSpeed. Each kind of host therefore has a separate folder, even in a checkout
+that several hosts share.
 """
 
 import contextlib
@@ -22,16 +22,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
-from ..dslint.swap import file_system
-from ..spec.refusal import Problem, Refusal, Say, refuse
-from .locks import lock
+from ..dslint.swap import file_system_type
+from ..spec.errors import ConfigError, Problem, Say, config_error
+from .locks import lock_file
 
-VARIABLE = "TORCH_EXTENSIONS_DIR"  # torch's: the folder in which ops are compiled
-REPOSITORY = Path(__file__).resolve().parents[3]
-# seconds: a compile on another host counts as dead if its folder has not changed for so long
-QUIET = 600.0
-# file systems that other hosts write, too
-SHARED = {
+EXTENSIONS_DIR_VARIABLE = "TORCH_EXTENSIONS_DIR"  # the variable with which torch finds compiled ops
+REPO_ROOT = Path(__file__).resolve().parents[3]
+# Seconds: a compile on a different host counts as dead if its folder has not changed for this long.
+STALE_COMPILE_SECONDS = 600.0
+# File systems to which other hosts may also write.
+NETWORK_FILE_SYSTEMS = {
     "nfs",
     "nfs4",
     "lustre",
@@ -48,8 +48,8 @@ SHARED = {
 
 
 @functools.cache
-def kind(cpus: Path = Path("/proc/cpuinfo")) -> str:
-    """Names the kind of this host; hosts of one kind can use each other's compiled ops."""
+def host_kind(cpus: Path = Path("/proc/cpuinfo")) -> str:
+    """Return this host's kind. Hosts of the same kind can use each other's compiled ops."""
     with cpus.open() as lines:
         instructions = next(
             (line.partition(":")[2] for line in lines if re.match(r"flags|Features", line)), ""
@@ -70,34 +70,39 @@ def _version(package: str) -> str:
         return ""
 
 
-def defaults() -> list[Path]:
-    """Lists the folders of ops if nobody chose one: in the checkout, then in the user's cache."""
+def default_op_folders() -> list[Path]:
+    """List the default folders for ops, first in the checkout, then in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return [
         *(
-            [REPOSITORY / ".cache" / "torch_extensions"]
-            if (REPOSITORY / "ds_configs").is_dir()
+            [REPO_ROOT / ".cache" / "torch_extensions"]
+            if (REPO_ROOT / "ds_configs").is_dir()
             else []
         ),
         cache / "torch_extensions",
     ]
 
 
-def folder(parts: tuple[str, ...] = ()) -> Path:
-    """Returns the folder of compiled ops: TORCH_EXTENSIONS_DIR, else the default that has `parts`,
-    else the first default that can be written.
+def find_op_folder(parts: tuple[str, ...] = ()) -> Path:
+    """Return the folder of compiled ops.
+
+    The result is TORCH_EXTENSIONS_DIR if it is set. Otherwise it is the default folder that
+    contains `parts`, or else the first writable default folder.
     """
-    places = [place / kind() for place in defaults()]
-    chosen = os.environ.get(VARIABLE)
+    places = [place / host_kind() for place in default_op_folders()]
+    chosen = os.environ.get(EXTENSIONS_DIR_VARIABLE)
     if chosen and Path(chosen) not in places:
         return Path(chosen)
-    holding = [place for place in places if parts and all(usable(place, part) for part in parts)]
-    return [*holding, *filter(writable, places), *places][0]
+    holding = [
+        place for place in places if parts and all(is_loadable(place, part) for part in parts)
+    ]
+    return [*holding, *filter(is_writable, places), *places][0]
 
 
-def writable(place: Path) -> bool:
-    """Returns True if this user can make files in `place` or, where that does not exist, in the
-    nearest folder above it.
+def is_writable(place: Path) -> bool:
+    """Return True if this user can create files in `place`.
+
+    If `place` does not exist, the check applies to its nearest existing parent.
     """
     there = next(
         above for above in (place.absolute(), *place.absolute().parents) if os.path.exists(above)
@@ -105,16 +110,19 @@ def writable(place: Path) -> bool:
     return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
 
 
-def ready(place: Path, part: str) -> bool:
-    """Returns True if a host of this kind has compiled `part` (an op, or a library that an op
-    needs) in `place`.
+def is_compiled(place: Path, part: str) -> bool:
+    """Return True if a host of this kind has compiled `part` in `place`.
+
+    `part` is an op, or a library that an op needs.
     """
-    return (place / part / f"{part}.so").exists() and _made_by(place, part) == kind()
+    return (place / part / f"{part}.so").exists() and _compiled_on(place, part) == host_kind()
 
 
-def usable(place: Path, part: str) -> bool:
-    """Returns True if `part` can be loaded as it is: it is `ready`, or whole and in a folder where
-    this user could not compile a better one.
+def is_loadable(place: Path, part: str) -> bool:
+    """Return True if `part` can be loaded without compiling.
+
+    A host of this kind must have compiled the part (`is_compiled`). Otherwise the part must be
+    complete, and this user must be unable to compile a better one in its folder.
     """
     log = place / part / ".ninja_log"  # lists only files that were completed
     whole = (
@@ -122,91 +130,101 @@ def usable(place: Path, part: str) -> bool:
         and log.exists()
         and f"\t{part}.so\t" in log.read_text(errors="replace")
     )
-    return ready(place, part) or (whole and not _made_by(place, part) and not ours(place, part))
+    return is_compiled(place, part) or (
+        whole and not _compiled_on(place, part) and not can_compile_in(place, part)
+    )
 
 
-def mark(place: Path, part: str) -> None:
-    """Notes that a host of this kind has compiled `part` to its end."""
-    (place / part / "kind").write_text(kind())
+def mark_compiled(place: Path, part: str) -> None:
+    """Record that a host of this kind has finished compiling `part`."""
+    (place / part / "kind").write_text(host_kind())
 
 
-def _made_by(place: Path, part: str) -> str:
+def _compiled_on(place: Path, part: str) -> str:
     try:
         return (place / part / "kind").read_text()
     except OSError:
         return ""
 
 
-def ours(place: Path, part: str) -> bool:
-    """Returns True if this user can compile `part` in `place`."""
-    return writable(place) and writable(place / part)
+def can_compile_in(place: Path, part: str) -> bool:
+    """Return True if this user can compile `part` in `place`."""
+    return is_writable(place) and is_writable(place / part)
 
 
 @contextlib.contextmanager
-def held(place: Path, part: str, say: Say) -> Iterator[None]:
-    """Holds the folder of `part` against all other processes that would compile the same part.
+def lock_op_folder(place: Path, part: str, say: Say) -> Iterator[None]:
+    """Lock the folder of `part` against other processes that would compile the part.
 
-    torch 2.13 marks a compile with a plain file (FileBaton). A killed process leaves that file
-    behind, and every later process waits for ever. The kernel drops our lock with its process, so
-    whoever holds the lock may remove such a file, but only one of this host: on a shared file
-    system locks may not reach from host to host.
+    torch 2.13 marks a compile with a plain file (FileBaton). A killed process leaves this file
+    behind, and every later process waits forever. The kernel releases our lock when the owner's
+    process ends, so the lock's owner may remove such a file. This is safe only on the same host,
+    because on a shared file system, locks may not extend to other hosts.
 
-    Raises `Refusal` if the folder cannot be written or locked, if unlike hosts have compiled in it,
-    and for a mark that a dead compile on another host has left.
+    Raise `ConfigError` if the folder cannot be written or locked, or if different kinds of hosts
+    have compiled in it. Raise it also for a mark that a dead compile on a different host left
+    behind.
     """
     where, fix = (
         f"the folder of compiled ops {place}",
-        f"set {VARIABLE} to a folder on a local disk",
+        f"set {EXTENSIONS_DIR_VARIABLE} to a folder on a local disk",
     )
-    with _opened(place, part) as file:
+    with _open_lock_file(place, part) as file:
         try:
-            lock(file, where, fix)
+            lock_file(file, where, fix)
         except BlockingIOError:
             say(f"waiting for another process that compiles DeepSpeed's {part}")
-            lock(file, where, fix, wait=True)
-        if (made_by := _made_by(place, part)) and _processor(made_by) != _processor(kind()):
-            raise refuse(
+            lock_file(file, where, fix, wait=True)
+        if (made_by := _compiled_on(place, part)) and _processor_of_kind(
+            made_by
+        ) != _processor_of_kind(host_kind()):
+            raise config_error(
                 str(place / part),
                 "was compiled for a different processor than this host's",
-                f"unset {VARIABLE}, or set it to another folder",
+                f"unset {EXTENSIONS_DIR_VARIABLE}, or set it to another folder",
             )
-        _clear(place, part, file, say)
+        _clear_stale_lock(place, part, file, say)
         file.truncate(0)
-        file.write(_host())
+        file.write(_host_id())
         file.flush()
         yield
 
 
-def _processor(kind: str) -> str:
+def _processor_of_kind(kind: str) -> str:
     return kind.partition("_py")[0]
 
 
-def _opened(place: Path, part: str) -> IO[str]:
+def _open_lock_file(place: Path, part: str) -> IO[str]:
     try:
         place.mkdir(parents=True, exist_ok=True)
-        if not ours(place, part):
+        if not can_compile_in(place, part):
             raise PermissionError(0, "it belongs to another user")
         return (place / f"{part}.flock").open("a+")
     except OSError as error:
-        raise Refusal([cannot_write(place, error.strerror or str(error))]) from None
+        raise ConfigError(
+            [unwritable_folder_problem(place, error.strerror or str(error))]
+        ) from None
 
 
-def cannot_write(place: Path, why: str) -> Problem:
+def unwritable_folder_problem(place: Path, why: str) -> Problem:
     return Problem(
         f"the folder of compiled ops {place}",
         f"cannot be written: {why}",
-        f"set {VARIABLE} to a folder that you can write to and that has free space",
+        f"set {EXTENSIONS_DIR_VARIABLE} to a folder that you can write to and that has free space",
     )
 
 
-def check(place: Path) -> list[Problem]:
-    """Finds what would keep this process from compiling in `place`; changes nothing."""
+def check_op_folder(place: Path) -> list[Problem]:
+    """Find problems that would prevent this process from compiling in `place`.
+
+    Nothing is changed.
+    """
     there = next(
         above for above in (place.absolute(), *place.absolute().parents) if os.path.exists(above)
     )
-    if not writable(place):
+    if not is_writable(place):
         return [
-            cannot_write(
+            unwritable_folder_problem(
                 place,
                 (
                     f"{there} belongs to another user"
@@ -217,75 +235,80 @@ def check(place: Path) -> list[Problem]:
         ]
     try:
         with tempfile.TemporaryFile(dir=there) as file:
-            lock(
+            lock_file(
                 file,
                 f"the folder of compiled ops {place}",
-                f"set {VARIABLE} to a folder on a local disk",
+                f"set {EXTENSIONS_DIR_VARIABLE} to a folder on a local disk",
             )
-    except Refusal as refusal:
+    except ConfigError as refusal:
         return refusal.problems
     except OSError as error:
-        return [cannot_write(place, error.strerror or str(error))]
+        return [unwritable_folder_problem(place, error.strerror or str(error))]
     return []
 
 
-def _clear(place: Path, part: str, file: IO[str], say: Say) -> None:
-    """Removes the mark of a killed compile on this host; waits for a compile on another host."""
+def _clear_stale_lock(place: Path, part: str, file: IO[str], say: Say) -> None:
+    """Remove a mark left by a killed compile on this host, and wait for a compile elsewhere."""
     left, told = place / part / "lock", False
     file.seek(0)
     owner = file.read()
     while left.exists():
-        if _of_this_host(owner, place):
+        if _is_of_this_host(owner, place):
             left.unlink(missing_ok=True)
             return
         who = owner.split()[0] if owner else "another host"
-        if (quiet := _quiet(place / part)) > QUIET:
+        if (quiet := _seconds_since_change(place / part)) > STALE_COMPILE_SECONDS:
             rule = (
                 f"is left over from a compile on {who}, and nothing has changed beside it for"
                 f" {quiet / 60:.0f} min"
             )
-            raise refuse(str(left), rule, f"run: rm -f {left}, unless it still compiles there")
+            raise config_error(
+                str(left), rule, f"run: rm -f {left}, unless it still compiles there"
+            )
         if not told:
             say(f"waiting for {who}, which compiles DeepSpeed's {part}")
         told = True
         time.sleep(0.2)
 
 
-def left_over(place: Path) -> Iterator[tuple[Path, str]]:
-    """Yields (torch's mark of a compile, its host or "" for this one) of compiles that may have
-    been killed.
+def leftover_locks(place: Path) -> Iterator[tuple[Path, str]]:
+    """Yield (torch's mark, host name) for each compile that may have been killed.
+
+    The host name is "" for this host.
     """
     for left in sorted(place.glob("*/lock")):
         note = place / f"{left.parent.name}.flock"
         owner = note.read_text() if note.exists() else ""
-        if _of_this_host(owner, place):
+        if _is_of_this_host(owner, place):
             yield left, ""
-        elif _quiet(left.parent) > QUIET:
+        elif _seconds_since_change(left.parent) > STALE_COMPILE_SECONDS:
             yield left, owner.split()[0] if owner else "another host"
 
 
-def _host() -> str:
-    """Identifies this host by its name and its kernel's start: containers change the name, a
-    restart the start.
+def _host_id() -> str:
+    """Return an id for this host, made of its name and its boot id.
+
+    A container changes the host name, and a reboot changes the boot id.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _of_this_host(owner: str, place: Path) -> bool:
-    """Returns True if this host ran the compile.
+def _is_of_this_host(owner: str, place: Path) -> bool:
+    """Return True if this host ran the compile.
 
-    A compile without an owner counts as ours unless other hosts write to this file system.
+    A compile without a recorded owner is attributed to this host, unless other hosts write to the
+    file system.
     """
     return (
-        bool(set(owner.split()) & set(_host().split()))
+        bool(set(owner.split()) & set(_host_id().split()))
         if owner
-        else file_system(place) not in SHARED
+        else file_system_type(place) not in NETWORK_FILE_SYSTEMS
     )
 
 
-def _quiet(place: Path) -> float:
-    """Returns the seconds since the last change in a folder."""
+def _seconds_since_change(place: Path) -> float:
+    """Return the number of seconds since a folder last changed."""
     times = [place.stat().st_mtime]
     for path in place.iterdir():
         with contextlib.suppress(FileNotFoundError):

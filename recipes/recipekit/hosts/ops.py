@@ -1,11 +1,9 @@
-"""Finds the C++ ops of DeepSpeed that a run needs, what this host lacks to compile them, and loads
-them.
+"""DeepSpeed's C++ ops: which ones a run needs, which this host lacks, and how they are loaded.
 
 Only loading imports torch.
 """
 
 import ctypes
-import functools
 import importlib.util
 import os
 import re
@@ -18,28 +16,34 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..dslint.schema import at
-from ..spec.refusal import Problem, Refusal, Say, refuse
+from ..compat.deepspeed import cache_cpu_info, keep_op
+from ..dslint.schema import value_at
+from ..spec.errors import ConfigError, Problem, Say, config_error
 from . import op_cache, torch_builds
 
-LIBAIO = "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"
+if TYPE_CHECKING:
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+LIBAIO_FIX = "install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"
 
 
 class Op(NamedTuple):
-    """Describes an op: `builder` is DeepSpeed's name, `parts` are the folders in which it is
-    compiled, each after the parts it needs.
+    """A DeepSpeed op.
+
+    `builder` is DeepSpeed's name for it. `parts` are the folders in which the op is compiled, each
+    listed after the parts that it depends on.
     """
 
     builder: str
     title: str
-    typical: str  # time that a compile takes on two cores
+    typical_time: str  # compile time on two cores
     parts: tuple[str, ...]
-    cuda: bool = False  # compiled against CUDA where torch is (a CUDAOpBuilder of DeepSpeed 0.19.8)
+    cuda: bool = False  # compiled against CUDA if torch is (CUDAOpBuilder, DeepSpeed 0.19.8)
 
 
-LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")  # the latter since Debian 13 and Ubuntu 24.04
+LIBAIO_NAMES = ("libaio.so.1", "libaio.so.1t64")  # Debian 13 and Ubuntu 24.04 use the second name
 OPS = {
     "cpu_adam": Op("CPUAdamBuilder", "CPU Adam", "60 s", ("cpu_adam",)),
     "cpu_adagrad": Op("CPUAdagradBuilder", "CPU Adagrad", "60 s", ("cpu_adagrad",)),
@@ -56,58 +60,62 @@ OPS = {
 }
 
 
-def needed(config: dict[str, Any], cuda: bool) -> list[Op]:
-    """Lists the ops that a run with this JSON loads, on GPUs or on a CPU (DeepSpeed 0.19.8:
-    engine.py, _configure_basic_optimizer).
+def required_ops(config: dict[str, Any], cuda: bool) -> list[Op]:
+    """List the ops that a run with this JSON loads, on GPUs or on a CPU.
+
+    See DeepSpeed 0.19.8: engine.py, _configure_basic_optimizer.
     """
     homes = [
-        at(config, f"zero_optimization.{block}.device", "none")
+        value_at(config, f"zero_optimization.{block}.device", "none")
         for block in ("offload_optimizer", "offload_param")
     ]
-    offloaded, kind = homes[0] != "none", str(at(config, "optimizer.type", "AdamW")).lower()
+    offloaded, kind = homes[0] != "none", str(value_at(config, "optimizer.type", "AdamW")).lower()
     names = []
-    if kind in ("adam", "adamw") and not at(config, "optimizer.params.torch_adam", False):
+    if kind in ("adam", "adamw") and not value_at(config, "optimizer.params.torch_adam", False):
         names.append("cpu_adam" if offloaded else "fused_adam")
-    elif kind == "muon" and offloaded:  # without offload muon needs no op
+    elif kind == "muon" and offloaded:  # without offload, these optimizers need no op
         names.append("cpu_adam")
-    elif kind in ("adagrad", "lion") and offloaded:  # elsewhere they are ours
+    elif kind in ("adagrad", "lion") and offloaded:  # without offload, our implementations are used
         names.append(f"cpu_{kind}")
     if "nvme" in homes:
         names.append("async_io")
     if cuda:
-        names += ["gds"] if at(config, "aio.use_gds") else []
+        names += ["gds"] if value_at(config, "aio.use_gds") else []
         names += (
             ["quantizer"]
             if any(
-                at(config, f"zero_optimization.zero_quantized_{what}")
+                value_at(config, f"zero_optimization.zero_quantized_{what}")
                 for what in ("weights", "nontrainable_weights", "gradients")
             )
             else []
         )
-        names += ["deepcompile"] if at(config, "compile.deepcompile") else []
+        names += ["deepcompile"] if value_at(config, "compile.deepcompile") else []
     return [OPS[name] for name in names]
 
 
-# What a host lacks
+# Missing requirements on a host
 
 
 def check_ops(config: dict[str, Any]) -> list[Problem]:
-    """Finds what keeps a run with this JSON from loading its ops on this host, one problem for each
-    cause.
+    """Find problems that would prevent a run with this JSON from loading its ops on this host.
+
+    The result contains one problem per cause.
     """
     gpus = torch_builds.gpus_in_use()
-    return check(needed(config, gpus), torch_builds.installed("cuda") if gpus else None)
+    return check_op_requirements(
+        required_ops(config, gpus), torch_builds.torch_platform_version("cuda") if gpus else None
+    )
 
 
-def check(ops: list[Op], cuda: str | None) -> list[Problem]:
-    """Finds what keeps `ops` from being loaded.
+def check_op_requirements(ops: list[Op], cuda: str | None) -> list[Problem]:
+    """Find problems that would prevent `ops` from being loaded.
 
-    `cuda` is the version that torch was built with, None on a CPU.
+    `cuda` is the CUDA version that torch was built with, or None on a CPU.
     """
-    missing = [op for op in ops if not _usable(op)]
+    missing = [op for op in ops if not _is_op_loadable(op)]
     problems = []
     if any("pin_memory" in op.parts for op in ops if op not in missing) and not any(
-        map(_loads, LIBAIO_NAMES)
+        map(_can_load_library, LIBAIO_NAMES)
     ):
         problems.append(
             Problem(
@@ -117,20 +125,20 @@ def check(ops: list[Op], cuda: str | None) -> list[Problem]:
             )
         )
     if missing:
-        problems += op_cache.check(op_cache.folder(missing[0].parts))
-        problems += check_tools(missing, cuda)
+        problems += op_cache.check_op_folder(op_cache.find_op_folder(missing[0].parts))
+        problems += check_build_tools(missing, cuda)
     return problems
 
 
-def _usable(op: Op) -> bool:
-    place = op_cache.folder(op.parts)
-    return all(op_cache.usable(place, part) for part in op.parts)
+def _is_op_loadable(op: Op) -> bool:
+    place = op_cache.find_op_folder(op.parts)
+    return all(op_cache.is_loadable(place, part) for part in op.parts)
 
 
-def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
-    """Finds the tools that are missing to compile `ops`."""
+def check_build_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
+    """Find build tools that are required to compile `ops` but missing."""
     what, problems = f"to compile {', '.join(op.title for op in ops)}", []
-    compiler, c_compiler = _compilers()
+    compiler, c_compiler = _compiler_commands()
     found = [name for name in dict.fromkeys((compiler[0], c_compiler[0])) if not shutil.which(name)]
     if found:
         problems.append(
@@ -140,7 +148,7 @@ def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
                 "install one (Debian, Ubuntu: apt-get install g++), or set CXX and CC",
             )
         )
-    if not shutil.which("ninja", path=_path()):
+    if not shutil.which("ninja", path=_path_with_env_first()):
         problems.append(
             Problem(
                 "ninja", f"not found {what}", f"{sys.executable} -m pip install -r requirements.txt"
@@ -150,17 +158,19 @@ def check_tools(ops: list[Op], cuda: str | None) -> list[Problem]:
     if (
         any("async_io" in op.parts or "gds" in op.parts for op in ops)
         and not found
-        and (why := _link(compiler, "io_setup(1, 0)", "libaio.h", ["-laio"]))
+        and (why := _link_error(compiler, "io_setup(1, 0)", "libaio.h", ["-laio"]))
     ):
         problems.append(
             Problem(
                 "libaio",
                 f"async_io, which NVMe offload requires, cannot be compiled without it ({why})",
-                LIBAIO,
+                LIBAIO_FIX,
             )
         )
     if cuda and (compiled_against := [op for op in ops if op.cuda]):
-        problems += check_cuda(compiled_against, cuda, cuda_home(), [] if found else compiler)
+        problems += check_cuda_toolkit(
+            compiled_against, cuda, find_cuda_home(), [] if found else compiler
+        )
     return problems
 
 
@@ -178,8 +188,10 @@ def _check_headers(what: str) -> list[Problem]:
 
 
 def check_torch_compile(cuda: bool) -> list[Problem]:
-    """Finds what torch.compile lacks on this host: on a GPU it makes kernels with Triton and a C
-    compiler, on a CPU with g++ (or CC, CXX).
+    """Find requirements of torch.compile that this host does not meet.
+
+    On a GPU, torch.compile builds kernels with Triton and a C compiler. On a CPU it uses g++ (or
+    CC, CXX).
     """
     what, problems = "for torch.compile", _check_headers("for torch.compile")
     named = shlex.split(os.environ.get("CC" if cuda else "CXX", ""))[:1] or (
@@ -221,13 +233,14 @@ def check_torch_compile(cuda: bool) -> list[Problem]:
     return [replace(problem, fix=f"{problem.fix}, or use --compile off") for problem in problems]
 
 
-def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str]) -> list[Problem]:
-    """Finds what is wrong with the CUDA toolkit in `home`, for a torch that was built with CUDA
-    `cuda`.
+def check_cuda_toolkit(
+    ops: list[Op], cuda: str, home: Path | None, compiler: list[str]
+) -> list[Problem]:
+    """Find problems with the CUDA toolkit in `home` if torch was built with CUDA `cuda`.
 
-    DeepSpeed 0.19.8 runs nvcc for each of these ops, be it only to ask for its version (builder.py,
-    nvcc_args), and links async_io with the toolkit's libcudart and the driver's libcuda
-    (async_io.py); without a toolkit DeepSpeed ends in a TypeError or MissingCUDAException.
+    DeepSpeed 0.19.8 runs nvcc for each of these ops, even if only to read nvcc's version
+    (builder.py, nvcc_args). It links async_io with the toolkit's libcudart and the driver's libcuda
+    (async_io.py). Without a toolkit, DeepSpeed raises a TypeError or MissingCUDAException.
     """
     major = cuda.partition(".")[0]
     what, fix = (
@@ -255,7 +268,7 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
         return [
             Problem(
                 f"CUDA_HOME = {home}",
-                f"has no bin/nvcc that runs, to compile {what} ({_short(error)})",
+                f"has no bin/nvcc that runs, to compile {what} ({_shorten_error(error)})",
                 fix,
             )
         ]
@@ -275,7 +288,7 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
     if (
         compiler
         and any("pin_memory" in op.parts for op in ops)
-        and (why := _link(compiler, "0", "stddef.h", linked))
+        and (why := _link_error(compiler, "0", "stddef.h", linked))
     ):
         rule = f"asynchronous I/O does not link with the libraries of CUDA ({why})"
         return [
@@ -289,8 +302,8 @@ def check_cuda(ops: list[Op], cuda: str, home: Path | None, compiler: list[str])
     return []
 
 
-def cuda_home(standard: Path = Path("/usr/local/cuda")) -> Path | None:
-    """Finds the CUDA toolkit where torch 2.13 looks for it (cpp_extension.py, _find_cuda_home)."""
+def find_cuda_home(standard: Path = Path("/usr/local/cuda")) -> Path | None:
+    """Find the CUDA toolkit in the same way as torch 2.13 (cpp_extension.py, _find_cuda_home)."""
     if told := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return Path(told)
     if nvcc := shutil.which("nvcc"):
@@ -298,25 +311,28 @@ def cuda_home(standard: Path = Path("/usr/local/cuda")) -> Path | None:
     return standard if standard.exists() else None
 
 
-def _compilers() -> tuple[list[str], list[str]]:
-    """Returns the commands of the C++ compiler (torch compiles with it) and of the C compiler
-    (DeepSpeed looks for libaio with it).
+def _compiler_commands() -> tuple[list[str], list[str]]:
+    """Return the commands for the C++ compiler and the C compiler.
+
+    torch compiles with the C++ compiler, while DeepSpeed looks for libaio with the C compiler.
     """
     return shlex.split(os.environ.get("CXX") or "c++"), shlex.split(
         os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     )
 
 
-def _path() -> str:
-    """Returns PATH with this environment's programs first: a different ninja would compile every op
-    again.
+def _path_with_env_first() -> str:
+    """Return PATH with this environment's programs first.
+
+    This order is necessary because a different ninja would compile every op again.
     """
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-def _link(compiler: list[str], expression: str, header: str, flags: list[str]) -> str:
-    """Says why a program with `expression` cannot be compiled and linked with `flags`; "" if it
-    can.
+def _link_error(compiler: list[str], expression: str, header: str, flags: list[str]) -> str:
+    """Return why a program with `expression` cannot be compiled and linked with `flags`.
+
+    Return "" if compiling and linking succeed.
     """
     program = f"#include <{header}>\nint main() {{ return (long)({expression}) != 0; }}"
     command = [*compiler, "-x", "c++", "-", "-o", os.devnull, *flags]
@@ -326,7 +342,7 @@ def _link(compiler: list[str], expression: str, header: str, flags: list[str]) -
     return _first_error(done.stderr) if done.returncode else ""
 
 
-def _loads(library: str) -> bool:
+def _can_load_library(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -335,8 +351,9 @@ def _loads(library: str) -> bool:
 
 
 def _first_error(text: str) -> str:
-    """Returns the first line of a compiler's or an exception's text that names an error, else the
-    last line.
+    """Return the first line that reports an error in the text of a compiler or exception.
+
+    If no line does, return the last line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     named = [
@@ -351,7 +368,7 @@ def _first_error(text: str) -> str:
     return (named or lines[-1:])[0][:300]
 
 
-def _short(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -359,50 +376,48 @@ def _short(error: BaseException) -> str:
 
 
 def prepare_ops(config: dict[str, Any], say: Say) -> None:
-    """Loads the ops that a run with this JSON needs, compiling those that are missing.
+    """Load the ops that a run with this JSON needs, after compiling the missing ones.
 
-    Raises `Refusal` with what is missing to compile them.
+    Raise a `ConfigError` that lists the missing requirements for compiling the ops.
     """
     if problems := check_ops(config):
-        raise Refusal(problems)
-    for op in needed(config, torch_builds.gpus_in_use()):
+        raise ConfigError(problems)
+    for op in required_ops(config, torch_builds.gpus_in_use()):
         load_op(op, say)
 
 
 def load_op(op: Op, say: Say) -> None:
-    """Loads an op, and compiles a missing one first; one process of a host at a time.
+    """Load an op, after compiling it if necessary.
 
-    Raises `Refusal` if that cannot be done.
+    Only one process on a host compiles at a time. Raise `ConfigError` if compiling or loading
+    fails.
     """
-    import cpuinfo
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
-    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
-        # The call takes a second, and DeepSpeed 0.19.8 makes it twice for each of these ops and
-        # once for each CPU Adam.
-        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+    cache_cpu_info()
     accelerator: Any = get_accelerator()
-    builder, place = accelerator.create_op_builder(op.builder), op_cache.folder(op.parts)
-    os.environ[op_cache.VARIABLE] = str(place)
-    os.environ["PATH"] = _path()
-    # an op is compiled for the GPUs of that time: ninja knows whether it fits those of now
+    builder, place = accelerator.create_op_builder(op.builder), op_cache.find_op_folder(op.parts)
+    os.environ[op_cache.EXTENSIONS_DIR_VARIABLE] = str(place)
+    os.environ["PATH"] = _path_with_env_first()
+    # An op is compiled for the GPUs that were present at that time. ninja checks whether it suits
+    # the current GPUs.
     again = (
         op.cuda
         and torch_builds.gpus_in_use()
-        and all(op_cache.ours(place, part) for part in op.parts)
+        and all(op_cache.can_compile_in(place, part) for part in op.parts)
     )
     try:
-        if again or not all(op_cache.usable(place, part) for part in op.parts):
+        if again or not all(op_cache.is_loadable(place, part) for part in op.parts):
             with ExitStack() as held:
                 for part in op.parts:
-                    held.enter_context(op_cache.held(place, part, say))
-                # another process may have compiled the op meanwhile
-                if again or not all(op_cache.ready(place, part) for part in op.parts):
-                    _compile(op, builder, place, say)
+                    held.enter_context(op_cache.lock_op_folder(place, part, say))
+                # A different process may have compiled the op in the meantime.
+                if again or not all(op_cache.is_compiled(place, part) for part in op.parts):
+                    _compile_and_load(op, builder, place, say)
                     return
         _load_compiled(op, builder, place)
-    except Refusal:
+    except ConfigError:
         raise
     except (
         RuntimeError,
@@ -413,41 +428,42 @@ def load_op(op: Op, say: Say) -> None:
         AssertionError,
         subprocess.SubprocessError,
     ) as error:
-        raise _cannot(op, error) from None
-    except (MissingCUDAException, CUDAMismatchException) as error:  # plain Exceptions
-        raise _cannot(op, error) from None
+        raise _load_failure(op, error) from None
+    except (MissingCUDAException, CUDAMismatchException) as error:  # not subclasses of RuntimeError
+        raise _load_failure(op, error) from None
 
 
-def _cannot(op: Op, error: Exception) -> Refusal:
+def _load_failure(op: Op, error: Exception) -> ConfigError:
     rule = f"cannot be compiled or loaded ({type(error).__name__}): {_first_error(str(error))}"
-    return refuse(
+    return config_error(
         f"DeepSpeed's {op.title}",
         rule,
         "install the missing packages. `ds_report` lists the requirements of each op",
     )
 
 
-def _compile(op: Op, builder: Any, place: Path, say: Say) -> None:
-    """Lets DeepSpeed compile what is missing or out of date, and load it; the caller holds the
-    folders.
+def _compile_and_load(op: Op, builder: "OpBuilder", place: Path, say: Say) -> None:
+    """Let DeepSpeed compile an op's missing or outdated parts, and load the op.
+
+    The caller must own the folders' locks.
     """
     missing = not all((place / part / f"{part}.so").exists() for part in op.parts)
     begun = time.perf_counter()
     if missing:
-        say(f"compiling DeepSpeed's {op.title} (once, about {op.typical} on two cores) ...")
+        say(f"compiling DeepSpeed's {op.title} (once, about {op.typical_time} on two cores) ...")
     builder.load(verbose=False)
     for part in op.parts:
-        op_cache.mark(place, part)
+        op_cache.mark_compiled(place, part)
     if missing:
         say(f"compiled in {time.perf_counter() - begun:.0f} s")
 
 
-def _load_compiled(op: Op, builder: Any, place: Path) -> None:
-    """Loads a compiled op without torch's lock and look at its sources, which another user's folder
-    does not allow.
+def _load_compiled(op: Op, builder: "OpBuilder", place: Path) -> None:
+    """Load a compiled op without torch's lock and without reading the op's sources.
 
-    DeepSpeed 0.19.8 loads an op once and keeps it in `_loaded_ops`. pin_memory has to be global
-    before async_io is loaded, which its builder's `load` does.
+    In a different user's folder, neither is permitted. DeepSpeed 0.19.8 loads an op once and stores
+    it in `_loaded_ops`. pin_memory must be loaded globally before async_io, which the `load` method
+    of its builder does.
     """
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.pin_memory import PinMemoryBuilder
@@ -458,7 +474,7 @@ def _load_compiled(op: Op, builder: Any, place: Path) -> None:
             assert spec and spec.loader
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-            OpBuilder._loaded_ops[part] = module
+            keep_op(part, module)
         if part == "pin_memory":
             PinMemoryBuilder().load(verbose=False)
     builder.load(verbose=False)

@@ -1,4 +1,4 @@
-"""Checks the port on which rank 0 lets the other ranks join, and finds free ports."""
+"""Checks of the master port, where rank 0 accepts the other ranks, and a search for free ports."""
 
 import contextlib
 import errno
@@ -8,20 +8,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..spec.refusal import Problem
-from .findings import Findings, Row
+from ..spec.errors import Problem
+from .findings import Findings, ReportRow
 
 
 def check_port(port: int) -> Findings:
-    """Checks that the master port, on which rank 0 lets the others join, is free; under torchrun
-    the launcher itself holds it.
-    """
+    """Check that the master port is free. Under torchrun, the launcher itself occupies the port."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield Row("master port", f"{port}, held by torchrun")
+        yield ReportRow("master port", f"{port}, held by torchrun")
         return
     try:
         with socket.create_server(("", port)):
-            yield Row("master port", f"{port} is free")
+            yield ReportRow("master port", f"{port} is free")
     except (OSError, OverflowError) as error:
         why = (
             "is in use"
@@ -36,10 +34,10 @@ def check_port(port: int) -> Findings:
 
 
 def check_master_port(rank: int) -> list[Problem]:
-    """Refuse the port that a launcher named for rank 0 if another program has it.
+    """Return a problem if a different program uses the port that a launcher chose for rank 0.
 
-    Without a launcher, a run takes a free port. A process that has joined its group already may
-    hold the port itself.
+    Without a launcher, a run uses a free port. A process that has already joined its group may
+    occupy the port itself.
     """
     if rank or "MASTER_PORT" not in os.environ or has_joined():
         return []
@@ -59,8 +57,9 @@ def check_master_port(rank: int) -> list[Problem]:
 
 
 def _flag_of_launcher(variables: Mapping[str, str]) -> str:
-    """Return how the program that started this rank is given another port; deepspeed and torchrun
-    overwrite MASTER_PORT.
+    """Return the flag or variable that sets a different port in the program that started this rank.
+
+    MASTER_PORT alone is not sufficient, because deepspeed and torchrun overwrite it.
     """
     if "LAUNCH_LOGS" in variables:
         return "python -m launch --master_port {}"
@@ -70,9 +69,9 @@ def _flag_of_launcher(variables: Mapping[str, str]) -> str:
 
 
 def launcher_port(variables: Mapping[str, str]) -> tuple[int, str]:
-    """Return a free port for a launcher, and a line about it.
+    """Return a free port for a launcher, and a line that reports the choice.
 
-    MASTER_PORT comes first, if it is a free port.
+    If MASTER_PORT is a free port, it is preferred.
     """
     if not (wanted := variables.get("MASTER_PORT", "").strip()):
         return free_port(), ""
@@ -86,20 +85,20 @@ def launcher_port(variables: Mapping[str, str]) -> tuple[int, str]:
 
 
 def free_port() -> int:
-    """Finds a port of this machine that no program listens on."""
+    """Return a port on which no program listens on this machine."""
     with socket.socket() as free:
         free.bind(("", 0))
         return free.getsockname()[1]
 
 
 def has_joined() -> bool:
-    """Return True if this process has a group of torch.distributed, without importing torch."""
+    """Return True if this process has joined a torch.distributed group, without importing torch."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _free_port(above: int) -> int:
-    """Returns the first free port after `above`."""
+    """Return the first free port after `above`, or `above` if all ports are in use."""
     for port in range(above + 1, min(above + 1000, 1 << 16)):
         if _is_free(port):
             return port

@@ -1,1 +1,1 @@
-"""Chooses which arithmetic runs on the device."""
+"""Kernels: the computations that run on the device."""

@@ -1,11 +1,12 @@
-"""The attentions of packed documents for transformers' AttentionInterface: `varlen`, without a
-mask, and those that look both ways.
+"""Attention implementations for packed documents in transformers' AttentionInterface.
 
-With varlen the layers of a model get as their attention_mask what `documents.for_layers` makes;
-where they get nothing, the documents are found by the rule by which transformers would have made
-the mask. Of a model that looks both ways transformers 5.22.2 keeps no documents apart, so each
-attention has a name of its own for it (`both_ways`): with those that make a mask, the model gets
-the starts of the documents, (B, T) bool, as its attention_mask.
+`varlen` needs no mask. A model's layers receive the result of `documents.as_attention_mask` as
+their attention_mask. If they receive nothing, the documents are found by the rule that transformers
+would use to create the mask.
+
+transformers 5.22.2 does not separate documents in a bidirectional model. Each attention therefore
+has a second name for such models (`bidirectional_name`). For an attention that creates a mask, the
+model receives the document starts, (B, T) bool, as its attention_mask.
 """
 
 import sys
@@ -24,30 +25,31 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .documents import documents_from, for_layers
+from .documents import as_attention_mask, cu_seqlens_from
 from .varlen import Scoring, varlen
 
 VARLEN = "varlen"
-MASKING = ("sdpa", "eager")  # that make a mask
-MOST_HEAD_DIM = 256  # of FlashAttention 2
-# Tensors that layers hand on and that attention does not read: places, and what a model's own loss
-# is given.
-HARMLESS = ("position_ids", "cache_position", "shift_labels", "num_items_in_batch")
+MASK_ATTENTIONS = ("sdpa", "eager")  # attentions that use a mask
+MAX_HEAD_DIM = 256  # limit of FlashAttention 2
+# Tensors that layers pass on but attention does not read: positions, and arguments of the model's
+# own loss.
+IGNORED_TENSORS = ("position_ids", "cache_position", "shift_labels", "num_items_in_batch")
 
 
-class Unfit(RuntimeError):
-    """Says what an attention wants that `varlen` does not compute; `model.attention` finds it out
-    before a run.
+class VarlenUnsupportedError(RuntimeError):
+    """An attention feature that `varlen` does not support.
+
+    `model.attention` detects such features before a run.
     """
 
 
-def both_ways(attention: str) -> str:
-    """Names an attention that looks both ways within a document."""
+def bidirectional_name(attention: str) -> str:
+    """Return an attention's name for bidirectional models with packed documents."""
     return f"both_ways_{attention}"
 
 
 def attend(
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -56,23 +58,23 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     causal: bool = True,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, None]:
-    """Computes the attention of a layer, (B, heads, T, d) -> (B, T, heads, d of a value).
+    """Compute a layer's attention, (B, heads, T, d) -> (B, T, heads, d of a value).
 
-    Raises `Unfit` for what it cannot compute.
+    Raise `VarlenUnsupportedError` for features that varlen does not support.
     """
     if dropout:
-        raise Unfit(f"attention dropout of {dropout}")
-    if wanted := _wanted(module, causal, more):
-        raise Unfit(wanted)
+        raise VarlenUnsupportedError(f"attention dropout of {dropout}")
+    if wanted := _unsupported_feature(module, causal, more):
+        raise VarlenUnsupportedError(wanted)
     if attention_mask is None or attention_mask.dim() != 4 or attention_mask.dtype != torch.int32:
-        raise Unfit("a custom mask")
+        raise VarlenUnsupportedError("a custom mask")
     rows, _, length, d = query.shape
     if key.shape[2] != length or value.shape[2] != length:
-        raise Unfit("keys of other tokens than the queries'")
+        raise VarlenUnsupportedError("keys of other tokens than the queries'")
     scale = d**-0.5 if scaling is None else float(scaling)
-    # as scaled_dot_product_attention does by itself
+    # Autocast converts the inputs of scaled_dot_product_attention in the same way.
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (
             heads.to(torch.get_autocast_dtype(query.device.type)) for heads in (query, key, value)
@@ -80,7 +82,7 @@ def attend(
     width = value.shape[-1]
     # (B * T, heads, d)
     query, key, value = (
-        heads.transpose(1, 2).flatten(0, 1) for heads in _of_one_size(query, key, value)
+        heads.transpose(1, 2).flatten(0, 1) for heads in _pad_heads(query, key, value)
     )
     documents, longest = attention_mask[0, 0, 0], attention_mask.shape[2]
     scoring = Scoring(scale, sliding_window or 0, causal)
@@ -88,9 +90,10 @@ def attend(
     return output[..., :width].unflatten(0, (rows, length)), None
 
 
-def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Pad heads to one size, a multiple of 8, as FlashAttention needs them; zeros add nothing to a
-    score.
+def _pad_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Pad the heads to a common size that is a multiple of 8, as FlashAttention requires.
+
+    The added zeros do not change the scores.
     """
     size = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
     return tuple(
@@ -99,8 +102,8 @@ def _of_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...
     )
 
 
-def _wanted(module: Any, causal: bool, more: dict[str, Any]) -> str:
-    """Names what a layer asks for besides, or ""."""
+def _unsupported_feature(module: torch.nn.Module, causal: bool, more: dict[str, Any]) -> str:
+    """Return the unsupported feature that a layer requests, or ""."""
     if more.get("softcap") is not None:
         return "a soft cap"
     back_only = (
@@ -112,7 +115,7 @@ def _wanted(module: Any, causal: bool, more: dict[str, Any]) -> str:
         (
             f"{name} of its own"
             for name, value in more.items()
-            if torch.is_tensor(value) and name not in HARMLESS
+            if torch.is_tensor(value) and name not in IGNORED_TENSORS
         ),
         "",
     )
@@ -126,11 +129,12 @@ def find_documents(
     attention_mask: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """Makes the attention_mask of `attend` where a mask would be made: a document begins at a token
-    that does not see the one before it.
+    """Return the attention_mask for `attend`. Called instead of a mask function.
+
+    A document begins at each token that does not attend to the preceding token.
     """
     if attention_mask is not None:
-        raise Unfit("a custom mask")
+        raise VarlenUnsupportedError("a custom mask")
     device = more.get("device", "cpu")
     later, row = (
         torch.arange(1, q_length, device=device),
@@ -138,35 +142,36 @@ def find_documents(
     )
     starts = torch.ones(batch_size, q_length, dtype=torch.bool, device=device)
     starts[:, 1:] = ~mask_function(row, 0, later, later - 1)
-    return for_layers(documents_from(starts).cpu(), starts.device)
+    return as_attention_mask(cu_seqlens_from(starts).cpu(), starts.device)
 
 
-def attend_both_ways(
+def attend_bidirectional(
     inner: str,
-    module: Any,
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, Any]:
-    """Computes the attention of a layer by transformers' own function `inner`."""
-    # each model has one of its own, beside its attention
+    """Compute a layer's attention with transformers' function `inner`."""
+    # Each model has its own eager function, defined in the module that contains its attention.
     own: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(inner, own)(
         module, query, key, value, attention_mask, **more
     )
 
 
-def mask_both_ways(
+def bidirectional_mask(
     inner: str,
     *,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
-    **more: Any,
+    **more: object,
 ) -> Tensor | None:
-    """Makes the mask of one kind of layer, by its own rule and within documents: these begin where
-    `attention_mask`, (B, T) bool, says.
+    """Return the mask for one kind of layer: its own rule, limited to each token's document.
+
+    Documents begin where `attention_mask`, (B, T) bool, is True.
     """
     if attention_mask is not None:
         mask_function = and_masks(
@@ -180,8 +185,8 @@ def mask_both_ways(
 
 AttentionInterface.register(VARLEN, attend)
 AttentionMaskInterface.register(VARLEN, find_documents)
-AttentionInterface.register(both_ways(VARLEN), partial(attend, causal=False))
-AttentionMaskInterface.register(both_ways(VARLEN), find_documents)
-for inner in MASKING:
-    AttentionInterface.register(both_ways(inner), partial(attend_both_ways, inner))
-    AttentionMaskInterface.register(both_ways(inner), partial(mask_both_ways, inner))
+AttentionInterface.register(bidirectional_name(VARLEN), partial(attend, causal=False))
+AttentionMaskInterface.register(bidirectional_name(VARLEN), find_documents)
+for inner in MASK_ATTENTIONS:
+    AttentionInterface.register(bidirectional_name(inner), partial(attend_bidirectional, inner))
+    AttentionMaskInterface.register(bidirectional_name(inner), partial(bidirectional_mask, inner))

@@ -1,8 +1,7 @@
-"""What a model computes element by element, in few kernels: torch.compile of the model's own code,
-and of parts of ours.
+"""Fusion of element-wise operations into a few kernels, with torch.compile.
 
-Eager PyTorch reads and writes each intermediate result: half of the time of a 1.3B model's step on
-an H200.
+Both the model's own code and parts of our code are compiled. Eager PyTorch reads and writes each
+intermediate result, which takes half of a 1.3B model's step time on an H200.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,90 +13,91 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ROTARY = "apply_rotary_pos_emb"  # transformers' name of what turns queries and keys by their places
+from ..compat.torch import set_compiler, set_forward
+from ..compat.transformers import (
+    forward_of_layer,
+    set_layer_forward,
+    without_early_stop,
+    without_old_names,
+)
+
+ROTARY = "apply_rotary_pos_emb"  # transformers' function that rotates queries and keys by position
 _switched = {"on": False}
 
 
-def switch(on: bool, deterministic: bool = False, asked: bool = True) -> None:
-    """Makes the functions that are `fused` compiled ones, or plain ones.
+def set_fusion(on: bool, deterministic: bool = False, asked: bool = True) -> None:
+    """Switch the `fused` functions to their compiled or plain versions.
 
-    `deterministic`: no kernel is chosen by how fast it was. Unless `asked` for, what cannot be
-    compiled is computed as it is, which torch tells in a warning.
+    If `deterministic` is True, no kernel is selected by measured speed. If `asked` is False, code
+    that cannot be compiled runs uncompiled, and torch prints a warning.
     """
     _switched["on"] = on
     if not on:
         return
-    import torch._dynamo.config as dynamo
-    import torch._functorch.config as functorch
-    import torch._inductor.config as inductor
-
-    dynamo.suppress_errors = not asked
-    # else a backward pass is compiled when it is first run, where no error is suppressed
-    functorch.force_non_lazy_backward_lowering = not asked
-    # a pool of compilers in each rank would outlive a killed one, for a few small kernels
-    inductor.compile_threads = 1
-    inductor.deterministic = deterministic
+    set_compiler(deterministic, asked)
 
 
-def compiles() -> bool:
-    """Returns True while `switch` is on."""
+def fusion_enabled() -> bool:
+    """Return True while `set_fusion` is on."""
     return _switched["on"]
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function of tensors, which is compiled where it is called while `switch` is on,
-    anew for each shape.
+    """Return a version of a tensor function that is compiled while `set_fusion` is on.
+
+    The function is compiled separately for each new shape.
     """
-    # not before it is called: the compiler takes a second to import
+    # Do not compile before the first call, because importing the compiler takes a second.
     compiled = cache(partial(torch.compile, function, dynamic=False))
 
     @wraps(function)
-    def chosen(*arguments: Any) -> Any:
+    def chosen(*arguments: object) -> Any:
         return (compiled() if _switched["on"] else function)(*arguments)
 
     return chosen
 
 
-def compile_layers(models: Iterable[nn.Module], whole: bool) -> tuple[int, int, int]:
-    """Compiles in place, at their first use; returns how many layers as a whole, norms and
-    attentions' rotary embeddings outside of these.
+def compile_layers(models: Iterable[nn.Module], full_layers: bool) -> tuple[int, int, int]:
+    """Make layers, norms and rotary embeddings compile when they are first used, in place.
 
-    `whole` is for layers without hooks and collectives inside. Norms and rotary embeddings are
-    functions of tensors alone, so hooks, collectives and partitioned weights see the model that
-    they would see without it. The values are those of the code as it is, to rounding: one kernel
-    keeps in fp32 what several round in between. The modules' classes, and other models of theirs,
-    stay as they are.
+    Return the number of full layers, of norms, and of attentions with rotary embeddings. The last
+    two numbers count only modules outside the compiled layers.
+
+    Set `full_layers` only if the layers contain no hooks or collectives. Norms and rotary
+    embeddings are pure functions of tensors, so hooks, collectives and partitioned weights are
+    unaffected by their compilation. The values are equal up to rounding, because a fused kernel
+    keeps intermediate results in fp32 that separate kernels would round.
+
+    The modules' classes are not changed, and neither are other models that use these classes.
     """
     made: dict[Any, Callable[..., Any]] = {}
     found, inside = [0, 0, 0], set[int]()
     for module in (module for model in models for module in model.modules()):
-        forward = type(module).forward
+        forward = without_old_names(forward_of_layer(module))
         if id(module) in inside or "forward" in vars(module):
             continue
-        if whole and isinstance(module, GradientCheckpointingLayer):
+        if full_layers and isinstance(module, GradientCheckpointingLayer):
             inside |= {id(part) for part in module.modules()}
-            module.forward = MethodType(_once(made, forward, torch.compile), module)
+            compiled = MethodType(_compile_cached(made, forward, torch.compile), module)
+            set_layer_forward(module, compiled)
             if module.gradient_checkpointing:
-                # To stop early torch raises an error where the last tensor is saved, here inside
-                # what was compiled: a SystemError in torch 2.11. Not so where ZeRO-3 works inside:
-                # past the early stop its hooks release weights that the backward pass has gathered.
-                layer: Any = module
-                layer._gradient_checkpointing_func = partial(
-                    layer._gradient_checkpointing_func, early_stop=False
-                )
+                without_early_stop(module)
             found[0] += 1
         elif is_norm(module):
-            module.forward = MethodType(_once(made, forward, torch.compile), module)
+            set_forward(module, MethodType(_compile_cached(made, forward, torch.compile), module))
             found[1] += 1
-        elif turns(forward):
-            module.forward = MethodType(_once(made, forward, _with_rotary_compiled), module)
+        elif applies_rotary(forward):
+            set_forward(
+                module, MethodType(_compile_cached(made, forward, _with_rotary_compiled), module)
+            )
             found[2] += 1
     return found[0], found[1], found[2]
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Returns True for a norm that is written in several operations: torch's own are one kernel
-    already.
+    """Return True if `module` is a norm that consists of several operations.
+
+    torch's own norms are excluded because they already are a single kernel.
     """
     cls = type(module)
     return (
@@ -107,10 +107,8 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def turns(forward: Any) -> bool:
-    """Returns True for the forward of an attention that calls `ROTARY`, a plain function beside
-    it.
-    """
+def applies_rotary(forward: object) -> bool:
+    """Return True if an attention's forward calls `ROTARY`, a function in its module."""
     return (
         isinstance(forward, FunctionType)
         and ROTARY in forward.__code__.co_names
@@ -118,16 +116,16 @@ def turns(forward: Any) -> bool:
     )
 
 
-def _once(
-    made: dict[Any, Callable[..., Any]], function: Any, make: Callable[[Any], Any]
+def _compile_cached(
+    made: dict[Any, Callable[..., Any]], function: object, make: Callable[[Any], Any]
 ) -> Callable[..., Any]:
     if function not in made:
         made[function] = make(function)
     return made[function]
 
 
-def _with_rotary_compiled(forward: Any) -> Callable[..., Any]:
-    """Makes a copy of a forward that finds `ROTARY` compiled, and else what the forward finds."""
+def _with_rotary_compiled(forward: FunctionType) -> Callable[..., Any]:
+    """Return a copy of a forward in which the global name `ROTARY` is the compiled function."""
     found = forward.__globals__ | {ROTARY: torch.compile(forward.__globals__[ROTARY])}
     copy = FunctionType(
         forward.__code__, found, forward.__name__, forward.__defaults__, forward.__closure__

@@ -1,20 +1,22 @@
-"""Where the packed documents of a micro-batch begin: what attention reads instead of a mask."""
+"""Boundaries of the documents in a micro-batch, which attention reads instead of a mask."""
 
 import torch
 
 
-def documents_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Counts the tokens before each document of (B, T) positions, and all of them: (documents + 1,)
-    int32, rows one after another.
+def cu_seqlens_of(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the documents' cumulative token counts, given positions (B, T).
+
+    The result is (documents + 1,) int32: the number of tokens before each document, and the total.
+    Rows are counted as if concatenated.
     """
-    return documents_from(document_starts(position_ids))
+    return cu_seqlens_from(document_starts(position_ids))
 
 
 def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
-    """Finds where documents begin, (B, T) bool: with a row, and where a position is not the one
-    before it plus one.
+    """Return the document starts, (B, T) bool.
 
-    This is transformers' own rule (masking_utils.find_packed_sequence_indices).
+    A document starts at each row's first token, and wherever a position is not the previous
+    position plus one. transformers uses the same rule (masking_utils.find_packed_sequence_indices).
     """
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids.diff(dim=-1) != 1
@@ -22,29 +24,30 @@ def document_starts(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def with_documents(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds "documents" to a micro-batch of packed rows."""
-    return batch | {"documents": documents_of(batch["position_ids"])}
+    """Return a micro-batch of packed rows with the entry "documents" added."""
+    return batch | {"documents": cu_seqlens_of(batch["position_ids"])}
 
 
-def with_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adds "document_starts" to a micro-batch of packed rows, from which a mask is made."""
+def with_document_starts(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return packed rows with "document_starts" added, for attention that creates a mask."""
     return batch | {"document_starts": document_starts(batch["position_ids"])}
 
 
-def documents_from(starts: torch.Tensor) -> torch.Tensor:
-    """Like `documents_of`, of `document_starts`."""
+def cu_seqlens_from(starts: torch.Tensor) -> torch.Tensor:
+    """Return the same result as `cu_seqlens_of`, given `document_starts`."""
     begun = starts.flatten().nonzero().flatten()
     return torch.cat([begun, begun.new_tensor([starts.numel()])]).int()
 
 
-def for_layers(documents: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Makes of `documents_of` what the layers of a model get as their attention_mask: (1, 1, tokens
-    of the longest document, documents + 1).
+def as_attention_mask(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return `cu_seqlens_of` in the form that layers receive as their attention_mask.
 
-    transformers 5.22.2 hands a mask of four dimensions to the layers as it is
-    (masking_utils._preprocess_mask_arguments). The third says how long the longest document is
-    without asking the device, and repeats one memory (stride 0). `documents` are read here, so they
-    should still lie on the CPU.
+    The result has the shape (1, 1, tokens in the longest document, documents + 1), because
+    transformers 5.22.2 passes a 4D mask to the layers unchanged
+    (masking_utils._preprocess_mask_arguments). The third dimension is expanded with stride 0. It
+    carries the length of the longest document without a device sync.
+
+    This function reads the values of `cu_seqlens`, so the tensor should still be on the CPU.
     """
-    longest = int(documents.diff().max())
-    return documents.to(device, non_blocking=True).expand(1, 1, longest, -1)
+    longest = int(cu_seqlens.diff().max())
+    return cu_seqlens.to(device, non_blocking=True).expand(1, 1, longest, -1)

@@ -1,1 +1,1 @@
-"""From config.json and weights to modules on a device, and back to Hugging Face files."""
+"""Models: from config.json and weights to a model on a device, and back to Hugging Face files."""

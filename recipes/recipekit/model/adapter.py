@@ -1,30 +1,33 @@
-"""Adapters of peft: the supported kinds, the keys of their files, and the merged weights.
+"""peft adapters: the supported kinds, the keys in their files, and the merged weights.
 
-File names, file contents and merges come from peft's own functions, so peft reads and merges what a
-run exports.
+peft's own functions produce the file names, file contents and merges, so peft can read and merge a
+run's exports.
 """
 
 import contextlib
-import copy
 import enum
 import itertools
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..parallel.plans import ends_of
-from ..spec.refusal import Problem, Refusal
+from ..compat.peft import checked_configs, copied, known_to_peft
+from ..parallel.plans import embedding_and_head
+from ..spec.errors import ConfigError, Problem
 
-# Fields of peft's LoraConfig that train, export and merge as in peft with every value
-# (tests/model/test_adapters.py).
-FIELDS = frozenset(
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# LoraConfig fields for which training, export and merge behave as in peft, for every value of the
+# field (tests/model/test_adapters.py).
+LORA_FIELDS = frozenset(
     {
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
         *(
@@ -47,8 +50,8 @@ FIELDS = frozenset(
         *("fan_in_fan_out", "init_lora_weights"),
     }
 )
-# other values change the base weights, or need data
-INITS = (True, False, "gaussian", "orthogonal")
+# Other initialisations change the base weights or need data.
+LORA_INITS = (True, False, "gaussian", "orthogonal")
 NOT_COMPARED = (
     "base_model_name_or_path",
     "revision",
@@ -57,50 +60,59 @@ NOT_COMPARED = (
     "inference_mode",
     "runtime_config",
 )
-USE = "use LoraConfig with its own fields"
+USE_LORA_CONFIG = "use LoraConfig with its own fields"
 
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """Fields of a recipe that decide whether its adapter can be trained and exported."""
+    """Recipe fields that decide whether the recipe's adapter can be trained and exported."""
 
     adapt: Callable[[Any], Any]
-    model: str = "none"  # "": randomly initialised weights, which no folder holds
+    model: str = "none"  # "": randomly initialised weights, which are not stored in any folder
     merge: bool = False
     tp: int = 1
     ep: int = 1
-    revision: str = ""  # commit of the model on the hub, if it is not a folder
+    revision: str = ""  # the model's commit on the Hub, unless it is a folder
 
 
-def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> Any:
-    """Return the result of `adapt` for `model`, whose parameters may be on the meta device.
+def apply_adapter(
+    model: "PreTrainedModel", request: AdapterRequest, ds_config: dict[str, Any]
+) -> Any:
+    """Return the result of the recipe's `adapt` function for `model`.
 
-    Raises `Refusal` for an adapter that the run cannot train, export and merge with the same result
-    as peft.
+    The model's parameters may be on the meta device. Raise `ConfigError` for an adapter whose
+    training, export or merge would differ from peft's.
     """
     base = dict(model.named_parameters())
-    shapes = {name: _shape(parameter) for name, parameter in base.items()}
+    shapes = {name: _full_shape(parameter) for name, parameter in base.items()}
     zero3 = ds_config.get("zero_optimization", {}).get("stage") == 3
+
+    def check(config: "PreTrainedConfig") -> None:
+        if problems := _check_config(config) or _check_adapter_layout(config, request, zero3):
+            raise ConfigError(problems)
+
     with (
-        _checked_configs(request, zero3),
-        _known_to_peft(ds_config) if zero3 else contextlib.nullcontext(),
+        checked_configs(check),
+        known_to_peft(ds_config) if zero3 else contextlib.nullcontext(),
     ):
         made = request.adapt(model)
 
     if problems := _check_wrapper(made):
-        raise Refusal(problems)
+        raise ConfigError(problems)
     if not hasattr(made, "peft_config"):
         return made
     (config,) = made.peft_config.values()
     problems = _check_scaling(made, config)
-    now = {id(parameter): _shape(parameter) for parameter in made.parameters()}
+    now = {id(parameter): _full_shape(parameter) for parameter in made.parameters()}
     if changed := [
         name for name, parameter in base.items() if now.get(id(parameter)) != shapes[name]
     ]:
         fix = "save the changed model once with transformers, and give its folder with --model"
-        problems.append(Problem("adapt", f"replaces weights of the model: {_listed(changed)}", fix))
+        problems.append(
+            Problem("adapt", f"replaces weights of the model: {_first_names(changed)}", fix)
+        )
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
 
     is_folder = bool(request.model) and Path(request.model).is_dir()
     config.base_model_name_or_path = (
@@ -110,28 +122,29 @@ def adapted(model: Any, request: AdapterRequest, ds_config: dict[str, Any]) -> A
         request.revision if request.revision and request.model and not is_folder else None
     )
     if problems := _check_trained(made) + (check_merge(made) if request.merge else []):
-        raise Refusal(problems)
+        raise ConfigError(problems)
     return made
 
 
-def config_of(model: Any) -> dict[str, Any] | None:
-    """Return the adapter's config as JSON, without machine and version; None for a model without an
-    adapter of peft.
+def adapter_config_of(model: "PreTrainedModel") -> dict[str, Any] | None:
+    """Return the adapter's config as JSON, or None without an adapter.
 
-    A resume compares it, so lists of names are sorted.
+    Entries that depend on the machine or the version are left out. Lists of names are sorted,
+    because a resume compares the config.
     """
     for config in getattr(model, "peft_config", {}).values():
         return {
-            name: _plain(value)
+            name: _to_json_value(value)
             for name, value in config.to_dict().items()
             if name not in NOT_COMPARED
         }
     return None
 
 
-def published_keys(model: Any) -> dict[str, str]:
-    """Map each key of the adapter's file to a parameter or buffer; {} for models without an
-    adapter.
+def published_keys(model: "PreTrainedModel") -> dict[str, str]:
+    """Return a mapping from each key of the adapter's file to a parameter or buffer.
+
+    Return {} for a model without an adapter.
     """
     if not hasattr(model, "peft_config"):
         return {}
@@ -141,8 +154,8 @@ def published_keys(model: Any) -> dict[str, str]:
     named = {name: torch.empty(0) for name in model.state_dict()}
     names = {id(value): name for name, value in named.items()}
 
-    # With the base model's name, peft would request its vocabulary from the hub. `adapted` has
-    # refused a changed vocabulary.
+    # If peft knew the base model's name, it would request the model's vocabulary from the hub.
+    # `apply_adapter` has already rejected a changed vocabulary.
     base, config.base_model_name_or_path = config.base_model_name_or_path, None
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -160,24 +173,23 @@ Gather = Callable[
 ]
 
 
-def merged(
-    model: Any, gather: Gather, dtype: torch.dtype, writes: bool
+def merged_weights(
+    model: "PeftModel", gather: Gather, dtype: torch.dtype, writes: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the merged weights and the buffers under the base model's names, one module at a time
-    (a collective).
+    """Yield merged weights and buffers under the base model's names, one module at a time.
 
-    `gather` turns named parameters into full tensors on the CPU. peft merges each module in fp32. A
-    rank that does not write takes part in the gathering only.
+    This is a collective operation. `gather` returns full tensors on the CPU for named parameters.
+    peft merges each module in fp32. A rank that does not write only takes part in gathering.
     """
     base = model.get_base_model()
-    wrappers = _outermost(base)
+    wrappers = _peft_modules(base)
 
     def owner(name: str) -> str:
         parts = name.split(".")
         around = (".".join(parts[:end]) for end in range(1, len(parts)))
         return next((module for module in around if module in wrappers), "")
 
-    chosen = _once(base, owner)
+    chosen = _unique_parameters(base, owner)
     for module, group in itertools.groupby(chosen, key=lambda item: owner(item[0])):
         if not module:
             yield from gather(group, dtype)
@@ -185,7 +197,7 @@ def merged(
         tensors = dict(gather(group, torch.float32))
         if not writes:
             continue
-        whole = _merge(_copied(wrappers[module], tensors, f"{module}."))
+        whole = _merge_module(copied(wrappers[module], tensors, f"{module}."))
         parameters = dict(whole.named_parameters())
         for name, value in whole.state_dict().items():
             yield f"{module}.{name}", value.detach().to(dtype) if name in parameters else value
@@ -196,25 +208,25 @@ def merged(
             yield name, buffer.cpu()
 
 
-def unties(model: Any) -> bool:
-    """Return True if the embedding and the head are tied in the base model, but not in the merged
-    model.
-    """
+def merge_unties_head(model: Any) -> bool:
+    """Return True if the merge unties the base model's embedding and head."""
     base = model.get_base_model()
-    return _share_a_weight(base, saved=False) and not _share_a_weight(base, saved=True)
+    return _shares_weight(base, saved=False) and not _shares_weight(base, saved=True)
 
 
-def _share_a_weight(base: Any, saved: bool) -> bool:
-    """Return True if embedding and head share a weight in the base model or, with `saved`, in the
-    trained model.
+def _shares_weight(base: Any, saved: bool) -> bool:
+    """Return True if the embedding and the head share a weight.
+
+    If `saved`, check the trained model instead of the base model.
     """
-    ends = [_inside(end, saved) for end in ends_of(base) if end is not None]
+    ends = [_unwrap_module(end, saved) for end in embedding_and_head(base) if end is not None]
     return len(ends) == 2 and getattr(ends[0], "weight", None) is getattr(ends[1], "weight", 0)
 
 
-def _inside(module: Any, saved: bool) -> Any:
-    """Return the module inside peft's wrappers: the base model's or, with `saved`, the trained copy
-    in modules_to_save.
+def _unwrap_module(module: Any, saved: bool) -> Any:
+    """Return the module inside peft's wrappers.
+
+    The result is the base model's module or, if `saved`, the trained copy in modules_to_save.
     """
     from peft.utils import ModulesToSaveWrapper
 
@@ -227,8 +239,8 @@ def _inside(module: Any, saved: bool) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
-def _outermost(base: nn.Module) -> dict[str, Any]:
-    """Return the modules of peft in the model, except modules inside another one of them."""
+def _peft_modules(base: nn.Module) -> dict[str, Any]:
+    """Return the model's outermost peft modules."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, Any] = {}
@@ -242,9 +254,12 @@ def _outermost(base: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _once(base: nn.Module, owner: Callable[[str], str]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter under its first name, and also under a later name if the first one is in
-    a replaced module.
+def _unique_parameters(
+    base: nn.Module, owner: Callable[[str], str]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter under its first name.
+
+    If the first name belongs to a replaced module, also yield the parameter under a later name.
     """
     first: dict[int, str] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
@@ -253,33 +268,7 @@ def _once(base: nn.Module, owner: Callable[[str], str]) -> Iterator[tuple[str, n
             yield name, parameter
 
 
-def _copied(module: nn.Module, tensors: dict[str, torch.Tensor], prefix: str) -> Any:
-    """Copy a module with full tensors as its parameters, and without the hooks of an engine."""
-    made: Any = copy.copy(module)
-    made._parameters = {
-        name: (
-            None
-            if parameter is None
-            else nn.Parameter(tensors.get(prefix + name, torch.empty(0)), requires_grad=False)
-        )
-        for name, parameter in module._parameters.items()
-    }
-    made._buffers = {
-        name: None if buffer is None else buffer.detach().cpu()
-        for name, buffer in module._buffers.items()
-    }
-    children = module._modules.items()
-    made._modules = {
-        name: None if child is None else _copied(child, tensors, f"{prefix}{name}.")
-        for name, child in children
-    }
-    made._forward_hooks, made._forward_pre_hooks = OrderedDict(), OrderedDict()
-    if hasattr(module, "merged_adapters"):
-        made.merged_adapters = []
-    return made
-
-
-def _merge(module: Any) -> nn.Module:
+def _merge_module(module: Any) -> nn.Module:
     """Merge a copied module with peft's own method, and return the plain module."""
     if hasattr(module, "unload_and_optionally_merge_module"):
         return module.unload_and_optionally_merge_module(
@@ -293,8 +282,8 @@ def _merge(module: Any) -> nn.Module:
 # --------------------------------------------------------------------------------------------------
 
 
-def _check_wrapper(made: Any) -> list[Problem]:
-    """Refuse everything except a single adapter in peft's wrapper."""
+def _check_wrapper(made: nn.Module) -> list[Problem]:
+    """Return a problem for anything other than a single adapter in peft's wrapper."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -311,20 +300,20 @@ def _check_wrapper(made: Any) -> list[Problem]:
         return [
             Problem(
                 "adapt",
-                f"gives the model several adapters: {_listed(sorted(made.peft_config))}",
+                f"gives the model several adapters: {_first_names(sorted(made.peft_config))}",
                 fix,
             )
         ]
     return []
 
 
-def _check_config(config: Any) -> list[Problem]:
-    """Refuse kinds of adapters other than LoRA, and fields of LoRA that are not in FIELDS."""
+def _check_config(config: "PreTrainedConfig") -> list[Problem]:
+    """Return problems for adapters other than LoRA and for fields outside LORA_FIELDS."""
     kind = type(config).__name__
     if config.peft_type != "LORA" or kind != "LoraConfig":
         name = getattr(config.peft_type, "value", config.peft_type)
         rule = f"{name} is not supported: only LoRA and its variants DoRA and rsLoRA are"
-        return [Problem(f"adapt: {kind}", rule, USE)]
+        return [Problem(f"adapt: {kind}", rule, USE_LORA_CONFIG)]
     defaults = type(config)()
     problems = [
         Problem(
@@ -333,11 +322,11 @@ def _check_config(config: Any) -> list[Problem]:
             "leave it out",
         )
         for name, value in vars(config).items()
-        if name not in FIELDS
+        if name not in LORA_FIELDS
         and not name.startswith("_")
         and value != getattr(defaults, name, None)
     ]
-    if config.init_lora_weights not in INITS:
+    if config.init_lora_weights not in LORA_INITS:
         rule = (
             "changes the base weights or needs data, so the run would export an adapter for another"
             " base model"
@@ -349,8 +338,10 @@ def _check_config(config: Any) -> list[Problem]:
     return problems
 
 
-def _check_layout(config: Any, request: AdapterRequest, zero3: bool) -> list[Problem]:
-    """Refuse layouts that the adapter's layers do not support."""
+def _check_adapter_layout(
+    config: "PreTrainedConfig", request: AdapterRequest, zero3: bool
+) -> list[Problem]:
+    """Return a problem for each layout that the adapter's layers do not support."""
     problems = []
     for axis, rule in (("ep", "experts on other ranks"), ("tp", "tensor-parallel shards")):
         if getattr(request, axis) > 1:
@@ -364,8 +355,8 @@ def _check_layout(config: Any, request: AdapterRequest, zero3: bool) -> list[Pro
     return problems
 
 
-def _check_scaling(made: Any, config: Any) -> list[Problem]:
-    """Refuse a scaling that does not follow from adapter_config.json."""
+def _check_scaling(made: Any, config: "PreTrainedConfig") -> list[Problem]:
+    """Return a problem if the scaling does not follow from adapter_config.json."""
     for name, module in made.named_modules():
         for adapter, scaling in (
             getattr(module, "scaling", {}).items() if hasattr(module, "lora_alpha") else ()
@@ -381,8 +372,8 @@ def _check_scaling(made: Any, config: Any) -> list[Problem]:
     return []
 
 
-def _check_trained(made: Any) -> list[Problem]:
-    """Refuse trained parameters that would be missing in the adapter's file."""
+def _check_trained(made: "PreTrainedModel") -> list[Problem]:
+    """Return a problem for trained parameters that the adapter's file would not contain."""
     held = set(published_keys(made).values())
     aliases: dict[int, bool] = {}
     for name, parameter in made.named_parameters(remove_duplicate=False):
@@ -395,87 +386,51 @@ def _check_trained(made: Any) -> list[Problem]:
             Problem("adapt", "leaves no weights to train", "set inference_mode=False in LoraConfig")
         ]
     if lost := [name for name, parameter in trained if not aliases[id(parameter)]]:
-        rule = f"trains weights that peft does not write into the adapter's file: {_listed(lost)}"
+        rule = (
+            f"trains weights that peft does not write into the adapter's file: {_first_names(lost)}"
+        )
         return [Problem("adapt", rule, "name their modules in modules_to_save of LoraConfig")]
     return []
 
 
 def check_merge(made: Any) -> list[Problem]:
-    """Refuse to merge LoRA into a tied embedding or head, because the merge would change both."""
+    """Return a problem if LoRA would be merged into a tied embedding or head.
+
+    Such a merge would change both the embedding and the head.
+    """
     from peft.tuners.lora import LoraLayer
 
     base = made.get_base_model()
-    if not any(isinstance(end, LoraLayer) for end in ends_of(base)) or not _share_a_weight(
-        base, saved=False
-    ):
+    if not any(
+        isinstance(end, LoraLayer) for end in embedding_and_head(base)
+    ) or not _shares_weight(base, saved=False):
         return []
     rule = "merging would change the head together with the embedding, since they share one weight"
     fix = "leave out --merge, or put the embedding into modules_to_save"
     return [Problem("--merge with LoRA on a tied embedding", rule, fix)]
 
 
-@contextlib.contextmanager
-def _checked_configs(request: AdapterRequest, zero3: bool) -> Iterator[None]:
-    """Check each config that peft (0.21.2) receives, before peft makes layers of it.
-
-    Some kinds change the base model, or fail on a model without weights. A check of the finished
-    model would be too late.
-    """
-    from peft import PeftModel
-
-    initialise = PeftModel.__init__
-
-    def checked(self: Any, model: Any, peft_config: Any, *rest: Any, **options: Any) -> None:
-        if problems := _check_config(peft_config) or _check_layout(peft_config, request, zero3):
-            raise Refusal(problems)
-        initialise(self, model, peft_config, *rest, **options)
-
-    PeftModel.__init__ = checked
-    try:
-        yield
-    finally:
-        PeftModel.__init__ = initialise
-
-
-@contextlib.contextmanager
-def _known_to_peft(ds_config: dict[str, Any]) -> Iterator[None]:
-    """Let peft gather the partitioned weights that it reads while it makes layers (the norms of
-    DoRA).
-
-    peft 0.21.2 asks transformers whether ZeRO-3 is on (utils/integrations.py), and transformers
-    needs this object to know.
-    """
-    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
-
-    held = HfDeepSpeedConfig(ds_config)  # transformers keeps a weak reference
-    try:
-        yield
-    finally:
-        unset_hf_deepspeed_config()
-        del held
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
+def _full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of a config as JSON: sets and lists of names sorted, enums as their values."""
+def _to_json_value(value: object) -> Any:
+    """Return a config value as JSON: sets and name lists sorted, enums replaced by their values."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, dict):
-        return {str(key): _plain(own) for key, own in value.items()}
+        return {str(key): _to_json_value(own) for key, own in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     if isinstance(value, list | tuple):
         return (
             sorted(value)
             if all(isinstance(own, str) for own in value)
-            else [_plain(own) for own in value]
+            else [_to_json_value(own) for own in value]
         )
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _listed(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

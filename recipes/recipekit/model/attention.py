@@ -1,70 +1,66 @@
-"""Which attention a run computes with, found by running a tiny copy of its model."""
+"""The choice of a run's attention implementation, tested on a tiny copy of the run's model."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from ..dslint.divisibility import check_dense_mask
+from ..kernels.attention import VARLEN
+from ..spec.errors import ConfigError, config_error
+from ..spec.task_specs import PACKED, TaskSpec
+from .bidirectional import choose_bidirectional
+from .device import Activations, device_fallback_reason
+from .empty import class_of, config_of
+from .probes import probe
 
-from ..architectures.families import tiny_copy
-from ..dslint.divisions import check_dense_mask
-from ..kernels.attention import VARLEN, Unfit
-from ..kernels.documents import documents_of, for_layers
-from ..spec.refusal import Refusal, refuse
-from ..spec.task_specs import PACKED, Facts
-from .both_ways import choose_both_ways
-from .config_errors import WRONG_VALUE
-from .device import Activations, unfit_here
-from .empty import class_of, config_of, construct, empty_model
-from .small import once_a_config
-
-VOCABULARY = 264  # of the tiny copy
-LENGTHS = (45, 1, 19, 63)  # of its documents, in one row; a tiny window is 32
-SHORTER = "use a smaller --seq_len or --micro_batch, or another model"
-EQUAL = 1e-4  # a difference of logits, as a share of the largest one
+USE_SHORTER_ROWS = "use a smaller --seq_len or --micro_batch, or another model"
 
 
 def choose_attention(
     wanted: str,
     model_config: dict[str, Any],
     name: str,
-    facts: Facts,
+    facts: TaskSpec,
     activations: Activations,
 ) -> tuple[str, str]:
-    """Resolve the field `attention` of a recipe: (a name that transformers knows, the line that
-    says why `auto` is not varlen, or "").
+    """Resolve the recipe's field `attention`.
 
-    No collective, and the same on every rank. Raises `Refusal` for `varlen` where it is not right,
-    and for `auto` where sdpa's mask would leave no room.
+    Return (name of the attention in transformers, log line). The line explains why `auto` did not
+    choose varlen, or is "". The function uses no collective operation, and every rank computes the
+    same result.
+
+    Raise `ConfigError` if `varlen` is requested but not exact for the model. Raise it also if
+    `auto` must choose sdpa but sdpa's mask would not fit into memory.
     """
-    if facts.masked:
-        return choose_both_ways(wanted, model_config, name, activations)
+    if facts.bidirectional:
+        return choose_bidirectional(wanted, model_config, name, facts.auto_class, activations)
     if wanted not in ("auto", VARLEN):
         return wanted, ""
     if facts.rows != PACKED:
-        return _of_separate_rows(wanted, model_config, name, facts), ""
+        return _attention_of_unpacked(wanted, model_config, name, facts), ""
 
-    reason = unfit_here(model_config, activations.dtype, activations.device) or unfit(
-        model_config, name
-    )
+    reason = device_fallback_reason(model_config, activations.dtype, activations.device)
+    reason = reason or probe(model_config, facts.auto_class, name).unfit_for_varlen
     if not reason:
         return VARLEN, ""
     if wanted == VARLEN:
-        raise refuse(
+        raise config_error(
             "attention = varlen",
             f"is not exact for this {model_config['model_type']}: {reason}",
             "leave out --attention, or use --attention sdpa",
         )
-    _check_mask_of_sdpa(activations, reason)
+    _check_sdpa_mask(activations, reason)
     return "sdpa", f"attention sdpa with a mask of packed documents, not varlen: {reason}"
 
 
-def _of_separate_rows(wanted: str, model_config: dict[str, Any], name: str, facts: Facts) -> str:
-    """Return the attention of a task whose rows are not packed. Raises `Refusal` for varlen."""
+def _attention_of_unpacked(
+    wanted: str, model_config: dict[str, Any], name: str, facts: TaskSpec
+) -> str:
+    """Return the attention for a task whose rows are not packed.
+
+    Raise `ConfigError` if varlen is requested.
+    """
     if wanted == VARLEN:
-        raise refuse(
+        raise config_error(
             "attention = varlen",
             "requires rows of packed documents, which this task does not have",
             "leave out --attention",
@@ -73,97 +69,20 @@ def _of_separate_rows(wanted: str, model_config: dict[str, Any], name: str, fact
     return "sdpa" if has_sdpa else "eager"
 
 
-def _check_mask_of_sdpa(activations: Activations, reason: str) -> None:
-    """Raise `Refusal` if sdpa's mask would leave no room; `reason` is why it is not varlen."""
+def _check_sdpa_mask(activations: Activations, reason: str) -> None:
+    """Raise `ConfigError` if sdpa's mask would not fit into memory.
+
+    `reason` explains why varlen is not used.
+    """
     batch, length = activations.rows
     if problems := check_dense_mask("sdpa", length, batch, activations.dtype.itemsize):
-        raise Refusal(
+        raise ConfigError(
             [
                 replace(
                     problem,
                     rule=f"{problem.rule}. It is not varlen, which makes none: {reason}",
-                    fix=SHORTER,
+                    fix=USE_SHORTER_ROWS,
                 )
                 for problem in problems
             ]
         )
-
-
-@once_a_config
-def unfit(model_config: dict[str, Any], name: str = "") -> str:
-    """Return why a model's attention is not varlen, or "" if it is: if its logits of packed
-    documents are the logits of the separate documents, or sdpa's.
-
-    A tiny copy with random weights reads them, in fp32 on the CPU. sdpa's own logits may differ
-    from the logits of the separate documents if something else than attention carries information
-    from one to the next; that is then the same with both. Dropout of attention in training is as in
-    the config.
-    """
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            tiny = tiny_copy(config_of(model_config, name), VOCABULARY)
-            if tiny.get("initializer_range"):
-                # Initial weights must be large enough for the difference to be seen.
-                tiny = tiny | {"initializer_range": 0.1}
-            return _difference(partial(_drawn, tiny, name))
-    except Unfit as found:
-        return f"it has {found}"
-    except WRONG_VALUE as error:
-        # Raises if the cause is a wrong value in its config.json.
-        empty_model(model_config, "eager", name)
-        said = (
-            error.problems[0].rule
-            if isinstance(error, Refusal)
-            else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        )
-        return f"a tiny copy of it does not run with it ({said})"
-
-
-def _difference(draw: Callable[[str], nn.Module]) -> str:
-    """Compare a tiny model's logits with varlen and with sdpa; return the difference, or "".
-
-    Raises `Unfit` if its attention asks for something that varlen does not compute.
-    """
-    model = draw(VARLEN)
-    ids = torch.randint(3, VOCABULARY - 1, (1, sum(LENGTHS)))
-    positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
-
-    # Packed documents, in evaluation and in training, where `Unfit` is raised for dropout.
-    logits = _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
-    model.train()
-    _read(model, ids, positions, for_layers(documents_of(positions), ids.device))
-
-    # The same tokens as one document: the logits must change.
-    whole_row = torch.tensor([0, ids.numel()], dtype=torch.int32)
-    one = _read(model.eval(), ids, positions, for_layers(whole_row, ids.device))
-    if not logits.isfinite().all() or _equal(logits, one):
-        return "the logits of a tiny copy do not tell what its attention reads"
-
-    # Each document by itself with sdpa, and packed as sdpa reads it.
-    plain = draw("sdpa")
-    documents = zip(ids.split(LENGTHS, 1), positions.split(LENGTHS, 1), strict=True)
-    alone = torch.cat([_read(plain, *document) for document in documents], dim=1)
-    if _equal(logits, alone) or _equal(logits, _read(plain, ids, positions)):
-        return ""
-    return "a tiny copy of it computes something else with it"
-
-
-def _drawn(tiny: dict[str, Any], name: str, attention: str) -> nn.Module:
-    torch.default_generator.manual_seed(0)
-    return construct(config_of(tiny, name), attention, name).eval()
-
-
-def _read(
-    model: nn.Module,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    documents: torch.Tensor | None = None,
-) -> torch.Tensor:
-    torch.default_generator.manual_seed(0)  # Reformer draws its hashes anew in every forward
-    return model(
-        input_ids=ids, position_ids=positions, attention_mask=documents, use_cache=False
-    ).logits.float()
-
-
-def _equal(logits: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((logits - expected).abs().max() <= EQUAL * expected.abs().max())

@@ -1,8 +1,8 @@
-"""BatchNorm whose running statistics are the same on every rank, and for every number of ranks.
+"""BatchNorm whose running statistics are equal on all ranks and for any number of ranks.
 
-Each micro-batch is normalised by its own mean and variance, as torch does it. The running
-statistics move once an optimizer step, by the mean over all its micro-batches and ranks; torch's
-own would move with each micro-batch, and on each rank apart.
+Each micro-batch is normalised by its own mean and variance, as in torch. The running statistics are
+updated once per optimizer step, with the mean over all micro-batches and ranks. In contrast, torch
+updates them after each micro-batch, and separately on each rank.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,19 @@ from torch import nn
 from torch.nn.functional import batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..spec.refusal import refuse
+from ..compat.torch import set_class
+from ..spec.errors import config_error
 
 
-def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """Computes a norm's output for `x`, (B, C, ...), and while it trains adds the statistics of
-    this micro-batch to its sums.
+def step_batch_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return the norm's output for `x`, (B, C, ...).
 
-    Statistics, weight and bias are those of the buffers' dtype, fp32: torch 2.13 takes no bf16
-    weights beside fp32 statistics on a CPU. What is computed again in a backward pass (activation
-    checkpointing) has been counted already. Raises `Refusal` for one value a channel, which has no
+    In training, also add the micro-batch's statistics to the norm's sums. Statistics, weight and
+    bias have the dtype of the buffers, fp32, because on a CPU torch 2.13 does not accept bf16
+    weights with fp32 statistics. A recomputation in the backward pass (activation checkpointing) is
+    not counted again.
+
+    Raise `ConfigError` if there is only one value per channel, since a single value has no
     variance.
     """
     mean, var = norm.running_mean, norm.running_var
@@ -33,15 +36,15 @@ def normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
     if not norm.training:
         return batch_norm(x, mean, var, weight, bias, False, 0.0, norm.eps)
     if x.numel() == x.shape[1]:
-        raise refuse(
+        raise config_error(
             "micro_batch = 1",
             f"BatchNorm receives {tuple(x.shape)}, and one value per channel has no variance",
             "use --micro_batch 2 or more",
         )
     mean, var = torch.zeros_like(mean), torch.ones_like(var)
-    # with a momentum of 1 they become those of this micro-batch
+    # With a momentum of 1, the running statistics become the micro-batch's own statistics.
     out = batch_norm(x, mean, var, weight, bias, True, 1.0, norm.eps)
-    if torch._C._current_graph_task_id() == -1:  # no backward pass runs
+    if torch._C._current_graph_task_id() == -1:  # not in a backward pass
         seen = torch.cat([mean, var, mean.new_ones(1)]).double()  # (2 C + 1,)
         norm.sums = seen if norm.sums is None else norm.sums + seen
     return out
@@ -51,21 +54,24 @@ class StepBatchNorm1d(nn.BatchNorm1d):
     sums: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return normalise(self, input)
+        return step_batch_norm(self, input)
 
 
 class StepBatchNorm2d(nn.BatchNorm2d):
     sums: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return normalise(self, input)
+        return step_batch_norm(self, input)
 
 
-OURS: dict[type, type] = {nn.BatchNorm1d: StepBatchNorm1d, nn.BatchNorm2d: StepBatchNorm2d}
+STEP_NORM_CLASSES: dict[type, type] = {
+    nn.BatchNorm1d: StepBatchNorm1d,
+    nn.BatchNorm2d: StepBatchNorm2d,
+}
 
 
 def norms_of(model: nn.Module) -> list[Any]:
-    """Lists a model's norms of ours, in its order."""
+    """Return the model's step norms (StepBatchNorm1d and StepBatchNorm2d) in model order."""
     return [
         module
         for module in model.modules()
@@ -74,31 +80,30 @@ def norms_of(model: nn.Module) -> list[Any]:
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Makes every BatchNorm of a model ours, in place: parameters, buffers and names stay.
+    """Replace every BatchNorm in a model with a step norm, in place.
 
-    Raises `Refusal` as `check_norms` does.
+    Parameters, buffers and names stay the same. Raise the same `ConfigError` as `check_norms`.
     """
     check_norms(model)
     for module in model.modules():
-        if type(module) in OURS:
-            module.__class__ = OURS[type(module)]
+        if type(module) in STEP_NORM_CLASSES:
+            set_class(module, STEP_NORM_CLASSES[type(module)])
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raises `Refusal` for a BatchNorm with a forward pass of its own, or without running
-    statistics.
-    """
+    """Raise `ConfigError` for a BatchNorm with a custom forward or without running statistics."""
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (
-            type(module) not in (*OURS, *OURS.values()) or not module.track_running_stats
+            type(module) not in (*STEP_NORM_CLASSES, *STEP_NORM_CLASSES.values())
+            or not module.track_running_stats
         ):
             kind = type(module).__name__
             rule = (
                 f"{name} is a {kind} without running statistics"
-                if type(module) in OURS
+                if type(module) in STEP_NORM_CLASSES
                 else f"{name} is a {kind}, whose statistics are not known here"
             )
-            raise refuse(
+            raise config_error(
                 f"model = {type(model).__name__}",
                 rule,
                 "use a model with torch's BatchNorm1d or BatchNorm2d, or without BatchNorm",
@@ -106,14 +111,14 @@ def check_norms(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def move_statistics(norms: Sequence[Any], group: Any, changed: bool = True) -> None:
-    """Moves the running statistics by those of a step, which it forgets (a collective of the
-    data-parallel ranks' `group`; None: one rank).
+def update_running_stats(norms: Sequence[Any], group: object, changed: bool = True) -> None:
+    """Update the running statistics with a step's sums, then clear the sums.
 
-    Only forgets those of a step that did not change the weights, as no rank's were.
+    This is a collective operation over `group`, the data-parallel ranks (None: one rank). If
+    `changed` is False, the step changed the weights on no rank, so only the sums are cleared.
 
-    running = (1 - momentum) running + momentum mean; without a momentum they become the mean over
-    all steps, as in torch.
+    The update is running = (1 - momentum) running + momentum mean. If the momentum is None, the
+    statistics are the mean over all steps, as in torch.
     """
     if not changed:
         for norm in norms:
@@ -133,8 +138,8 @@ def move_statistics(norms: Sequence[Any], group: Any, changed: bool = True) -> N
         norms, sums.split([2 * norm.num_features + 1 for norm in norms]), strict=True
     ):
         norm.sums = None
-        ran = seen[-1] > 0  # it lies on this stage of a pipeline; the device is not waited for
-        norm.num_batches_tracked += ran
+        ran = seen[-1] > 0  # False if the norm is on a different pipeline stage; no device sync
+        norm.num_batches_tracked.add_(ran)
         share = ran * (
             1 / norm.num_batches_tracked.clamp(min=1).double()
             if norm.momentum is None

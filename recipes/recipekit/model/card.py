@@ -1,4 +1,4 @@
-"""The model card of an export: README.md with the facts that a run has recorded."""
+"""The model card of an export: a README.md that reports the run's recorded facts."""
 
 import hashlib
 import json
@@ -9,35 +9,43 @@ from pathlib import Path
 from typing import Any
 
 from ..architectures.lookup import folder_of
-from ..architectures.small_files import CARD
-from ..spec.run_folder import ADAPTER, COMMITS, facts_of_run, files_of_run, read_metrics, unit_of
+from ..architectures.small_files import CARD_FILE
+from ..spec.run_folder import (
+    ADAPTER_KEY,
+    COMMITS_KEY,
+    files_of_run,
+    read_metrics,
+    read_run_json,
+    unit_of_metrics,
+)
 from ..spec.task_specs import TASKS
 
-BASE_LICENSE = "base_license"  # key of run.json: the licence that the base model's card states
-OF_LICENSE = ("license", "license_name", "license_link")  # its keys in the header of a card
-MARK = re.compile(r"<!-- written by recipekit, (\w+) -->\n\Z")
-MOST_FILES = 10  # data files that a card lists
+BASE_LICENSE = "base_license"  # run.json key for the licence in the base model's card
+LICENSE_KEYS = ("license", "license_name", "license_link")  # licence keys in a card's header
+CARD_MARK = re.compile(r"<!-- written by recipekit, (\w+) -->\n\Z")
+MAX_LISTED_FILES = 10  # maximum number of data files that a card lists
 VERSIONS = ("python", "torch", "deepspeed", "transformers", "datasets")
 HUB = "https://huggingface.co"
 
-Facts = Mapping[str, Any]  # of run.json
+RunMetadata = Mapping[str, Any]  # content of run.json
 Metrics = Mapping[str, Any]  # a line of metrics.jsonl
 
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a run started from."""
+    """The model from which a run started."""
 
-    name: str  # a link to the hub, or the name of a folder without its path; "" if it is unknown
-    hub_id: str  # "" for a local folder and for random weights
+    name: str  # a Hub id, or a folder name without its path; "" if unknown
+    hub_id: str  # "" for local folders and random weights
 
 
 def card_of_run(run: Path, step: int, merged: bool) -> str:
-    """Return the card of a run's model after `step`; "" for a folder without run.json.
+    """Return the card for a run's model after `step`, or "" if the folder has no run.json.
 
-    `merged`: the adapter of the run is merged into the weights, if the run has one.
+    `merged` is True if the run's adapter is merged into the weights. It has no effect without an
+    adapter.
     """
-    facts = facts_of_run(run)
+    facts = read_run_json(run)
     if not facts:
         return ""
     lines = [line for line in read_metrics(run) if line["step"] <= step]
@@ -45,20 +53,20 @@ def card_of_run(run: Path, step: int, merged: bool) -> str:
 
 
 def card_of(
-    facts: Facts,
+    facts: RunMetadata,
     lines: Sequence[Metrics],
     files: Mapping[str, Mapping[str, str]],
     step: int,
     merged: bool,
 ) -> str:
-    """Return the card from run.json, metrics.jsonl up to `step` and data_files.json.
+    """Return the card from run.json, metrics.jsonl up to `step`, and data_files.json.
 
-    A fact that is missing is left out. The last line has a digest, which shows whether somebody has
-    edited the card.
+    Missing facts are left out. The last line of the card contains a digest, which shows whether the
+    card has been edited.
     """
     base, is_adapter = (
         _base_of(facts),
-        not merged and bool(_part(_part(facts, "identity"), ADAPTER)),
+        not merged and bool(_json_object(_json_object(facts, "identity"), ADAPTER_KEY)),
     )
     rows = [
         *_base_rows(facts, base, merged),
@@ -67,47 +75,49 @@ def card_of(
     ]
     blocks = [
         "\n".join(["---", *_header(facts, base, is_adapter), "---"]),
-        f"# {_part(facts, 'recipe').get('name') or 'Model'}",
-        _about(facts, base, is_adapter),
+        f"# {_json_object(facts, 'recipe').get('name') or 'Model'}",
+        _introduction(facts, base, is_adapter),
         _table(("fact", "value"), rows),
-        *_held_out(lines),
-        *_strategy(facts),
+        *_evaluation_section(lines),
+        *_strategy_section(facts),
     ]
     text = "\n\n".join(blocks) + "\n\n"
-    return f"{text}<!-- written by recipekit, {_digest(text)} -->\n"
+    return f"{text}<!-- written by recipekit, {_card_digest(text)} -->\n"
 
 
 def is_unchanged(card: Path) -> bool:
-    """Return True if a card is as `card_of` made it, so that a new export may replace it."""
+    """Return True if nobody has edited a card since `card_of` wrote it.
+
+    A new export may replace an unedited card.
+    """
     text = card.read_text(encoding="utf-8", errors="replace")
-    found = MARK.search(text)
-    return found is not None and found[1] == _digest(text[: found.start()])
+    found = CARD_MARK.search(text)
+    return found is not None and found[1] == _card_digest(text[: found.start()])
 
 
 def license_of(model: str, revision: str = "") -> dict[str, str]:
-    """Return what the card of a base model on this machine says about its licence; {} if it says
-    nothing.
+    """Return the licence in a local base model's card, or {} without a licence.
 
-    A header that cannot be read counts as no header.
+    An unreadable header is treated as missing.
     """
-    folder = folder_of(model, CARD, revision)
-    if folder is None or not (folder / CARD).is_file():
+    folder = folder_of(model, CARD_FILE, revision)
+    if folder is None or not (folder / CARD_FILE).is_file():
         return {}
     from huggingface_hub import repocard
 
-    cards: Any = repocard  # its yaml is no requirement of ours
+    cards: Any = repocard  # yaml is not a direct requirement of this package
     try:
-        header = cards.metadata_load(folder / CARD) or {}
+        header = cards.metadata_load(folder / CARD_FILE) or {}
     except (OSError, ValueError, TypeError, cards.yaml.YAMLError):
         return {}
-    return {key: header[key] for key in OF_LICENSE if isinstance(header.get(key), str)}
+    return {key: header[key] for key in LICENSE_KEYS if isinstance(header.get(key), str)}
 
 
 # Header and text
 
 
-def _header(facts: Facts, base: Base, is_adapter: bool) -> list[str]:
-    """Return the lines of YAML that the hub reads."""
+def _header(facts: RunMetadata, base: Base, is_adapter: bool) -> list[str]:
+    """Return the YAML lines that the Hub reads."""
     found: dict[str, str | list[str]] = {}
     if base.hub_id:
         found |= {
@@ -115,10 +125,10 @@ def _header(facts: Facts, base: Base, is_adapter: bool) -> list[str]:
             "base_model_relation": "adapter" if is_adapter else "finetune",
         }
     found["library_name"] = "peft" if is_adapter else "transformers"
-    if datasets := _part(_part(facts, COMMITS), "datasets"):
+    if datasets := _json_object(_json_object(facts, COMMITS_KEY), "datasets"):
         found["datasets"] = list(datasets)
     if base.hub_id:
-        found |= _part(facts, BASE_LICENSE)
+        found |= _json_object(facts, BASE_LICENSE)
     return [line for key, value in found.items() for line in _yaml(key, value)]
 
 
@@ -129,8 +139,10 @@ def _yaml(key: str, value: str | list[str]) -> list[str]:
 
 
 def _scalar(value: str) -> str:
-    """Return a YAML scalar; a JSON string is one, and a name with a slash or a letter in it needs
-    no quotes.
+    """Return `value` as a YAML scalar.
+
+    A JSON string is a valid scalar. A name needs no quotes if it begins with a letter and contains
+    at most one slash.
     """
     plain = re.fullmatch(r"[A-Za-z][\w.-]*(/[\w.-]+)?", value) and value.lower() not in (
         "yes",
@@ -146,9 +158,9 @@ def _scalar(value: str) -> str:
     return value if plain else json.dumps(value, ensure_ascii=False)
 
 
-def _about(facts: Facts, base: Base, is_adapter: bool) -> str:
-    """Return the first paragraph: how the model was made."""
-    recipe, name = _part(facts, "recipe"), base.name
+def _introduction(facts: RunMetadata, base: Base, is_adapter: bool) -> str:
+    """Return the first paragraph, which describes how the model was made."""
+    recipe, name = _json_object(facts, "recipe"), base.name
     task = TASKS.get(str(recipe.get("task")))
     if recipe.get("init") == "random":
         made = (
@@ -169,17 +181,17 @@ def _about(facts: Facts, base: Base, is_adapter: bool) -> str:
     return f"{made} with DeepSpeed recipes{about}.{tiny}"
 
 
-def _base_of(facts: Facts) -> Base:
+def _base_of(facts: RunMetadata) -> Base:
     """Return the base model.
 
-    The identity of a run whose model is a folder has a hash of its config.json.
+    If the model is a local folder, the run's identity includes a hash of its config.json.
     """
-    recipe = _part(facts, "recipe")
+    recipe = _json_object(facts, "recipe")
     model = str(recipe.get("model") or "")
     if not model:
         return Base("", "")
     if (
-        "model_config" in _part(facts, "identity")
+        "model_config" in _json_object(facts, "identity")
         or model.startswith((".", "/", "~"))
         or model.count("/") > 1
     ):
@@ -190,11 +202,11 @@ def _base_of(facts: Facts) -> Base:
 # Tables
 
 
-def _base_rows(facts: Facts, base: Base, merged: bool) -> list[tuple[str, str]]:
-    name, commit = base.name, _part(facts, COMMITS).get("model")
-    licence = _part(facts, BASE_LICENSE)
+def _base_rows(facts: RunMetadata, base: Base, merged: bool) -> list[tuple[str, str]]:
+    name, commit = base.name, _json_object(facts, COMMITS_KEY).get("model")
+    licence = _json_object(facts, BASE_LICENSE)
     stated = licence.get("license_name") or licence.get("license")
-    what = "architecture" if _part(facts, "recipe").get("init") == "random" else "base model"
+    what = "architecture" if _json_object(facts, "recipe").get("init") == "random" else "base model"
     link = licence.get("license_link", "")
     return [
         *([(what, f"{name} at commit `{commit}`" if commit else name)] if name else []),
@@ -208,7 +220,7 @@ def _base_rows(facts: Facts, base: Base, merged: bool) -> list[tuple[str, str]]:
             if stated
             else []
         ),
-        *_adapter_rows(_part(_part(facts, "identity"), ADAPTER), merged),
+        *_adapter_rows(_json_object(_json_object(facts, "identity"), ADAPTER_KEY), merged),
     ]
 
 
@@ -228,8 +240,11 @@ def _adapter_rows(adapter: Mapping[str, Any], merged: bool) -> list[tuple[str, s
     ]
 
 
-def _data_rows(facts: Facts, files: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
-    recipe, datasets = _part(facts, "recipe"), _part(_part(facts, COMMITS), "datasets")
+def _data_rows(facts: RunMetadata, files: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str]]:
+    recipe, datasets = (
+        _json_object(facts, "recipe"),
+        _json_object(_json_object(facts, COMMITS_KEY), "datasets"),
+    )
     rows = [
         ("data set", f"[{name}]({HUB}/datasets/{name}) at commit `{commit}`")
         for name, commit in datasets.items()
@@ -240,18 +255,20 @@ def _data_rows(facts: Facts, files: Mapping[str, Mapping[str, str]]) -> list[tup
     listed = [(file, digest) for of_domain in files.values() for file, digest in of_domain.items()]
     rows += [
         ("data file", f"`{Path(file).name}`, fingerprint `{digest}`")
-        for file, digest in listed[:MOST_FILES]
+        for file, digest in listed[:MAX_LISTED_FILES]
     ]
-    more = len(listed) - MOST_FILES
+    more = len(listed) - MAX_LISTED_FILES
     return rows + (
         [("data files", f"{more} more; data_files.json of the run lists all")] if more > 0 else []
     )
 
 
-def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tuple[str, str]]:
-    recipe, commit = _part(facts, "recipe"), facts.get("git_commit")
+def _training_rows(
+    facts: RunMetadata, lines: Sequence[Metrics], step: int
+) -> list[tuple[str, str]]:
+    recipe, commit = _json_object(facts, "recipe"), facts.get("git_commit")
     last = lines[-1] if lines else {}
-    unit = unit_of(last)
+    unit = unit_of_metrics(last)
     strategy = recipe.get("ds_config") if recipe.get("engine") == "deepspeed" else None
     rows: list[tuple[str, Any]] = [
         (
@@ -288,21 +305,21 @@ def _training_rows(facts: Facts, lines: Sequence[Metrics], step: int) -> list[tu
     ]
 
 
-def _layout(facts: Facts) -> str:
-    """Return the mesh, the number of ranks and the device of a run, as far as they are known."""
-    mesh, device = _part(facts, "mesh"), _part(facts, "host").get("device")
+def _layout(facts: RunMetadata) -> str:
+    """Return the known facts about a run's mesh, number of ranks and device."""
+    mesh, device = _json_object(facts, "mesh"), _json_object(facts, "host").get("device")
     world = mesh.get("world")
     ranks = f"{world} rank{'s' if world > 1 else ''}" if isinstance(world, int) else ""
     return ", ".join(str(part) for part in (mesh.get("name"), ranks, device) if part)
 
 
-def _versions(facts: Facts) -> str:
-    versions = _part(facts, "versions")
+def _versions(facts: RunMetadata) -> str:
+    versions = _json_object(facts, "versions")
     return ", ".join(f"{name} {versions[name]}" for name in VERSIONS if versions.get(name))
 
 
-def _held_out(lines: Sequence[Metrics]) -> list[str]:
-    """Return the section of the newest evaluation; [] without one."""
+def _evaluation_section(lines: Sequence[Metrics]) -> list[str]:
+    """Return the section about the newest evaluation, or [] without an evaluation."""
     measured = [line for line in lines if "eval_loss" in line]
     if not measured:
         return []
@@ -317,22 +334,21 @@ def _held_out(lines: Sequence[Metrics]) -> list[str]:
     return [f"## Held-out metrics at step {last['step']:,}", _table(("metric", "value"), rows)]
 
 
-def _strategy(facts: Facts) -> list[str]:
-    """Return the section with the DeepSpeed JSON as the run has resolved it, without folders of its
-    machine; [] for other engines.
+def _strategy_section(facts: RunMetadata) -> list[str]:
+    """Return the section with the resolved DeepSpeed JSON, or [] for other engines.
+
+    Paths on this machine are removed.
     """
-    config = _part(facts, "ds_config")
-    if not config or _part(facts, "recipe").get("engine", "deepspeed") != "deepspeed":
+    config = _json_object(facts, "ds_config")
+    if not config or _json_object(facts, "recipe").get("engine", "deepspeed") != "deepspeed":
         return []
-    return ["## DeepSpeed JSON", f"```json\n{json.dumps(_published(config), indent=2)}\n```"]
+    return ["## DeepSpeed JSON", f"```json\n{json.dumps(_without_paths(config), indent=2)}\n```"]
 
 
-def _published(value: Any) -> Any:
-    """Return a value of the JSON in which a path of the machine is only the name of its last folder
-    or file.
-    """
+def _without_paths(value: object) -> Any:
+    """Return a JSON value with each local path reduced to its last component."""
     if isinstance(value, dict):
-        return {key: _published(inner) for key, inner in value.items()}
+        return {key: _without_paths(inner) for key, inner in value.items()}
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
 
 
@@ -341,11 +357,11 @@ def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"| {name} | {value} |" for name, value in (head, ("---", "---"), *escaped))
 
 
-def _part(facts: Facts, key: str) -> dict[str, Any]:
-    """Return an object of run.json; {} if it is missing or something else."""
+def _json_object(facts: RunMetadata, key: str) -> dict[str, Any]:
+    """Return an object in run.json, or {} if it is missing or not an object."""
     found = facts.get(key)
     return found if isinstance(found, dict) else {}
 
 
-def _digest(text: str) -> str:
+def _card_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The blueprint of a model: every tensor, its cut and its place."""
+"""A model's blueprint: every tensor with its sharding rule and its place in the pipeline."""
 
 import contextlib
 import dataclasses
@@ -15,35 +15,36 @@ from ..architectures.lookup import fitting_task, read_config
 from ..parallel import expert, pipeline
 from ..parallel import tensor as tensor_parallel
 from ..parallel.blueprint import Blueprint, Tensor
-from ..parallel.param_groups import Group, group_of, layer_scale, numbered
-from ..parallel.plans import ends_of, hidden_matrices, plans_of, published_plans
-from ..spec.refusal import Refusal, refuse
+from ..parallel.param_groups import ParamGroup, layer_lr_scale, order_groups, param_group_of
+from ..parallel.plans import embedding_and_head, hidden_matrices, published_plans, resolve_plans
+from ..spec.errors import ConfigError, config_error
 from ..spec.task_specs import TASKS, Plans
-from .causal import check_causal
-from .empty import CAUSAL, empty_model
-from .own_head import config_of_files
+from .empty import CAUSAL_AUTO_CLASS, empty_model
+from .probes import check_causal
+from .untied_head import config_of_files
 from .weights import Weights, open_weights
 
 
-def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
-    """Describe the tensors of a whole model for checkpoints. The model is not yet sharded; its
-    parameters are on the meta device or partitioned.
+def draft_blueprint(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
+    """Return a blueprint of a full model's tensors, for checkpoints.
 
-    Places and cuts follow `plans` (`plans_of`), or else the plans that the model publishes.
+    The model must not be sharded yet. Its parameters are on the meta device or partitioned.
+    Pipeline places and sharding rules follow `plans` (`resolve_plans`), or else the plans that the
+    model publishes.
     """
     plans = plans or published_plans(model)
-    blocks = _blocks_of(model, plans)
-    rules = tensor_parallel.cut_rules(model, plans.tp) if plans.tp else {}
+    blocks = _pipeline_blocks(model, plans)
+    rules = tensor_parallel.sharding_rules(model, plans.tp) if plans.tp else {}
     places = _Places.of(model, blocks, plans)
-    experts = expert.blocks_of(model)
-    divisible = {f"{block.name}.{key}" for block in experts for key in expert.FUSED}
+    experts = expert.moe_blocks(model)
+    divisible = {f"{block.name}.{key}" for block in experts for key in expert.FUSED_EXPERT_PARAMS}
     named = dict(model.named_parameters(remove_duplicate=False))
     shapes = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in model.named_parameters()
     }
-    own = _groups_of_trained(model, shapes, places, plans)
-    groups = numbered(own.values())
+    own = _param_groups(model, shapes, places, plans)
+    groups = order_groups(own.values())
 
     tensors = []
     for name, shape in shapes.items():
@@ -54,7 +55,7 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
         )
     for name, value in model.state_dict().items():
         if name not in named:
-            tensors.append(_described_buffer(name, value, places))
+            tensors.append(_describe_buffer(name, value, places))
 
     first_names = {id(parameter): name for name, parameter in reversed(named.items())}
     aliases = {
@@ -67,23 +68,22 @@ def draft(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
     )
 
 
-def _blocks_of(model: PreTrainedModel, plans: Plans) -> tuple[str, ...]:
-    """Return the names of a model's pipeline blocks.
+def _pipeline_blocks(model: PreTrainedModel, plans: Plans) -> tuple[str, ...]:
+    """Return the names of a model's pipeline blocks, or () without a usable plan.
 
-    A model without a plan, or with one that does not fit, has no blocks here, and is refused where
-    the plan is used.
+    If the plan is missing or does not fit, code that needs the plan raises an error later.
     """
-    with contextlib.suppress(Refusal):
-        return pipeline.chain(model, plans.pp)
+    with contextlib.suppress(ConfigError):
+        return pipeline.pipeline_blocks(model, plans.pp)
     return ()
 
 
 @dataclass(frozen=True)
 class _Places:
-    """The pipeline places of a model's tensors.
+    """The places of a model's tensors in the pipeline.
 
-    `numbers` has the number of each block as a string; `shared` the names of the embedding's
-    weight.
+    `numbers` maps each block to its number as a string. `shared` contains all names of the
+    embedding's weight.
     """
 
     numbers: dict[str, str]
@@ -92,15 +92,15 @@ class _Places:
 
     @classmethod
     def of(cls, model: PreTrainedModel, blocks: tuple[str, ...], plans: Plans) -> "_Places":
-        weight = getattr(ends_of(model)[0], "weight", None)
+        weight = getattr(embedding_and_head(model)[0], "weight", None)
         named = model.named_parameters(remove_duplicate=False)
         shared = {name for name, parameter in named if parameter is weight}
         return cls({block: str(number) for number, block in enumerate(blocks)}, plans.pp, shared)
 
     def of_tensor(self, name: str) -> str:
-        """Return the number of the block that holds a tensor, or its place in the plan."""
+        """Return the number of a tensor's block, or the tensor's place in the plan."""
         parts = name.split(".")
-        around = (".".join(parts[:end]) for end in range(1, len(parts)))  # modules that hold it
+        around = (".".join(parts[:end]) for end in range(1, len(parts)))  # modules around it
         number = next((self.numbers[module] for module in around if module in self.numbers), None)
         if number is not None:
             return number
@@ -112,36 +112,36 @@ class _Places:
             ),
             "every",
         )
-        shared = self.shared  # by the first stage and the last one
+        shared = self.shared  # the first and the last stage use this weight
         return "ends" if len(shared) > 1 and where == "first" and name in shared else where
 
 
-def _described_buffer(name: str, value: torch.Tensor, places: _Places) -> Tensor:
+def _describe_buffer(name: str, value: torch.Tensor, places: _Places) -> Tensor:
     shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     return Tensor(name, shape, None, None, places.of_tensor(name), dtype)
 
 
-def _groups_of_trained(
+def _param_groups(
     model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], places: _Places, plans: Plans
-) -> dict[str, Group]:
+) -> dict[str, ParamGroup]:
     """Return the parameter group of each trained parameter.
 
-    Raises `Refusal` if layer-wise decay is asked for and the layers are not known.
+    Raise `ConfigError` if layer-wise decay is requested but the model's layers are unknown.
     """
     matrices, num_blocks = hidden_matrices(model, plans.matrices), len(places.numbers)
     if plans.layer_decay != 1 and not num_blocks:
-        raise refuse(
+        raise config_error(
             f"layer_decay = {plans.layer_decay}",
             f"requires a list of layers, but {type(model).__name__} has no known list",
             "leave out --layer_decay, or add a pp_plan to the recipe",
         )
     return {
-        name: group_of(
+        name: param_group_of(
             name,
             len(shapes[name]),
             plans,
             name in matrices,
-            layer_scale(places.of_tensor(name), num_blocks, plans.layer_decay),
+            layer_lr_scale(places.of_tensor(name), num_blocks, plans.layer_decay),
         )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
@@ -152,9 +152,8 @@ def _groups_of_trained(
 class PublishedModel:
     """A model in files.
 
-    `config` is the config.json that matches the files; `notes` are lines for the user.
-
-    `copies` maps keys of the blueprint that the files lack to the keys to read instead.
+    `config` is the config.json that matches the files. `notes` are lines for the user. `copies`
+    maps each blueprint key that the files lack to the key that is read instead.
     """
 
     blueprint: Blueprint
@@ -164,33 +163,38 @@ class PublishedModel:
 
 
 def published_model(folder: Path) -> PublishedModel:
-    """Describe a model from its files.
+    """Return the description of a model, read from its files.
 
-    Raises `Refusal` for a model that cannot be trained, or for incomplete files.
+    Raise `ConfigError` for a model that cannot be trained, or for incomplete files.
     """
-    # every model has this attention; only `check_causal` computes with it
+    # Every model supports this attention. It is used for computation only in `check_causal`.
     name, attention = str(folder), "eager"
     config = read_config(folder / "config.json", name, task="")
-    safetensors_files.open_folder(folder)
+    safetensors_files.tensor_entries(folder)
     facts = TASKS[fitting_task(config)]
     config, separate = config_of_files(config, name, facts.auto_class)
     model = empty_model(config, attention, name, auto_class=facts.auto_class)
-    if facts.auto_class == CAUSAL:
+    if facts.auto_class == CAUSAL_AUTO_CLASS:
         check_causal(config, attention, name)
     weights = open_weights(name, model)
-    blueprint = with_files(draft(model, plans_of(model, Plans(), facts.plans)), weights)
+    blueprint = with_file_locations(
+        draft_blueprint(model, resolve_plans(model, Plans(), facts.plans)), weights
+    )
     return PublishedModel(
         blueprint, config, weights.copies, tuple(filter(None, (separate, weights.note)))
     )
 
 
 def published_blueprint(folder: Path) -> Blueprint:
-    """Makes the blueprint of a model from its files. Raises `Refusal` as `published_model` does."""
+    """Return a model's blueprint, read from its files.
+
+    Raise the same `ConfigError` as `published_model`.
+    """
     return published_model(folder).blueprint
 
 
-def with_files(blueprint: Blueprint, weights: Weights) -> Blueprint:
-    """Returns the blueprint with the places of its tensors in the model's files."""
+def with_file_locations(blueprint: Blueprint, weights: Weights) -> Blueprint:
+    """Return the blueprint with the locations of its tensors in the model's files."""
     published = {
         tensor.name: weights.stored[tensor.name]
         for tensor in blueprint.tensors

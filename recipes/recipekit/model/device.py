@@ -1,25 +1,36 @@
-"""Whether a device computes attention without a mask."""
+"""Device support for varlen attention, which does not need a mask."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..kernels.attention import MOST_HEAD_DIM
+from ..kernels.attention import MAX_HEAD_DIM
 from .empty import config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
 class Activations:
-    """The tensors that attention layers compute on: `rows` is (B, T) of a micro-batch."""
+    """Properties of the tensors that attention layers process.
+
+    `rows` is a micro-batch's shape, (B, T).
+    """
 
     dtype: torch.dtype
     device: torch.device
     rows: tuple[int, int] = (1, 1)
 
 
-def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> str:
-    """Says why varlen does not run on this device, or "": a CPU takes all."""
+def device_fallback_reason(
+    model_config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> str:
+    """Return why this device does not support varlen, or "" if it does.
+
+    A CPU supports varlen for every model.
+    """
     if device.type == "cpu":
         return ""
     if device.type != "cuda":
@@ -32,21 +43,20 @@ def unfit_here(model_config: dict[str, Any], dtype: torch.dtype, device: torch.d
         torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0)
     ):
         return "FlashAttention 2 is for NVIDIA's cards of compute capability 8.0 and above"
-    if (size := largest_head(config_of(model_config))) > MOST_HEAD_DIM:
-        return f"heads of {size} numbers, and FlashAttention takes {MOST_HEAD_DIM}"
+    if (size := max_head_dim(config_of(model_config))) > MAX_HEAD_DIM:
+        return f"heads of {size} numbers, and FlashAttention takes {MAX_HEAD_DIM}"
     return ""
 
 
-def largest_head(config: Any) -> int:
-    """Finds the most numbers that a head of the model has, under whatever name its config.json has
-    them.
-    """
+def max_head_dim(config: "PreTrainedConfig") -> int:
+    """Return the model's largest head dimension, under any of its names in config.json."""
     inner = config.get_text_config(decoder=True)
     text: dict[str, Any] = inner.to_dict()
     named = [
         value for key, value in text.items() if key.endswith("head_dim") and isinstance(value, int)
     ]
-    # gpt2 calls them n_embd and n_head
+    # In GPT-2's config.json these values are named n_embd and n_head. The attributes below also
+    # exist for GPT-2.
     hidden, heads = getattr(inner, "hidden_size", None), getattr(inner, "num_attention_heads", None)
     derived = (
         hidden // heads

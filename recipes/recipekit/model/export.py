@@ -1,4 +1,4 @@
-"""The trained model as Hugging Face files, written from a live engine in any layout."""
+"""Export of the trained model as Hugging Face files, from a live engine in any layout."""
 
 import json
 import os
@@ -20,60 +20,65 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
-from ..architectures.small_files import ADAPTER, CARD, with_dtype
+from ..architectures.small_files import ADAPTER_FILE, CARD_FILE, with_dtype
 from ..parallel import expert, tensor
-from ..parallel.groups import Groups, waiting_group
+from ..parallel.groups import ProcessGroups, long_wait_group
+from ..spec.atomic_write import fsync
 from ..spec.engine import Engine
+from ..spec.errors import START_AGAIN, ConfigError, Problem
 from ..spec.paths import write_with_umask
-from ..spec.refusal import START_AGAIN, Problem, Refusal
-from ..spec.whole_file import fsync
-from .adapter import merged, published_keys, unties
-from .build import Built
+from .adapter import merge_unties_head, merged_weights, published_keys
+from .build import BuiltModel
 from .card import is_unchanged
 from .small_files import SmallFiles
 
 
-def whole_parameters(
-    model: nn.Module, built: Built, groups: Groups, dtype: torch.dtype
+def full_parameters(
+    model: nn.Module, built: BuiltModel, groups: ProcessGroups, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor on the CPU) of every parameter of this rank's stages, one at a
-    time, on every rank (a collective).
+    """Yield (name, full tensor on the CPU) for every parameter of this rank's stages.
 
-    Names and tensors are the Hugging Face model's, whatever a layout made of them. Where the
-    training dtype is smaller than `dtype`, the optimizer's fp32 master weights are given.
+    Yield one parameter at a time. This is a collective operation: all ranks must iterate. In every
+    layout, names and tensors equal those in the Hugging Face model. If the training dtype is
+    smaller than `dtype`, the values are the optimizer's fp32 master weights.
     """
-    return expert.published(
-        model, _joined(model.named_parameters(), dtype, built=built, groups=groups)
+    return expert.restore_expert_layout(
+        model, _gather_parameters(model.named_parameters(), dtype, built=built, groups=groups)
     )
 
 
-def _joined(
-    parameters: Iterable[tuple[str, nn.Parameter]], dtype: torch.dtype, built: Built, groups: Groups
+def _gather_parameters(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    dtype: torch.dtype,
+    built: BuiltModel,
+    groups: ProcessGroups,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in parameters:
         if getattr(parameter, "ds_pipe_replicated", False):
-            continue  # an earlier stage has it too
+            continue  # an earlier stage also contains this parameter
         master = None
-        # the marks of ZeRO-3, and of ZeRO-1 and -2
+        # ZeRO-3 sets the first attribute, ZeRO-1 and ZeRO-2 the second.
         kept = hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
         if kept and parameter.requires_grad and dtype == torch.float32 and parameter.dtype != dtype:
             master = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             value = (parameter if master is None else master).detach()
-            value = value.full_tensor() if isinstance(value, DTensor) else value  # of FSDP2
+            value = value.full_tensor() if isinstance(value, DTensor) else value  # FSDP2
             cut = built.cuts.get(built.names.get(id(parameter), ""))
             if cut is not None:
                 assert groups.tp_mesh is not None
-                value = tensor.join(
+                value = tensor.gather_full_tensor(
                     value.to(parameter.device).view_as(parameter), cut, groups.tp_mesh
                 )
-            value = expert.whole(parameter, value.to(parameter.device)).to("cpu", dtype, copy=True)
+            value = expert.gather_experts(parameter, value.to(parameter.device)).to(
+                "cpu", dtype, copy=True
+            )
         yield name, value
 
 
 @dataclass(frozen=True)
-class Format:
-    """The format of exported weights: their dtype, and whether an adapter is merged into them."""
+class WeightFormat:
+    """The format of exported weights: their dtype, and whether an adapter is merged."""
 
     dtype: torch.dtype
     merge: bool = False
@@ -81,73 +86,72 @@ class Format:
 
 def export(
     engine: Engine,
-    built: Built,
-    groups: Groups,
+    built: BuiltModel,
+    groups: ProcessGroups,
     small: SmallFiles,
     folder: Path,
-    weights: Format,
+    weights: WeightFormat,
 ) -> None:
-    """Write safetensors and the small files into `folder`, complete or not at all (a collective).
+    """Write safetensors and the small files into `folder`, either completely or not at all.
 
-    The first rank of each pipeline stage writes its files.
-
-    A LoRA model writes its adapter, or the merged weights if `weights` merges it. Tensors that
-    transformers ties are written once.
+    This is a collective operation. The first rank of each pipeline stage writes the stage's files.
+    For a LoRA model, write the adapter, or the merged weights if `weights.merge` is True. Tensors
+    that transformers ties are written once.
     """
-    model: Any = engine.module  # maybe wrapped by an adapter
+    model: Any = engine.module  # an adapter may wrap the model
     adapter = hasattr(model, "peft_config")
     dtype = weights.dtype
     if adapter and not weights.merge:
         _export_adapter(model, built, groups, small, folder, dtype)
         return
     writes = groups.coords["dp"] == groups.coords["tp"] == groups.coords["sp"] == 0
-    gather = partial(_joined, built=built, groups=groups)
+    gather = partial(_gather_parameters, built=built, groups=groups)
     tensors = (
-        merged(model, gather, dtype, writes)
+        merged_weights(model, gather, dtype, writes)
         if adapter
-        else whole_parameters(model, built, groups, dtype)
+        else full_parameters(model, built, groups, dtype)
     )
     staging = folder.with_name(f".{folder.name}.tmp")
-    rank0, disk = dist.get_rank() == 0, Disk(staging)
+    rank0, disk = dist.get_rank() == 0, ExportDisk(staging)
     if rank0:
-        disk.do(make_empty, staging)
+        disk.do(recreate_folder, staging)
     dist.barrier()
 
-    # Every rank takes part in gathering each tensor; only some write.
-    parts = _Parts(f"part-{groups.coords['pp']}", disk)
+    # Every rank takes part in gathering each tensor, but only some ranks write files.
+    parts = _ShardWriter(f"part-{groups.coords['pp']}", disk)
     for name, value in tensors:
         if writes:
             parts.add(name, value)
     if writes:
-        # The tensors of a merged model hold its buffers.
+        # A merged model's tensors already include its buffers.
         parts.finish({} if adapter else _buffers_of(built.models))
     disk.check()
     everyone: list[Any] = [None] * groups.mesh.world
     dist.all_gather_object(everyone, (parts.files, parts.total))
 
     def complete() -> None:
-        name_files(
+        rename_shards(
             [file for written, _ in everyone for file in written],
             sum(size for _, size in everyone),
             staging,
         )
         small.write(staging)
         if adapter:
-            name_as_merged(model, staging)
-        publish(staging, folder)
+            describe_as_merged(model, staging)
+        replace_folder(staging, folder)
 
     if rank0:
         disk.do(complete)
     disk.check()
 
 
-class _Parts:
-    """The safetensors files of one rank, with at most SHARD_BYTES of parameters each.
+class _ShardWriter:
+    """One rank's safetensors files, each with at most SHARD_BYTES of parameters.
 
-    `files` lists (file, its tensors); `total` counts the bytes of the parameters.
+    `files` lists (file, names of its tensors). `total` is the parameters' size in bytes.
     """
 
-    def __init__(self, prefix: str, disk: "Disk"):
+    def __init__(self, prefix: str, disk: "ExportDisk"):
         self.prefix, self.disk = prefix, disk
         self.files: list[tuple[str, list[str]]] = []
         self.total = 0
@@ -155,7 +159,7 @@ class _Parts:
         self._size = 0
 
     def add(self, name: str, value: torch.Tensor) -> None:
-        """Add a parameter; write the file before it if both together would be too large."""
+        """Add a parameter, after writing the current file if it would become too large."""
         if self._size and self._size + value.nbytes > safetensors_files.SHARD_BYTES:
             self._write()
             self._shard, self._size = {}, 0
@@ -164,14 +168,14 @@ class _Parts:
         self.total += value.nbytes
 
     def finish(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Write the last file, with the buffers."""
+        """Write the last file, which includes the buffers."""
         self._shard |= buffers
         self._write()
 
     def _write(self) -> None:
         file = f"{self.prefix}-{len(self.files)}"
         self.files.append((file, list(self._shard)))
-        self.disk.do(write_file, self._shard, self.disk.staging / file)
+        self.disk.do(write_safetensors, self._shard, self.disk.staging / file)
 
 
 def _buffers_of(models: list[PreTrainedModel]) -> dict[str, torch.Tensor]:
@@ -185,21 +189,22 @@ def _buffers_of(models: list[PreTrainedModel]) -> dict[str, torch.Tensor]:
         held = (dict(model.named_buffers()).get(name) for model in models)
         buffer = next((buffer for buffer in held if buffer is not None), None)
         if buffer is not None:
-            found[expert.own_name(models[0], name)] = buffer.cpu()
+            found[expert.name_before_auto_ep(models[0], name)] = buffer.cpu()
     return found
 
 
-class Disk:
-    """What a rank writes of an export.
+class ExportDisk:
+    """A rank's disk writes during an export.
 
-    After its first error a rank writes nothing more, and still takes part in every collective.
+    After its first error, a rank writes nothing more but still takes part in every collective
+    operation.
     """
 
     def __init__(self, staging: Path):
         self.staging, self.error = staging, ""
 
-    def do(self, write: Callable[..., object], *arguments: Any) -> None:
-        """Call `write` and keep its error, if it is an error of the disk."""
+    def do(self, write: Callable[..., object], *arguments: object) -> None:
+        """Call `write`, and store the error if a disk error occurs."""
         if self.error:
             return
         try:
@@ -207,18 +212,19 @@ class Disk:
         except OSError as error:
             self.error = error.strerror or str(error)
         except SafetensorError as error:
-            # safetensors 0.8 raises it for a full disk, with the text of the system in it.
+            # For a full disk, safetensors 0.8 raises SafetensorError with the system's text in the
+            # message.
             if "os error" not in str(error):
                 raise
             self.error = str(error)
 
     def check(self) -> None:
-        """Raise `Refusal` on every rank if a rank could not write (a collective).
+        """Raise `ConfigError` on every rank if any rank could not write (a collective operation).
 
-        A later start of the same command may.
+        The exit code is START_AGAIN, because the same command may succeed if it is started again.
         """
         errors: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, self.error, group=waiting_group())
+        dist.all_gather_object(errors, self.error, group=long_wait_group())
         if not (
             failures := [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
         ):
@@ -227,17 +233,18 @@ class Disk:
             shutil.rmtree(self.staging, ignore_errors=True)
         folder = self.staging.with_name(self.staging.name.removeprefix(".").removesuffix(".tmp"))
         fix = "the checkpoints are complete. Free space, then the same command writes the export"
-        raise Refusal([Problem(f"export to {folder}", failures[0], fix)], START_AGAIN)
+        raise ConfigError([Problem(f"export to {folder}", failures[0], fix)], START_AGAIN)
 
 
-def make_empty(folder: Path) -> None:
+def recreate_folder(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def name_files(files: list[tuple[str, list[str]]], size: int, folder: Path) -> None:
-    """Give the files of all ranks, (name, keys of its tensors), their published names; several
-    files get an index.
+def rename_shards(files: list[tuple[str, list[str]]], size: int, folder: Path) -> None:
+    """Rename all ranks' files to their published names.
+
+    `files` lists (name, keys of its tensors). If there are several files, write an index.
     """
     names = (
         [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
@@ -254,27 +261,25 @@ def name_files(files: list[tuple[str, list[str]]], size: int, folder: Path) -> N
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def save_small_files(built: Built, small: SmallFiles, folder: Path) -> None:
-    """Write the files of an export except weights, and the adapter's config if there is an
-    adapter.
-    """
+def save_small_files(built: BuiltModel, small: SmallFiles, folder: Path) -> None:
+    """Write an export's files except the weights, including an adapter's config."""
     model: Any = built.models[0]
     if hasattr(model, "peft_config"):
         next(iter(model.peft_config.values())).save_pretrained(folder)
     small.write(folder)
 
 
-def write_file(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def write_safetensors(tensors: dict[str, torch.Tensor], file: Path) -> None:
     write_with_umask(file, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
 
 
-def publish(staging: Path, folder: Path) -> None:
-    """Replace the folder by the staged one, whose files are on the disk first.
+def replace_folder(staging: Path, folder: Path) -> None:
+    """Replace the folder with the staged one, after flushing the staged files to disk.
 
-    A card that somebody has edited stays.
+    A model card that a user has edited is kept.
     """
-    if (card := folder / CARD).is_file() and not is_unchanged(card):
-        shutil.copy2(card, staging / CARD)
+    if (card := folder / CARD_FILE).is_file() and not is_unchanged(card):
+        shutil.copy2(card, staging / CARD_FILE)
     for path in [*staging.rglob("*"), staging]:
         fsync(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -283,45 +288,50 @@ def publish(staging: Path, folder: Path) -> None:
 
 
 def _export_adapter(
-    adapted: Any, built: Built, groups: Groups, small: SmallFiles, folder: Path, dtype: torch.dtype
+    model: PreTrainedModel,
+    built: BuiltModel,
+    groups: ProcessGroups,
+    small: SmallFiles,
+    folder: Path,
+    dtype: torch.dtype,
 ) -> None:
-    """Write the adapter as peft does: adapter_model.safetensors and adapter_config.json (a
-    collective).
-    """
-    keys, rank0 = published_keys(adapted), dist.get_rank() == 0
+    """Write adapter_model.safetensors and adapter_config.json as peft does (a collective)."""
+    keys, rank0 = published_keys(model), dist.get_rank() == 0
     named, buffers = (
-        dict(adapted.named_parameters(remove_duplicate=False)),
-        dict(adapted.named_buffers()),
+        dict(model.named_parameters(remove_duplicate=False)),
+        dict(model.named_buffers()),
     )
     chosen = {id(named[name]): (name, named[name]) for name in keys.values() if name in named}
-    gathered = zip(chosen, _joined(chosen.values(), dtype, built, groups), strict=True)
+    gathered = zip(chosen, _gather_parameters(chosen.values(), dtype, built, groups), strict=True)
     values = {number: value for number, (_, value) in gathered if rank0}
     staging = folder.with_name(f".{folder.name}.tmp")
 
     def write() -> None:
-        make_empty(staging)
+        recreate_folder(staging)
         tensors = {
             key: (values[id(named[name])] if name in named else buffers[name].cpu()).clone()
             for key, name in keys.items()
         }
-        write_file(tensors, staging / "adapter_model.safetensors")
-        next(iter(adapted.peft_config.values())).save_pretrained(staging)
+        write_safetensors(tensors, staging / "adapter_model.safetensors")
+        next(iter(model.peft_config.values())).save_pretrained(staging)
         small.write(staging, of_adapter=True)
-        publish(staging, folder)
+        replace_folder(staging, folder)
 
-    disk = Disk(staging)
+    disk = ExportDisk(staging)
     if rank0:
         disk.do(write)
     disk.check()
 
 
-def holds_adapter(export: Path) -> bool:
-    """Return True if exported files are an adapter, which needs its base model."""
-    return (export / ADAPTER).is_file()
+def is_adapter_export(export: Path) -> bool:
+    """Return True if the export is an adapter, which requires its base model."""
+    return (export / ADAPTER_FILE).is_file()
 
 
-def shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect tensors for files of at most SHARD_BYTES."""
+def shards_by_size(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors in groups of at most SHARD_BYTES, one group per file."""
     shard: dict[str, torch.Tensor] = {}
     for name, value in tensors:
         size = sum(own.nbytes for own in shard.values())
@@ -332,14 +342,15 @@ def shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, to
     yield shard
 
 
-def name_as_merged(model: Any, folder: Path, dtype: str = "") -> None:
-    """Make the small files of an adapted model describe the merged one, with weights of `dtype` if
-    that is stated.
+def describe_as_merged(model: PreTrainedModel, folder: Path, dtype: str = "") -> None:
+    """Change an adapted model's small files to describe the merged model.
+
+    If `dtype` is given, record it as the dtype of the weights.
     """
-    (folder / ADAPTER).unlink(missing_ok=True)
+    (folder / ADAPTER_FILE).unlink(missing_ok=True)
     config = folder / "config.json"
     own = json.loads(config.read_text())
-    changed = own | ({"tie_word_embeddings": False} if unties(model) else {})
+    changed = own | ({"tie_word_embeddings": False} if merge_unties_head(model) else {})
     if dtype:
         changed = with_dtype(changed, dtype)
         changed |= {} if "torch_dtype" in changed else {"dtype": dtype}

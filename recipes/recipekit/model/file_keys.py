@@ -1,4 +1,4 @@
-"""The keys of a model's files: the parameters they belong to, and unused keys."""
+"""The keys in a model's files: the parameters' keys, and keys that no parameter uses."""
 
 import json
 import re
@@ -13,32 +13,32 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ..architectures.headers import NEXT_TOKEN_LAYERS, more_layers
-from ..parallel.blueprint import Stored
-from ..spec.refusal import Refusal, refuse
+from ..architectures.headers import NEXT_TOKEN_LAYERS, too_many_layers_error
+from ..parallel.blueprint import PublishedTensor
+from ..spec.errors import ConfigError, config_error
 
-# Buffers that older versions of transformers saved, and that every model now computes.
-COMPUTED = re.compile(
+# Buffers that older versions of transformers saved and that every model now computes itself.
+COMPUTED_BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn)\.masked_bias)$"
 )
-# of shape (1, 1, positions, positions)
+# A buffer with shape (1, 1, positions, positions).
 CAUSAL_MASK = re.compile(r"(^|\.)(attn|attention|self_attn)\.bias$")
-WRAPPERS = (
+WRAPPER_NAMES = (
     "_orig_mod",
     "_fsdp_wrapped_module",
     "_checkpoint_wrapped_module",
     "_forward_module",
     "module",
 )
-DEEPEST = 6  # the most parts of a prefix that is looked for
+MAX_PREFIX_PARTS = 6  # maximum number of parts in a prefix
 
 
-def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
-    """Map each parameter to its place in files with these `keys`, by the conversions that
-    transformers publishes for the model.
+def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, PublishedTensor]:
+    """Map each parameter to its location in files with these `keys`.
 
-    Published files of many mixtures have a matrix for each expert, where the model has one tensor
-    of all of them.
+    The mapping follows the conversions that transformers publishes for the model. For example, many
+    MoE models have one tensor for all experts, while their files contain a separate matrix for each
+    expert.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -47,29 +47,29 @@ def find_stored(model: PreTrainedModel, keys: list[str]) -> dict[str, Stored]:
         pattern: converter for converter in converters for pattern in converter.source_patterns
     }
     state = model.state_dict()
-    found: dict[str, Stored] = {}
+    found: dict[str, PublishedTensor] = {}
     joined: dict[str, dict[str, list[str]]] = {}  # parameter -> source pattern -> keys
     for key in keys:
         name, pattern = rename_source_key(
             key, renamings, converters, model.base_model_prefix, state
         )
         if key in state or pattern is None:
-            found[key if key in state else name] = Stored(((key,),))
+            found[key if key in state else name] = PublishedTensor(((key,),))
         else:
             joined.setdefault(name, {}).setdefault(pattern, []).append(key)
     for name, patterns in joined.items():
         converter = by_pattern[next(iter(patterns))]
-        dim = _dim_of_joined(model, name, converter.operations)
+        dim = _concat_dim(model, name, converter.operations)
         sources = [pattern for pattern in converter.source_patterns if pattern in patterns]
-        parts = tuple(tuple(sorted(patterns[pattern], key=_expert)) for pattern in sources)
-        found[name] = Stored(parts, stacked=True, dim=dim)
+        parts = tuple(tuple(sorted(patterns[pattern], key=_expert_index)) for pattern in sources)
+        found[name] = PublishedTensor(parts, stacked=True, dim=dim)
     return found
 
 
-def _dim_of_joined(model: PreTrainedModel, name: str, operations: list[Any]) -> int:
-    """Return the dimension in which stacked tensors are concatenated; 0 if they are only stacked.
+def _concat_dim(model: PreTrainedModel, name: str, operations: list[Any]) -> int:
+    """Return the dimension along which stacked tensors are concatenated, or 0 without one.
 
-    Raises `Refusal` for other operations.
+    Raise `ConfigError` for other operations.
     """
     kinds = [type(operation).__name__ for operation in operations]
     known = kinds in (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
@@ -79,16 +79,16 @@ def _dim_of_joined(model: PreTrainedModel, name: str, operations: list[Any]) -> 
             "load and save it once with transformers' save_pretrained(...,"
             " save_original_format=False)"
         )
-        raise refuse(f"model = {model.config._name_or_path}", rule, fix)
+        raise config_error(f"model = {model.config._name_or_path}", rule, fix)
     return operations[1].dim if len(kinds) > 1 else 0
 
 
-def _expert(key: str) -> list[int]:
+def _expert_index(key: str) -> list[int]:
     return [int(number) for number in re.findall(r"\.(\d+)(?=\.)", key)]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a tied parameter to its first name."""
+    """Map each further name of a tied parameter to the parameter's first name."""
     named = dict(model.named_parameters(remove_duplicate=False))
     first = {id(parameter): name for name, parameter in reversed(named.items())}
     return {
@@ -98,20 +98,21 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def separated_names(model: PreTrainedModel, config: Path) -> dict[str, str]:
-    """Map parameters that the file `config` ties, but this model does not, to the parameters that
-    they are tied to there.
+def untied_names(model: PreTrainedModel, config: Path) -> dict[str, str]:
+    """Return the parameters that the file `config` ties but this model does not.
+
+    Each is mapped to the parameter to which the file ties it.
     """
     disk = (
         type(model.config).from_dict(json.loads(config.read_bytes())) if config.is_file() else None
     )
-    if not ties(disk) or ties(model.config):
+    if not ties_embeddings(disk) or ties_embeddings(model.config):
         return {}
     return dict(model._tied_weights_keys or {})
 
 
-def ties(config: PreTrainedConfig | None) -> bool:
-    """Return True if a config, or the config of a part of the model, ties embeddings."""
+def ties_embeddings(config: PreTrainedConfig | None) -> bool:
+    """Return True if a config, or the config of a model part, ties embeddings."""
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
     return any(getattr(part, "tie_word_embeddings", False) for part in parts)
 
@@ -119,15 +120,15 @@ def ties(config: PreTrainedConfig | None) -> bool:
 def unused_keys(
     model: PreTrainedModel,
     keys: list[str],
-    found: Mapping[str, Stored],
+    found: Mapping[str, PublishedTensor],
     unread: set[str],
     shape: Callable[[str], list[int]],
 ) -> list[str]:
-    """List the keys that no parameter of the model uses, except keys that transformers ignores and
-    computed buffers.
+    """Return the keys that no parameter uses, except those that can be ignored.
 
-    `found` is the result of `find_stored`. The parameters `unread` are not read from the files.
-    `shape` returns the shape of a key. Raises `Refusal` for layers that the model does not have.
+    A key can be ignored if transformers ignores it or if it belongs to a computed buffer. `found`
+    is the result of `find_stored`. The parameters in `unread` are not read from the files. `shape`
+    returns the shape of a key. Raise `ConfigError` for layers that the model does not have.
     """
     state = model.state_dict().keys() - unread
     name_of = {key: name for name, stored in found.items() for part in stored.parts for key in part}
@@ -139,18 +140,18 @@ def unused_keys(
         if (
             any(pattern.search(name) for pattern in ignored)
             or name in buffers
-            or COMPUTED.search(name)
+            or COMPUTED_BUFFERS.search(name)
         ):
             return True
         return bool(CAUSAL_MASK.search(name)) and shape(key)[:2] == [1, 1]
 
     unused = {key: name for key, name in left.items() if not ignorable(key, name)}
-    _check_layers(model, unused)
+    _check_extra_layers(model, unused)
     return list(unused)
 
 
-def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
-    """Raise `Refusal` if unused keys belong to further layers of a list of layers.
+def _check_extra_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if unused keys belong to additional layers of a layer list.
 
     Layers that predict further tokens are allowed.
     """
@@ -160,8 +161,8 @@ def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
         (str(key), value) for block in blocks for key, value in block.items() if type(value) is int
     ]
     further = max((value for key, value in stated if NEXT_TOKEN_LAYERS.fullmatch(key)), default=0)
-    lengths = _lengths_of_lists(model)
-    beyond = Counter[str]()  # list of layers -> how many the files hold
+    lengths = _layer_list_lengths(model)
+    beyond = Counter[str]()  # layer list -> number of its layers in the files
     for place, number in _numbered_places(unused.values(), f"{model.base_model_prefix}.", lengths):
         if number >= lengths[place] + further:
             beyond[place] = max(beyond[place], number + 1)
@@ -170,11 +171,13 @@ def _check_layers(model: PreTrainedModel, unused: Mapping[str, str]) -> None:
     place, held = next(iter(beyond.items()))
     count = lengths[place]
     keys = [key for key, value in stated if value == count and "layer" in key]
-    raise more_layers(model.config._name_or_path, place, held, count, keys[0] if keys else "")
+    raise too_many_layers_error(
+        model.config._name_or_path, place, held, count, keys[0] if keys else ""
+    )
 
 
-def _lengths_of_lists(model: PreTrainedModel) -> dict[str, int]:
-    """Return the length of each list of layers, by its name."""
+def _layer_list_lengths(model: PreTrainedModel) -> dict[str, int]:
+    """Return the length of each layer list, by the list's name."""
     return {
         place: len(module)
         for place, module in model.named_modules()
@@ -186,9 +189,9 @@ def _lengths_of_lists(model: PreTrainedModel) -> dict[str, int]:
 def _numbered_places(
     names: Iterable[str], base: str, lists: Container[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yield (list of layers, number of a layer) for each name inside a list.
+    """Yield (layer list, layer number) for each name inside a layer list.
 
-    A name may have the prefix `base` of the base model, or lack it.
+    A name may include or omit the base model's prefix `base`.
     """
     for name in names:
         parts = name.split(".")
@@ -202,67 +205,71 @@ def _numbered_places(
 
 @dataclass(frozen=True)
 class Affix:
-    """Extra text in the names of files: a `prefix`, and `words` of wrappers inside the names."""
+    """Extra text in a file's tensor names: a leading `prefix`, and wrapper names inside."""
 
     prefix: str = ""
-    words: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return " and ".join(filter(None, (self.prefix, *(f"{word}." for word in self.words))))
+        return " and ".join(filter(None, (self.prefix, *(f"{word}." for word in self.wrappers))))
 
     def without(self, key: str) -> str:
         key = key.removeprefix(self.prefix)
-        for word in self.words:
+        for word in self.wrappers:
             key = re.sub(rf"(^|\.)({word}\.)+", r"\1", key)
         return key
 
 
 def foreign_affix(model: PreTrainedModel, keys: list[str], wanted: list[str]) -> Affix | None:
-    """Return the extra text in the names of files without which most of the `wanted` parameters are
-    found, or None.
+    """Return the extra text in the file's tensor names, or None if there is no such text.
 
-    A wrapper such as torch.compile's puts a word before all names, or before the names in each
-    layer.
+    When this text is removed, most of the `wanted` parameters are found. A wrapper such as
+    torch.compile's adds a word in front of all names, or in front of the names in each layer.
     """
     state = model.state_dict().keys()
 
     def found(affix: Affix) -> tuple[int, int]:
-        """Return (parameters found, parameters found by their full names): transformers also adds
-        or removes the base model's name.
+        """Return (number of parameters found, number found by their full names).
+
+        The two numbers can differ, because transformers also adds or removes the base model's
+        prefix.
         """
         renamed = [affix.without(key) for key in keys]
         try:
             return len(find_stored(model, renamed).keys() & set(wanted)), len(state & set(renamed))
-        except Refusal:
+        except ConfigError:
             return 0, 0
 
     leading = Counter(prefix for key in keys for prefix in _prefixes(key))
-    words = tuple(word for word in WRAPPERS if any(f".{word}." in f".{key}" for key in keys))
+    words = tuple(word for word in WRAPPER_NAMES if any(f".{word}." in f".{key}" for key in keys))
     tried = [Affix(prefix) for prefix, count in leading.items() if 2 * count >= len(keys)]
-    tried += [Affix(words=(word,)) for word in words] + [Affix(words=words)]
+    tried += [Affix(wrappers=(word,)) for word in words] + [Affix(wrappers=words)]
     best = max(tried, key=found)
     return best if found(best)[0] > max(found(Affix())[0], len(wanted) // 2) else None
 
 
 def _prefixes(key: str) -> Iterator[str]:
     parts = key.split(".")
-    for end in range(1, min(DEEPEST, len(parts) - 1) + 1):
+    for end in range(1, min(MAX_PREFIX_PARTS, len(parts) - 1) + 1):
         yield "".join(f"{part}." for part in parts[:end])
 
 
-def refuse_affix(model: PreTrainedModel, keys: list[str], affix: Affix) -> Refusal:
-    """Return the refusal of names with an `affix`, with the line that renames the tensors."""
+def refuse_affix(model: PreTrainedModel, keys: list[str], affix: Affix) -> ConfigError:
+    """Return the config error for tensor names that contain an `affix`.
+
+    The error includes the code that renames the tensors.
+    """
     having, kind = sum(affix.without(key) != key for key in keys), model.config.model_type
     names = f"{having} of the {len(keys)} names of tensors in its files have {affix} in them"
     rule = f"{names}, which the names of a {kind}'s parameters do not"
     if any(".lora_" in key for key in keys):
         fix = "merge the adapter with peft's merge_and_unload(), and save that with save_pretrained"
     else:
-        replaced = "".join(f".replace('{word}.', '')" for word in affix.words)
+        replaced = "".join(f".replace('{word}.', '')" for word in affix.wrappers)
         new = f"key.removeprefix({affix.prefix!r})" if affix.prefix else f"key{replaced}"
         renamed = f"{{{new}: value for key, value in load_file(FILE).items()}}"
         fix = (
             f"rename them in each file with safetensors.torch: save_file({renamed}, FILE,"
             " {'format': 'pt'})"
         )
-    return refuse(f"model = {model.config._name_or_path}", rule, fix)
+    return config_error(f"model = {model.config._name_or_path}", rule, fix)

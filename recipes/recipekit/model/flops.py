@@ -1,15 +1,20 @@
-"""Model FLOPs: what a step has to compute, for `mfu`.
+"""The model FLOPs in a training step, from which `mfu` is computed.
 
-Nothing here imports torch; models and batches are asked by their attributes.
+This module does not import torch. It reads only attributes of models and batches.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..spec.task import MicroBatch
 from ..spec.task_specs import PACKED
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 CONVENTION = (
     "model FLOPs over the device's dense bf16 peak: 6 for each trained parameter that a token (a"
@@ -17,65 +22,71 @@ CONVENTION = (
     " and documents allow it; a multiply-add counts as two; nothing for recomputation and for"
     " embeddings that are only looked up"
 )
-WHOLE = 0  # the window of a layer that sees everything before it
+NO_WINDOW = 0  # window size of a layer that attends to all earlier tokens
 
 
 @dataclass(frozen=True)
 class Flops:
-    """`per_unit`: of what a task counts, for a token those of the weights, for a sample all.
+    """Model FLOPs per unit, where a unit is a token or a sample, depending on the task.
 
-    `per_key`: window -> FLOPs, over the layers of that window, for each key that a token looks at.
+    `per_unit` covers a token's FLOPs in the weights, or all of a sample's FLOPs. `per_key` maps a
+    window to the FLOPs for each key that a token attends to, summed over the layers with that
+    window.
     """
 
     per_unit: float
     per_key: dict[int, float]
-    both_ways: bool = False  # a window lies to either side of a token
+    bidirectional: bool = False  # a window extends to both sides of a token
 
     def of_step(self, units: int, keys: Iterable[int] = ()) -> float:
-        """The FLOPs of `units` tokens, which look at so many keys under each window (in the order
-        of `per_key`), or of `units` samples.
+        """Return the FLOPs for `units` tokens or samples.
+
+        For tokens, `keys` lists the number of attended keys per window, in the order of `per_key`.
         """
         return self.per_unit * units + sum(
             cost * count for cost, count in zip(self.per_key.values(), keys, strict=True)
         )
 
 
-def model_flops(model: Any, rows: str = PACKED) -> Flops | None:
-    """Forward and backward of a whole model (adapted or not) of a task with such rows
-    (tasks.facts.Facts.rows); None where they cannot be counted.
+def model_flops(model: "PreTrainedModel", rows: str = PACKED) -> Flops | None:
+    """Return a full model's FLOPs in the forward and backward pass, adapted or not.
+
+    `rows` is the task's kind of rows (TaskSpec.rows). Return None if the FLOPs cannot be counted.
     """
-    return _of_tokens(model) if rows == PACKED else _of_pictures(model)
+    return _token_flops(model) if rows == PACKED else _image_flops(model)
 
 
-def _of_tokens(model: Any) -> Flops | None:
-    """Counts those of a causal model; None where its config says that a layer mixes tokens
-    otherwise, or lacks a number.
+def _token_flops(model: "PreTrainedModel") -> Flops | None:
+    """Return a causal model's FLOPs.
 
-    A weight costs 2 FLOPs a token forward, 2 for the gradient of its input and 2 for its own, which
-    a frozen one does without. Not met by a token: an embedding that is only looked up, and the
-    experts that it is not sent to. A key costs 2 x (its width and the value's) forward and twice
-    that backward.
+    Return None if the config describes a layer without plain attention, or lacks a number.
+
+    A weight costs 2 FLOPs per token in the forward pass and 2 for the gradient of its input. A
+    trained weight costs 2 more for its own gradient. An embedding that is only looked up costs
+    nothing, and neither do the experts to which a token is not routed. A key costs 2 x (its width
+    plus the value's width) in the forward pass and twice that in the backward pass.
     """
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     layers, heads, hidden = (
-        _number(config, name)
+        _config_number(config, name)
         for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
-    # an indexer chooses the keys
-    if not (layers and heads and hidden) or _number(config, "index_topk"):
+    # With `index_topk`, an indexer selects the keys.
+    if not (layers and heads and hidden) or _config_number(config, "index_topk"):
         return None
-    if _number(config, "kv_lora_rank"):
+    if _config_number(config, "kv_lora_rank"):
         widths = [
-            _number(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            _config_number(config, name)
+            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         ]
     else:
-        widths = [2 * (_number(config, "head_dim") or hidden // heads)]
-    windows = _windows(config, layers)
+        widths = [2 * (_config_number(config, "head_dim") or hidden // heads)]
+    windows = _layer_windows(config, layers)
     expert_ids = {
         id(parameter) for name, parameter in model.named_parameters() if ".experts." in name
     }
-    chosen = _number(config, "num_experts_per_tok")
-    held = _number(
+    chosen = _config_number(config, "num_experts_per_tok")
+    held = _config_number(
         config, "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
     )
     if not all(widths) or windows is None or (expert_ids and not (chosen and held)):
@@ -93,17 +104,19 @@ def _of_tokens(model: Any) -> Flops | None:
     return Flops(per_unit, per_key)
 
 
-def _of_pictures(model: Any) -> Flops | None:
-    """Counts those of a vision transformer for a picture; None for a model of another kind: of
-    stages, of convolutions, with other attention than that of all patches to all.
+def _image_flops(model: "PreTrainedModel") -> Flops | None:
+    """Return a vision transformer's FLOPs per image.
 
-    A weight of a layer meets every patch and every token beside them (a class token, registers),
-    that of the patch embedding every patch, without a gradient of its input; the head meets one
-    place. A query looks at all keys.
+    Return None for models with stages or convolutions, and for attention other than all patches to
+    all patches.
+
+    A layer's weight is used for every patch and every extra token (a class token, registers). The
+    patch embedding's weight is used for every patch, but no gradient of its input is computed. The
+    head is used for one position. A query attends to all keys.
     """
     config = getattr(model.config, "vision_config", None) or model.config
     layers, heads, hidden, patch = (
-        _number(config, name)
+        _config_number(config, name)
         for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "patch_size")
     )
     size = getattr(config, "image_size", None)
@@ -122,7 +135,7 @@ def _of_pictures(model: Any) -> Flops | None:
     )
     if list(named[embeddings[0]].shape[2:]) != [patch, patch]:
         return None
-    # Added to patches, or put before them.
+    # These parameters are added to the patches or placed in front of them.
     looked_up = re.compile(r".*(_tokens?|position_embeddings?(\.weight)?|class_embedding)")
     places = patches + _tokens_beside_patches(named)
     per_picture = 12.0 * layers * hidden * places**2
@@ -138,7 +151,7 @@ def _of_pictures(model: Any) -> Flops | None:
 
 
 def _tokens_beside_patches(named: dict[str, Any]) -> int:
-    """Count the class tokens and registers, given the model's parameters by name."""
+    """Return the number of class tokens and registers, given the model's named parameters."""
     tokens = sum(
         shape[-2]
         for name, value in named.items()
@@ -148,14 +161,15 @@ def _tokens_beside_patches(named: dict[str, Any]) -> int:
     return tokens + any(name.endswith("class_embedding") for name in named)
 
 
-def _number(config: Any, *names: str) -> int:
-    """The config's number under the first of the names that it has; 0 if it has none."""
+def _config_number(config: "PreTrainedConfig", *names: str) -> int:
+    """Return the config's value for the first of these names that it contains, or 0."""
     return next((number for name in names if (number := getattr(config, name, None))), 0)
 
 
-def _windows(config: Any, layers: int) -> list[int] | None:
-    """The window of each layer; None for a kind that is no softmax attention over the keys before a
-    token.
+def _layer_windows(config: "PreTrainedConfig", layers: int) -> list[int] | None:
+    """Return each layer's window, or None if a layer has an unsupported kind of attention.
+
+    Only softmax attention over earlier keys is supported.
     """
     sliding = (
         getattr(config, "sliding_window", None)
@@ -166,23 +180,24 @@ def _windows(config: Any, layers: int) -> list[int] | None:
         getattr(config, "layer_types", None)
         or ["sliding_attention" if sliding else "full_attention"] * layers
     )
-    of_kind = {"full_attention": WHOLE, "sliding_attention": sliding}
+    of_kind = {"full_attention": NO_WINDOW, "sliding_attention": sliding}
     found = [of_kind.get(kind) for kind in kinds]
     return None if None in found or len(found) != layers else found  # pyright: ignore[reportReturnType]
 
 
-def keys_seen(batches: Iterable[Any], windows: Iterable[int], both_ways: bool = False) -> list[int]:
-    """For each window, how many (token, key) pairs the micro-batches allow: `position_ids` counts
-    from 0 in each document of a row.
+def attended_keys(
+    batches: Iterable[Any], windows: Iterable[int], bidirectional: bool = False
+) -> list[int]:
+    """Return the number of (token, key) pairs that the micro-batches allow, for each window.
 
-    Without windows, as samples have none, nothing is looked at.
-
-    `both_ways`: a token sees the whole document, or so many tokens to either side.
+    `position_ids` restart from 0 in each document of a row. Without windows, as in tasks with
+    samples, the batches are not read. If `bidirectional` is True, a token attends to the full
+    document, or to the window's number of tokens on each side.
     """
     sums = dict.fromkeys(windows, 0)
     for batch in batches if sums else ():
         before = batch["position_ids"].flatten()
-        behind = _tokens_behind(batch) if both_ways else None
+        behind = _tokens_after(batch) if bidirectional else None
         for window in sums:
             if behind is None:
                 seen = (before + 1).clamp(max=window) if window else before + 1
@@ -196,9 +211,10 @@ def keys_seen(batches: Iterable[Any], windows: Iterable[int], both_ways: bool = 
     return list(sums.values())
 
 
-def _tokens_behind(batch: Any) -> Any:
-    """Counts the tokens that follow each one in its document, (tokens,), from what the micro-batch
-    says of its documents.
+def _tokens_after(batch: MicroBatch) -> "torch.Tensor":
+    """Return the number of tokens that follow each token in its document, (tokens,).
+
+    The documents are read from the micro-batch.
     """
     before = batch["position_ids"].flatten()
     if "documents" in batch:

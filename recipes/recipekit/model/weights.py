@@ -1,7 +1,7 @@
-"""A model's published files: where its parameters lie in them, and how a rank reads only its
-slices.
+"""A model's published files: where its parameters are stored, and how a rank reads its slices.
 
-Slices are those of tensor and pipeline parallelism; ZeRO-3 divides what every rank has read whole.
+The slices follow tensor and pipeline parallelism. Under ZeRO-3, every rank reads full tensors,
+which are partitioned later.
 """
 
 import hashlib
@@ -15,39 +15,39 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..architectures import safetensors_files
-from ..architectures.headers import other_shape
+from ..architectures.headers import shape_mismatch_error
 from ..architectures.lookup import read_config, with_labels
-from ..architectures.small_files import CARD, SUFFIXES
+from ..architectures.small_files import CARD_FILE, SUFFIXES
 from ..parallel import tensor
-from ..parallel.blueprint import Stored
-from ..parallel.tensor import Cut
+from ..parallel.blueprint import PublishedTensor
+from ..parallel.tensor import ShardSpec
+from ..spec.errors import ConfigError, Problem, config_error
 from ..spec.hub import ask_for_model
-from ..spec.refusal import Problem, Refusal, refuse
 from .file_keys import (
     find_stored,
     foreign_affix,
     refuse_affix,
-    separated_names,
     tied_names,
+    untied_names,
     unused_keys,
 )
 
-# parameters of a head for classes, as transformers names them
-HEAD = re.compile(r"(\w*classifier|score|head)\.")
-ENDS = 4096  # values of a tensor's first and last row that its mark covers
-NAMED = 3  # unused keys that a line lists
-# Files of a hub model. Exports carry the small ones, and their card states the licence of this one.
-DOWNLOADED = ["*.safetensors", *(f"*{suffix}" for suffix in SUFFIXES), CARD]
-COMPARED = 1 << 22  # values of two tensors to compare at a time
+# Parameters of a classification head, by their names in transformers.
+CLASS_HEAD = re.compile(r"(\w*classifier|score|head)\.")
+FINGERPRINT_VALUES = 4096  # values in a tensor's first and last row that its fingerprint covers
+MAX_LISTED_KEYS = 3  # maximum number of unused keys that a line lists
+# Files of a model on the Hub. Exports contain the small files, and the licence in an export's card
+# comes from the model's card.
+DOWNLOAD_PATTERNS = ["*.safetensors", *(f"*{suffix}" for suffix in SUFFIXES), CARD_FILE]
+COMPARE_BLOCK_VALUES = 1 << 22  # number of value pairs compared at a time
 
 
 class Weights:
-    """The safetensors files of a model, memory-mapped.
+    """A model's memory-mapped safetensors files.
 
-    `bytes_read` counts what `part` has taken out of them.
-
-    `drawn` names the parameters of a new head, which are not read. `note` is the line for the user
-    about unused keys. `not_finite` lists the tensors that `check_finite` has found.
+    `bytes_read` is the number of bytes that `local_shard` has read. `sampled` contains the new
+    head's parameters, which are not read. `note` is the line for the user about unused keys.
+    `not_finite` lists the tensors that `check_finite` has rejected.
     """
 
     def __init__(self, files: list[Path], name: str = ""):
@@ -57,17 +57,17 @@ class Weights:
         self.files = {
             file.name: list(handle.keys()) for file, handle in zip(files, handles, strict=True)
         }
-        self.stored: dict[str, Stored] = {}  # by parameter
-        self.drawn: set[str] = set()
+        self.stored: dict[str, PublishedTensor] = {}  # by parameter name
+        self.sampled: set[str] = set()
         self.bytes_read = 0
-        self.copies: dict[str, str] = {}  # missing key -> key to read instead
+        self.copies: dict[str, str] = {}  # missing key -> key that is read instead
         self.note = ""
         self.not_finite: list[Problem] = []
 
     def shape(self, name: str) -> list[int]:
         return self.shape_of(self.stored[name])
 
-    def shape_of(self, stored: Stored) -> list[int]:
+    def shape_of(self, stored: PublishedTensor) -> list[int]:
         shapes = [self._slice(keys[0]).get_shape() for keys in stored.parts]
         if not stored.stacked:
             return shapes[0]
@@ -76,15 +76,17 @@ class Weights:
             whole[stored.dim] = sum(shape[stored.dim - 1] for shape in shapes)
         return whole
 
-    def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor in the files' dtype; a view of the mapped file where it is stored under
-        one key.
+    def full_tensor(self, name: str) -> torch.Tensor:
+        """Return the full tensor in the files' dtype.
+
+        The result is a view of the mapped file if the tensor is stored under one key.
         """
         return self._take(name, None, [])
 
-    def mark(self) -> str:
-        """Hashes the name, shape and dtype of each tensor, and the first and last values: other
-        weights have another mark, in any number of files.
+    def fingerprint(self) -> str:
+        """Return a hash of each tensor's name, shape and dtype, and of its first and last values.
+
+        Weights that differ in these have different fingerprints. The number of files has no effect.
         """
         digest = hashlib.blake2b(digest_size=16)
         for key in sorted(self.where):
@@ -93,14 +95,19 @@ class Weights:
             digest.update(f"{key} {shape} {tensor.get_dtype()} ".encode())
             for end in (slice(0, 1), slice(max(shape[0] - 1, 0), shape[0])) if shape else ():
                 digest.update(
-                    tensor[end].contiguous().flatten()[:ENDS].view(torch.uint8).numpy().tobytes()
+                    tensor[end]
+                    .contiguous()
+                    .flatten()[:FINGERPRINT_VALUES]
+                    .view(torch.uint8)
+                    .numpy()
+                    .tobytes()
                 )
         return digest.hexdigest()
 
     def contents(self) -> dict[str, dict[str, str]]:
-        """Of each file its keys and their dtypes, as safetensors names them.
+        """Return the keys in each file with their dtypes, as safetensors names them.
 
-        A copy is in the file of its original.
+        A copy is listed under the file that contains its original.
         """
         listed = {
             file: [*keys, *(key for key, held in self.copies.items() if held in keys)]
@@ -111,22 +118,22 @@ class Weights:
             for file, keys in listed.items()
         }
 
-    def part(self, name: str, cut: Cut | None, tp_mesh: Any) -> torch.Tensor:
-        """What a tensor-parallel rank keeps of a tensor; only those bytes of the files are read.
+    def local_shard(self, name: str, cut: ShardSpec | None, tp_mesh: Any) -> torch.Tensor:
+        """Return a tensor-parallel rank's shard. Only the shard's bytes are read from the files.
 
-        ZeRO-3 divides it later.
+        ZeRO-3 partitions the shard later.
         """
         sharded = cut is not None and cut.sharded
         value = (
-            self._take(name, *tensor.local_runs(cut, tp_mesh))
+            self._take(name, *tensor.local_shard_ranges(cut, tp_mesh))
             if sharded and cut
-            else self.whole(name)
+            else self.full_tensor(name)
         )
         self.bytes_read += value.nbytes
         return value
 
     def _take(self, name: str, dim: int | None, runs: list[tuple[int, int]]) -> torch.Tensor:
-        """The indices `runs` of dimension `dim`; all of the tensor if that is None."""
+        """Return the indices `runs` along dimension `dim`, or the full tensor if `dim` is None."""
         stored = self.stored[name]
         if not stored.stacked:
             return self._read(stored.parts[0][0], dim, runs)
@@ -168,13 +175,14 @@ class Weights:
         held = self.copies.get(key, key)
         return self.where[held].get_slice(held)
 
-    def same(self, first: Stored, second: Stored) -> bool:
-        """Compares the values of two tensors of one shape, part by part up to the first
-        difference.
+    def same_values(self, first: PublishedTensor, second: PublishedTensor) -> bool:
+        """Return True if two tensors of the same shape have equal values.
+
+        The tensors are compared block by block up to the first difference.
         """
         one, other = self._slice(first.parts[0][0]), self._slice(second.parts[0][0])
         shape = one.get_shape()
-        rows = max(1, COMPARED // max(1, math.prod(shape[1:])))
+        rows = max(1, COMPARE_BLOCK_VALUES // max(1, math.prod(shape[1:])))
         for start in range(0, shape[0], rows):
             pair = one[start : start + rows], other[start : start + rows]
             dtype = torch.promote_types(pair[0].dtype, pair[1].dtype)
@@ -183,8 +191,9 @@ class Weights:
         return True
 
     def check_finite(self, name: str, value: torch.Tensor, filled: torch.Tensor) -> None:
-        """Notes a parameter that holds a NaN or an infinite value, in the files or once it is in
-        the training dtype (`filled`).
+        """Record a problem for a parameter with a NaN or infinite value.
+
+        The value may come from the files, or it may arise in the training dtype (`filled`).
         """
         if (
             not filled.numel()
@@ -212,12 +221,11 @@ class Weights:
 def open_weights(
     name: str, model: PreTrainedModel, new_head: bool = False, revision: str = ""
 ) -> Weights:
-    """Open the files of a model's weights, a hub id at a revision or a folder, and find every
-    parameter in them.
+    """Open the weights of a model (a Hub id at a revision, or a folder) and find its parameters.
 
-    With `new_head`, parameters outside the base model that are missing, or have another shape, are
-    sampled. Raises `Refusal` with the missing parameters. Only parameters that transformers itself
-    allows to be missing are sampled.
+    With `new_head`, parameters outside the base model are sampled if they are missing or have a
+    different shape. Otherwise only parameters that transformers allows to be missing are sampled.
+    Raise a `ConfigError` that lists the missing parameters.
     """
     folder = weights_folder(name, revision)
     weights = open_files(name, folder)
@@ -227,50 +235,54 @@ def open_weights(
     found = _find_all(model, weights, folder)
     weights.stored = {key: found[key] for key in wanted if key in found}
 
-    # Tensors of another shape, missing ones, and the ones of a new head among both.
-    wrong = _of_other_shape(model, weights, found, wanted)
+    # Find tensors with a different shape, missing tensors, and the new head's tensors among both.
+    wrong = _mismatched_shapes(model, weights, found, wanted)
     missing = [key for key in wanted if key not in found]
-    head = {key for key in (*wrong, *missing) if HEAD.match(key)}
-    weights.drawn |= head if new_head else set()
-    weights.drawn |= _may_be_missing(model, missing)
+    head = {key for key in (*wrong, *missing) if CLASS_HEAD.match(key)}
+    weights.sampled |= head if new_head else set()
+    weights.sampled |= _optional_missing(model, missing)
 
     labels = _hint_of_labels(model, head, {*wrong, *missing})
-    if missing := [key for key in missing if key not in weights.drawn]:
+    if missing := [key for key in missing if key not in weights.sampled]:
         if affix := foreign_affix(model, keys, wanted):
             raise refuse_affix(model, keys, affix)
         raise _incomplete(name, missing, len(wanted), labels)
-    if wrong := [key for key in wrong if key not in weights.drawn]:
+    if wrong := [key for key in wrong if key not in weights.sampled]:
         held, due = weights.shape_of(found[wrong[0]]), list(persistent[wrong[0]].shape)
-        raise other_shape(name, wrong[0], held, due, labels)
+        raise shape_mismatch_error(name, wrong[0], held, due, labels)
 
     weights.note = _note_of_unused(model, weights, found)
     return weights
 
 
-def _incomplete(name: str, missing: list[str], wanted: int, labels: str) -> Refusal:
+def _incomplete(name: str, missing: list[str], wanted: int, labels: str) -> ConfigError:
     rule = f"its files lack {len(missing)} of {wanted} parameters, first {missing[0]}"
     fix = f"give the files that match this config.json and transformers version{labels}"
-    return refuse(f"model = {name}", rule, fix)
+    return config_error(f"model = {name}", rule, fix)
 
 
-def _find_all(model: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, Stored]:
-    """Find the stored tensors of a model's parameters and buffers, also under the names of tied and
-    separated ones.
+def _find_all(model: PreTrainedModel, weights: Weights, folder: Path) -> dict[str, PublishedTensor]:
+    """Return the stored tensors for a model's parameters and buffers.
+
+    The search includes the names of tied parameters and of parameters that this model unties.
     """
     found = find_stored(model, list(weights.where))
     for alias, first in tied_names(model).items():
-        if alias in found and first not in found:  # transformers ties either to the other
+        if alias in found and first not in found:  # transformers ties either name to the other
             found[first] = found[alias]
-    for target, source in separated_names(model, folder / "config.json").items():
+    for target, source in untied_names(model, folder / "config.json").items():
         if source in found and target not in found:
-            found[target], weights.copies[target] = Stored(((target,),)), found[source].parts[0][0]
+            found[target], weights.copies[target] = (
+                PublishedTensor(((target,),)),
+                found[source].parts[0][0],
+            )
     return found
 
 
-def _of_other_shape(
-    model: PreTrainedModel, weights: Weights, found: dict[str, Stored], wanted: list[str]
+def _mismatched_shapes(
+    model: PreTrainedModel, weights: Weights, found: dict[str, PublishedTensor], wanted: list[str]
 ) -> list[str]:
-    """Return the found tensors whose shape in the files is not the model's."""
+    """Return the tensors whose shape in the files differs from their shape in the model."""
     persistent = model.state_dict()
     return [
         key
@@ -280,30 +292,34 @@ def _of_other_shape(
 
 
 def _hint_of_labels(model: PreTrainedModel, head: set[str], unusable: set[str]) -> str:
-    """Return the end of a fix for files that lack only a head for classes, or ""."""
+    """Return the end of a fix if the files lack only a classification head, or ""."""
     if not head or not head.issuperset(unusable) or model.get_output_embeddings() is not None:
         return ""
     return ". --num_labels N randomly initialises a new head for N classes"
 
 
-def _may_be_missing(model: PreTrainedModel, missing: list[str]) -> set[str]:
+def _optional_missing(model: PreTrainedModel, missing: list[str]) -> set[str]:
     """Return the missing parameters that transformers itself allows to be missing."""
     allowed = model._keys_to_ignore_on_load_missing or ()
     return {key for key in missing if any(re.search(pattern, key) for pattern in allowed)}
 
 
-def _note_of_unused(model: PreTrainedModel, weights: Weights, found: dict[str, Stored]) -> str:
-    """Return the line about keys of the files that are not used, or ""."""
+def _note_of_unused(
+    model: PreTrainedModel, weights: Weights, found: dict[str, PublishedTensor]
+) -> str:
+    """Return the line about unused keys in the files, or "" if all keys are used."""
     unused = unused_keys(
         model,
         list(weights.where),
         found,
-        weights.drawn,
-        lambda key: weights.shape_of(Stored(((key,),))),
+        weights.sampled,
+        lambda key: weights.shape_of(PublishedTensor(((key,),))),
     )
     if not unused:
         return ""
-    listed = ", ".join(unused[:NAMED]) + (", ..." if len(unused) > NAMED else "")
+    listed = ", ".join(unused[:MAX_LISTED_KEYS]) + (
+        ", ..." if len(unused) > MAX_LISTED_KEYS else ""
+    )
     count = (
         f"{len(unused)} tensors of its files are" if len(unused) > 1 else "1 tensor of its files is"
     )
@@ -311,12 +327,12 @@ def _note_of_unused(model: PreTrainedModel, weights: Weights, found: dict[str, S
 
 
 def open_files(name: str, folder: Path) -> Weights:
-    """Opens the files of a folder, those that transformers would load."""
+    """Open the files in a folder that transformers would load."""
     return Weights(
         [
             folder / file
             for file in sorted(
-                {entry.file for entry in safetensors_files.open_folder(folder).values()}
+                {entry.file for entry in safetensors_files.tensor_entries(folder).values()}
             )
         ],
         name,
@@ -324,11 +340,10 @@ def open_files(name: str, folder: Path) -> Weights:
 
 
 def weights_folder(name: str, revision: str = "") -> Path:
-    """Return the folder of a model's safetensors and small files.
+    """Return the folder that contains a model's safetensors and small files.
 
-    Downloads a hub model once per host.
-
-    `revision` is a branch, tag or commit; "" is main. Raises `Refusal` if the files cannot be had.
+    A Hub model is downloaded once per host. `revision` is a branch, tag or commit, or "" for main.
+    Raise `ConfigError` if the files are not available.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -336,7 +351,7 @@ def weights_folder(name: str, revision: str = "") -> Path:
 
     def fetch(away: bool) -> str:
         return snapshot_download(
-            name, revision=revision or None, allow_patterns=DOWNLOADED, local_files_only=away
+            name, revision=revision or None, allow_patterns=DOWNLOAD_PATTERNS, local_files_only=away
         )
 
     return Path(ask_for_model(name, revision, fetch))
@@ -349,10 +364,10 @@ def fetch_config(
     classes: list[str] | None = None,
     revision: str = "",
 ) -> dict[str, Any]:
-    """Downloads a model that is neither shipped nor on this machine, and reads its config.json,
-    with other labels unless `num_labels` is 0.
+    """Download a model that is neither shipped nor local, and return its config.json.
 
-    Raises `Refusal`.
+    If `num_labels` is not 0, replace the labels in the config. Raise `ConfigError` if the model is
+    not available.
     """
     return with_labels(
         read_config(weights_folder(name, revision) / "config.json", name, task), num_labels, classes
@@ -362,7 +377,10 @@ def fetch_config(
 def published_names(
     model_config: dict[str, Any], name: str, task: str, revision: str = ""
 ) -> dict[str, Any]:
-    """Gives a config that we ship, which has no names of classes, those of the downloaded model."""
+    """Return a shipped config with the downloaded model's class names.
+
+    This is needed because shipped configs contain no class names.
+    """
     own = read_config(weights_folder(name, revision) / "config.json", name, task)
     if "id2label" in model_config or len(own.get("id2label") or {}) != model_config.get(
         "num_labels"

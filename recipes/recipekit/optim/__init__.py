@@ -1,1 +1,1 @@
-"""What changes a weight: parameter groups, schedules, and our repairs of DeepSpeed's step."""
+"""Optimizers, parameter groups, and our workarounds for the optimizer step in DeepSpeed."""

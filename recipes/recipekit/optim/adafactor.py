@@ -1,27 +1,28 @@
-"""Adafactor, whose factors are the rows and columns of whole tensors, however those are divided
-over ranks.
-"""
+"""Adafactor with factors over full tensors' rows and columns, for any sharding over ranks."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..spec.optimizer_specs import AT_ONCE, state_sizes
-from .borders import Borders, Part, local, square_sum
+from ..spec.optimizer_specs import CHUNK_NUMEL, state_sizes
+from .param_spans import ParamSpans, TensorSpan, local_tensor, sum_of_squares
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Updates weights as torch.optim.Adafactor (2.13) does: Shazeer and Stern, "Adafactor: Adaptive
+    """Adafactor as in torch.optim.Adafactor (2.13): Shazeer and Stern, "Adafactor: Adaptive
     Learning Rates with Sublinear Memory Cost" (arXiv 1804.04235), Algorithm 4, with torch's lr and
     eps.
 
-    Of each tensor x of n elements with gradient g, at its step t = 1, 2, ..., where eps = (eps1,
-    eps2), eps1 None stands for that of fp32, and rms(z) = |z| / sqrt(n):
+    For each tensor x of n elements with gradient g, at its step t = 1, 2, ..., with eps = (eps1,
+    eps2) and rms(z) = |z| / sqrt(n):
 
         b = t^beta2_decay        a = max(eps2, rms(x)) min(lr, 1 / sqrt(t))
         x = x - lr weight_decay x
@@ -29,20 +30,23 @@ class Adafactor(torch.optim.Optimizer):
         V = R C / max(mean(R), eps1)
         u = g / max(sqrt(V), eps1)        x = x - a u / max(1, rms(u) / d)
 
-    A tensor of less than two dimensions keeps V = (1 - b) V + b g^2 itself; one of more has an R, a
-    C and a mean of R for each index of the others. Each rank keeps R and C of every tensor of which
-    it has a part, of whole rows and columns, but for what tensor parallelism divides. Sums are
-    added up in fp64: two all-reduces a step and group over the ranks that `borders` names, and two
-    over the tensor ranks for what those divide. Updates are computed twice, not kept: a step takes
-    AT_ONCE elements at a time.
+    If eps1 is None, it is fp32's machine epsilon. A tensor with fewer than two dimensions has no
+    factors; its state is V = (1 - b) V + b g^2. A tensor with more than two dimensions has an R, a
+    C and a mean of R for each index of the leading dimensions.
 
-    The states of a parameter are flat: `row_var` and `col_var` of its tensors one after the other,
-    `variance` of its parts of the others.
+    A rank that stores a shard of a tensor also stores the tensor's R and C. They cover full rows
+    and columns, except along a dimension that tensor parallelism splits. Sums are accumulated in
+    fp64. Each step of a group requires two all-reduces over the ranks in `borders`. For tensors
+    that tensor parallelism splits, it requires two more over the tensor-parallel ranks. Updates are
+    not stored. Instead they are computed twice, CHUNK_NUMEL elements at a time.
+
+    A parameter's states are flat. `row_var` and `col_var` concatenate the factors of its tensors,
+    and `variance` concatenates the shards of the tensors without factors.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: "ParamsT",
         lr: float = 1e-2,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
@@ -61,48 +65,51 @@ class Adafactor(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         super().__init__(params, numbers | {"maximize": maximize})
-        self.borders = Borders()
+        self.borders = ParamSpans()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Takes a step with every parameter that has a gradient (a collective)."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step with every parameter that has a gradient (a collective operation)."""
         assert closure is None, "no engine gives one"
         for group in self.param_groups:
             held = [
                 own
                 for parameter in group["params"]
                 if parameter.grad is not None
-                for own in self._held(parameter)
+                for own in self._local_shards(parameter)
             ]
             if held:
                 self._update(group, held)
 
     def new_states(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Makes the states of a parameter: zeros, in fp32."""
+        """Create a parameter's states: zeros, in fp32."""
         sizes = Counter[str]()
-        for part in self.borders.of(parameter):
-            sizes.update(_sizes(parameter, part))
-        flat = local(parameter)
+        for part in self.borders.spans_of(parameter):
+            sizes.update(_local_state_sizes(parameter, part))
+        flat = local_tensor(parameter)
         made = {name: flat.new_zeros(size) for name, size in sizes.items()}
         if "variance" in made and isinstance(parameter, DTensor):
             made["variance"] = torch.zeros_like(parameter)
         return {"step": torch.tensor(0.0)} | made
 
-    def _held(self, parameter: torch.Tensor) -> Iterator["Held"]:
-        """Counts a step of a parameter; yields what this rank has of each of its tensors."""
+    def _local_shards(self, parameter: torch.Tensor) -> Iterator["AdafactorShard"]:
+        """Increment a parameter's step count, and yield this rank's shards of its tensors."""
         state = self.state[parameter]
         if not state:
             state |= self.new_states(parameter)
         state["step"] += 1
         assert parameter.grad is not None
-        weights, gradient = local(parameter).view(-1), local(parameter.grad).reshape(-1)
+        weights, gradient = (
+            local_tensor(parameter).view(-1),
+            local_tensor(parameter.grad).reshape(-1),
+        )
         at = Counter[str]()
-        for part in self.borders.of(parameter):
+        for part in self.borders.spans_of(parameter):
             own = {}
-            for name, size in _sizes(parameter, part).items():
-                own[name] = local(state[name]).view(-1)[at[name] : at[name] + size]
+            for name, size in _local_state_sizes(parameter, part).items():
+                own[name] = local_tensor(state[name]).view(-1)[at[name] : at[name] + size]
                 at[name] += size
-            yield Held(
+            yield AdafactorShard(
                 part,
                 float(state["step"]),
                 weights[part.start : part.stop],
@@ -110,81 +117,91 @@ class Adafactor(torch.optim.Optimizer):
                 own,
             )
 
-    def _update(self, group: dict[str, Any], held: list["Held"]) -> None:
-        self._move(group["beta2_decay"], held)
+    def _update(self, group: dict[str, Any], shards: list["AdafactorShard"]) -> None:
+        self._update_factors(group["beta2_decay"], shards)
         eps1, eps2 = group["eps"]
         eps1 = torch.finfo(torch.float32).eps if eps1 is None else eps1
         # (tensors, 2) fp64
         squares = torch.stack(
-            [torch.stack([square_sum(own.weights), own.update_squares(eps1)]) for own in held]
+            [torch.stack([sum_of_squares(own.weights), own.update_squares(eps1)]) for own in shards]
         )
         cut = [
-            slice(number, number + 1) for number, own in enumerate(held) if own.part.cut is not None
+            slice(number, number + 1)
+            for number, own in enumerate(shards)
+            if own.span.split_dim is not None
         ]
         # (tensors, 1)
-        numels = torch.tensor([[prod(own.part.sizes)] for own in held], device=squares.device)
-        weights_rms, rms = (self.borders.add_up(squares, cut) / numels).sqrt().unbind(1)
-        steps = torch.tensor([own.step for own in held], dtype=torch.float64, device=squares.device)
+        numels = torch.tensor(
+            [[prod(own.span.full_shape)] for own in shards], device=squares.device
+        )
+        weights_rms, rms = (self.borders.all_reduce_sums(squares, cut) / numels).sqrt().unbind(1)
+        steps = torch.tensor(
+            [own.step for own in shards], dtype=torch.float64, device=squares.device
+        )
         rates = (
             weights_rms.clamp(min=eps2)
             * steps.rsqrt().clamp(max=group["lr"])
             / (rms / group["d"]).clamp(min=1.0)
         )
-        for own, rate in zip(held, rates.float(), strict=True):
+        for own, rate in zip(shards, rates.float(), strict=True):
             own.weights.mul_(1 - group["lr"] * group["weight_decay"])
             for place, update in own.updates(eps1):
                 own.weights[place].add_(update.mul_(rate), alpha=1.0 if group["maximize"] else -1.0)
 
-    def _move(self, beta2_decay: float, held: list["Held"]) -> None:
-        """Moves the factors towards the means of this step's squares, and the variances towards the
-        squares (a collective).
+    def _update_factors(self, beta2_decay: float, shards: list["AdafactorShard"]) -> None:
+        """Update the factors and variances with this step's squares (a collective operation).
+
+        The factors move towards the means of the squares, and the variances towards the squares.
         """
         lines, cut, at = [], [], 0
-        for own in held:
+        for own in shards:
             for dim, line in zip((-1, -2), own.line_sums(), strict=False):
-                # each tensor rank has a part of every line
-                if own.part.cut == len(own.part.shape) + dim:
+                # Each tensor-parallel rank stores a shard of every row or column.
+                if own.span.split_dim == len(own.span.shape) + dim:
                     cut.append(slice(at, at + line.numel()))
                 lines.append(line)
                 at += line.numel()
         sums = iter(
-            self.borders.add_up(torch.cat(lines), cut).split([line.numel() for line in lines])
+            self.borders.all_reduce_sums(torch.cat(lines), cut).split(
+                [line.numel() for line in lines]
+            )
             if lines
             else ()
         )
-        for own in held:
+        for own in shards:
             if own.factored:
-                own.move_factors(own.step**beta2_decay, next(sums), next(sums))
+                own.update_factors(own.step**beta2_decay, next(sums), next(sums))
             elif own.states:
                 own.states["variance"].lerp_(own.gradient.square(), own.step**beta2_decay)
 
 
 @dataclass(frozen=True)
-class Held:
-    """Is what a rank has of a tensor in a step: the elements of `part`, flat, and their states.
+class AdafactorShard:
+    """A rank's shard of a tensor during a step: the flat elements of `span` and their states.
 
-    The last two dimensions make matrices.
+    The last two dimensions of the tensor form matrices.
     """
 
-    part: Part
+    span: TensorSpan
     step: float
     weights: torch.Tensor
     gradient: torch.Tensor
-    states: dict[str, torch.Tensor]  # none where the part has no element
+    states: dict[str, torch.Tensor]  # {} if the shard is empty
 
     @property
     def factored(self) -> bool:
-        return len(self.part.shape) > 1
+        return len(self.span.shape) > 1
 
     @property
     def matrices(self) -> tuple[int, int, int]:
-        """Returns (matrices, rows, columns) of the tensor."""
-        *others, rows, columns = self.part.shape
+        """Return (matrices, rows, columns) of the tensor."""
+        *others, rows, columns = self.span.shape
         return prod(others), rows, columns
 
     def line_sums(self) -> list[torch.Tensor]:
-        """Returns the sums of the squares of this part in every row (matrices x rows,) and column
-        (matrices x columns,), fp64; [] of a vector.
+        """Return the fp64 sums of squares in this shard, for every row and for every column.
+
+        The sums are (matrices x rows,) and (matrices x columns,). Return [] for a vector.
         """
         if not self.factored:
             return []
@@ -192,34 +209,34 @@ class Held:
         of_rows = self.gradient.new_zeros(matrices, rows, dtype=torch.float64)
         of_columns = self.gradient.new_zeros(matrices, columns, dtype=torch.float64)
         for place, box in self._boxes():
-            squares = self.gradient[place].double().square_().view(_size(box))
+            squares = self.gradient[place].double().square_().view(_box_shape(box))
             of_rows[box[0], box[1]] += squares.sum(-1)
             of_columns[box[0], box[2]] += squares.sum(-2)
         return [of_rows.view(-1), of_columns.view(-1)]
 
-    def move_factors(self, weight: float, of_rows: torch.Tensor, of_columns: torch.Tensor) -> None:
-        """Takes the sums of the whole tensor."""
+    def update_factors(
+        self, weight: float, of_rows: torch.Tensor, of_columns: torch.Tensor
+    ) -> None:
+        """Update the factors with the sums over the full tensor."""
         if self.states:
-            *_, rows, columns = self.part.sizes
+            *_, rows, columns = self.span.full_shape
             self.states["row_var"].lerp_((of_rows / columns).float(), weight)
             self.states["col_var"].lerp_((of_columns / rows).float(), weight)
 
     def update_squares(self, eps1: float) -> torch.Tensor:
-        """Returns the sum of the squares of this part's update before it is clipped, () fp64."""
+        """Return the sum of squares of this shard's update before clipping, () fp64."""
         total = torch.zeros((), dtype=torch.float64, device=self.weights.device)
         for _, update in self.updates(eps1):
-            total += square_sum(update)
+            total += sum_of_squares(update)
         return total
 
     def updates(self, eps1: float) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the update before it is clipped, piece by piece: (elements of this part, their
-        update).
-        """
+        """Yield the update before clipping in chunks: (elements of this shard, their update)."""
         if not self.states:
             return
         if not self.factored:
-            for start in range(0, len(self.weights), AT_ONCE):
-                place = slice(start, start + AT_ONCE)
+            for start in range(0, len(self.weights), CHUNK_NUMEL):
+                place = slice(start, start + CHUNK_NUMEL)
                 yield (
                     place,
                     self.states["variance"][place]
@@ -233,8 +250,8 @@ class Held:
             self.states["row_var"].view(matrices, rows),
             self.states["col_var"].view(matrices, columns),
         )
-        # both have the same mean
-        whole = of_columns if self.part.cut == len(self.part.shape) - 2 else of_rows
+        # Both have the same mean. Use the one that is not split over tensor-parallel ranks.
+        whole = of_columns if self.span.split_dim == len(self.span.shape) - 2 else of_rows
         means = whole.double().mean(-1).float().clamp_(min=eps1)  # (matrices,)
         for place, (matrix, row, column) in self._boxes():
             variances = of_rows[matrix, row, None] * of_columns[matrix, None, column]
@@ -242,29 +259,32 @@ class Held:
             yield place, variances.rsqrt_().view(-1).mul_(self.gradient[place])
 
     def _boxes(self) -> Iterator[tuple[slice, tuple[slice, ...]]]:
-        """Yields boxes that make this part: (its elements, their matrices, rows and columns)."""
+        """Yield boxes that make up this shard: (its elements, their matrices, rows and columns)."""
         at = 0
-        for box in boxes(self.matrices, self.part.first, self.part.first + len(self.weights)):
-            numel = prod(_size(box))
+        for box in split_into_boxes(
+            self.matrices, self.span.offset, self.span.offset + len(self.weights)
+        ):
+            numel = prod(_box_shape(box))
             yield slice(at, at + numel), box
             at += numel
 
 
-def boxes(
-    shape: tuple[int, ...], start: int, stop: int, most: int = AT_ONCE
+def split_into_boxes(
+    shape: tuple[int, ...], start: int, stop: int, max_elements: int = CHUNK_NUMEL
 ) -> Iterator[tuple[slice, ...]]:
-    """Cuts elements start..stop of a row-major tensor into boxes of at most `most` elements, in
-    order: a range of each dimension.
+    """Split elements start..stop of a row-major tensor into boxes, in order.
+
+    A box consists of a range for each dimension. It contains at most `max_elements` elements.
     """
     inner = prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # what lies whole between them
+    first, last = -(-start // inner), stop // inner  # full slices between start and stop
     if start < min(stop, first * inner):
         number = start // inner
-        for box in boxes(
-            shape[1:], start - number * inner, min(stop - number * inner, inner), most
+        for box in split_into_boxes(
+            shape[1:], start - number * inner, min(stop - number * inner, inner), max_elements
         ):
             yield slice(number, number + 1), *box
-    together = most // inner
+    together = max_elements // inner
     for number in range(first, last, max(1, together)):
         if together:
             yield (
@@ -272,25 +292,28 @@ def boxes(
                 *(slice(0, size) for size in shape[1:]),
             )
         else:
-            for box in boxes(shape[1:], 0, inner, most):
+            for box in split_into_boxes(shape[1:], 0, inner, max_elements):
                 yield slice(number, number + 1), *box
     if max(start, last * inner) < stop and last >= first:
-        for box in boxes(shape[1:], 0, stop - last * inner, most):
+        for box in split_into_boxes(shape[1:], 0, stop - last * inner, max_elements):
             yield slice(last, last + 1), *box
 
 
-def _size(box: tuple[slice, ...]) -> tuple[int, ...]:
+def _box_shape(box: tuple[slice, ...]) -> tuple[int, ...]:
     return tuple(own.stop - own.start for own in box)
 
 
-def _sizes(parameter: torch.Tensor, part: Part) -> dict[str, int]:
-    """Returns the elements of each state that a rank keeps for its part of a tensor; {} for no
-    part.
+def _local_state_sizes(parameter: torch.Tensor, part: TensorSpan) -> dict[str, int]:
+    """Return the number of elements in each state that a rank stores for its shard of a tensor.
 
-    FSDP2 has every rank keep what one keeps.
+    Return {} for an empty shard. FSDP2 is an exception, because even a rank without elements stores
+    the states there.
     """
     return (
         state_sizes(part.shape, part.stop - part.start)
         if part.start < part.stop or isinstance(parameter, DTensor)
         else {}
     )
+
+
+OPTIMIZER = Adafactor

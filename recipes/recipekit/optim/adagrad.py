@@ -1,25 +1,28 @@
-"""Adagrad, element by element: torch's own step, in a class that DeepSpeed leaves alone."""
+"""Element-wise Adagrad: torch's own step, in a class that DeepSpeed does not replace."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.adagrad import adagrad
 
-from .borders import local
+from .param_spans import local_tensor
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 
 class Adagrad(torch.optim.Optimizer):
-    """Updates weights as torch.optim.Adagrad does (Duchi et al., JMLR 2011), whose options these
-    are.
+    """Adagrad as in torch.optim.Adagrad (Duchi et al., JMLR 2011), with the same options.
 
-    DeepSpeed 0.19.8 makes torch's Adagrad anew under ZeRO, without its groups or their states
-    (zero/stage_1_and_2.py:946, zero/stage3.py:1358). Torch's makes its states at once, this one at
-    the first step.
+    Under ZeRO, DeepSpeed 0.19.8 creates torch's Adagrad a second time, without its groups or their
+    states (zero/stage_1_and_2.py:946, zero/stage3.py:1358). torch's class creates its states
+    immediately, while this class creates them at the first step.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: "ParamsT",
         lr: float = 1e-2,
         lr_decay: float = 0.0,
         weight_decay: float = 0.0,
@@ -50,8 +53,8 @@ class Adagrad(torch.optim.Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Takes a step with every parameter that has a gradient."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step with every parameter that has a gradient."""
         assert closure is None, "no engine gives one"
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -74,14 +77,19 @@ class Adagrad(torch.optim.Optimizer):
                         "fused",
                     )
                 }
-                weights = [local(parameter) for parameter in trained]
+                weights = [local_tensor(parameter) for parameter in trained]
                 gradients = [
-                    local(parameter.grad) for parameter in trained if parameter.grad is not None
+                    local_tensor(parameter.grad)
+                    for parameter in trained
+                    if parameter.grad is not None
                 ]
                 adagrad(
                     weights,
                     gradients,
-                    [local(state["sum"]) for state in states],
+                    [local_tensor(state["sum"]) for state in states],
                     [state["step"] for state in states],
                     **numbers,
                 )
+
+
+OPTIMIZER = Adagrad

@@ -1,36 +1,39 @@
-"""The optimizer's groups of a model's parameters."""
+"""The optimizer's groups for a model's parameters."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from ..parallel.param_groups import Group, group_of, numbered
+from ..parallel.param_groups import ParamGroup, order_groups, param_group_of
 from ..spec.task_specs import Plans
 
 
 def parameter_groups(
-    model: nn.Module, groups: Mapping[str, Group] | None = None
+    model: nn.Module, groups: Mapping[str, ParamGroup] | None = None
 ) -> list[dict[str, Any]]:
-    """Makes the groups of a model's parameters, which the blueprint knows by name (`trained`), in
-    the order of their numbers; frozen ones are in none.
+    """Build the groups for a model's trained parameters, in the order of the group numbers.
 
-    Without `groups`, matrices decay, and vectors (norms, biases) do not. A group whose learning
-    rate is scaled says so in `lr_scale`; in `matrix`, one that its optimizer updates as matrices.
+    `groups` maps the name of each trained parameter to its group, as in the blueprint. If it is
+    None, matrices have weight decay, and vectors (norms, biases) do not. A group with a scaled
+    learning rate has an entry `lr_scale`. A group whose parameters the optimizer updates as
+    matrices has an entry `matrix`.
     """
-    found: dict[Group, list[nn.Parameter]] = {}
+    found: dict[ParamGroup, list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             own = (
                 groups[name]
                 if groups is not None
-                else group_of(name, len(getattr(parameter, "ds_shape", parameter.shape)), Plans())
+                else param_group_of(
+                    name, len(getattr(parameter, "ds_shape", parameter.shape)), Plans()
+                )
             )
             found.setdefault(own, []).append(parameter)
-    return [_made(group, found[group]) for group in numbered(found) if group in found]
+    return [_group_entry(group, found[group]) for group in order_groups(found) if group in found]
 
 
-def _made(group: Group, parameters: list[nn.Parameter]) -> dict[str, Any]:
+def _group_entry(group: ParamGroup, parameters: list[nn.Parameter]) -> dict[str, Any]:
     numbers: dict[str, Any] = {} if group.decays else {"weight_decay": 0.0}
-    # DeepSpeed splits experts off each group by its name (moe/utils.py)
+    # DeepSpeed splits experts off each group by the group's name (moe/utils.py).
     return {"params": parameters} | numbers | group.entries

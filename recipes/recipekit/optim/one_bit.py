@@ -1,25 +1,28 @@
-"""1-bit Adam: after a warm-up the ranks send each other the signs of their momenta in place of
-gradients.
-"""
+"""1-bit Adam: after a warm-up, ranks exchange the signs of their momenta, not gradients."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ..spec.optimizer_specs import AT_ONCE, error_sizes
-from .borders import square_sum
+from ..spec.optimizer_specs import CHUNK_NUMEL, error_sizes
+from .param_spans import sum_of_squares
 
-FLOOR = 0.01  # least second moment of an element that has one, of the mean of its tensor
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+VARIANCE_FLOOR = 0.01  # lower bound on a nonzero second moment, relative to its tensor's mean
 
 
 @dataclass
-class Errors:
-    """Holds what a rank has still to send, in fp32: `worker` (all elements), of its own momentum;
-    `server` (elements / ranks), of the mean of all ranks' of which it has a part.
+class ErrorFeedback:
+    """Compression errors that a rank must still send, in fp32.
+
+    `worker` (all elements) is the error in the rank's own momentum. `server` (elements / ranks) is
+    the error in this rank's part of the mean momentum over all ranks.
     """
 
     worker: torch.Tensor
@@ -27,12 +30,12 @@ class Errors:
 
 
 class OneBitAdam(torch.optim.Optimizer):
-    """Updates weights by Algorithm 1 of Tang et al., "1-bit Adam: Communication Efficient
-    Large-Scale Training with Adam's Convergence Speed" (ICML 2021, arXiv 2102.02888).
+    """1-bit Adam: Algorithm 1 of Tang et al., "1-bit Adam: Communication Efficient Large-Scale
+    Training with Adam's Convergence Speed" (ICML 2021, arXiv 2102.02888).
 
-    Steps 1 to freeze_step are AdamW's, with gradients that the engine has averaged. From then on v
-    is kept as it is, free of its bias: v / (1 - beta2^t) of the last such step; and gradients stay
-    those of each rank. Of a weight x with gradient g_i on rank i of n:
+    Steps 1 to freeze_step are AdamW steps with gradients that the engine has averaged. After these
+    steps, v is frozen at its last bias-corrected value, v / (1 - beta2^t), and gradients are no
+    longer averaged. For a weight x with gradient g_i on rank i of n:
 
         on every rank:
         z_i = beta1 m + (1 - beta1) g_i + e_i        c_i = C[z_i]        e_i = z_i - c_i
@@ -43,24 +46,27 @@ class OneBitAdam(torch.optim.Optimizer):
         on every rank:
         x = x - lr ((m / (1 - beta1^t)) / (sqrt(v) + eps) + weight_decay x)
 
-    C[z] is the sign of each element, one bit, times the root mean square of the tensor's, so that
-    |C[z]| = |z|; of the second, of the part of a tensor that a rank has. Parts are equal, of all
-    tensors in a row. A weight whose v is 0, which no gradient has reached before, as that of a
-    position beyond every row, has no scale: it only decays from there on, and counts in no root
-    mean square.
+    C[z] is the sign of each element, one bit, times its tensor's root mean square. Therefore
+    |C[z]| = |z|. In the second C, the root mean square covers only the part of the tensor on that
+    rank. The tensors are concatenated, and every rank stores an equal part of the result.
 
-    Beyond the paper, v is at least FLOOR of its tensor's mean when it is frozen: an element that
-    gradients reach seldom, as the row of a rare token, is sent the tensor's scale in every step,
-    and divided by its own small v the weight would run away.
+    If v is 0, no gradient has reached the weight so far. An example is the embedding of a position
+    beyond the length of every sample. Such a weight has no scale. From then on it only decays, and
+    it is excluded from every root mean square.
 
-    `ranks`: the group of the data-parallel ranks. The engine asks `compresses` before a step
-    whether it is to leave its gradients as they are; then `norm`, () fp64, is that of m afterwards.
-    Errors belong to a rank and to a number of ranks.
+    Unlike in the paper, v is raised to at least VARIANCE_FLOOR times its tensor's mean when it is
+    frozen. Elements that seldom receive gradients, such as a rare token's embedding, receive the
+    tensor's scale in every step. Such weights would diverge if they were divided by their own small
+    v.
+
+    `ranks` is the group of the data-parallel ranks. If `compresses` is True before a step, the
+    engine must not average its gradients. After such a step, `norm`, () fp64, is the norm of m. The
+    errors belong to a specific rank and are valid only for the same number of ranks.
     """
 
     def __init__(
         self,
-        params: Any,
+        params: "ParamsT",
         freeze_step: int,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -77,20 +83,20 @@ class OneBitAdam(torch.optim.Optimizer):
                 "freeze_step": freeze_step,
             },
         )
-        self.ranks: Any = None
-        self.errors: Errors | None = None
+        self.ranks: dist.ProcessGroup | None = None
+        self.errors: ErrorFeedback | None = None
         self.norm: torch.Tensor | None = None
 
     @property
     def compresses(self) -> bool:
-        """Says whether the next step is one of signs."""
-        # all have taken the same steps
+        """Return True if the next step exchanges signs."""
+        # All parameters have taken the same number of steps.
         taken = float(next(iter(self.state.values()))["step"]) if self.state else 0.0
         return self.errors is not None or taken >= self.param_groups[0]["freeze_step"]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """Takes a step (a collective). A parameter without a gradient has one of zeros."""
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Take a step (a collective operation). A missing gradient counts as zeros."""
         assert closure is None, "no engine gives one"
         compresses = self.compresses
         if compresses and self.errors is None:
@@ -104,7 +110,7 @@ class OneBitAdam(torch.optim.Optimizer):
                 self._move(parameter, group, compresses)
 
     def _average(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Updates the moments by a gradient that all ranks have."""
+        """Update the moments with a gradient that is equal on all ranks."""
         if not (state := self.state[parameter]):
             state |= {
                 "step": torch.tensor(0.0),
@@ -138,19 +144,19 @@ class OneBitAdam(torch.optim.Optimizer):
                 squares = self.state[parameter]["exp_avg_sq"].div_(
                     1 - group["betas"][1] ** float(self.state[parameter]["step"])
                 )
-                least = FLOOR * squares.sum() / (squares != 0).sum().clamp(min=1)
+                least = VARIANCE_FLOOR * squares.sum() / (squares != 0).sum().clamp(min=1)
                 squares.copy_(torch.where(squares != 0, squares.clamp(min=least), 0.0))
         self.errors = self.new_errors()
 
-    def new_errors(self) -> Errors:
-        """Makes errors of zeros for the ranks of `ranks`."""
+    def new_errors(self) -> ErrorFeedback:
+        """Create error buffers, filled with zeros, for the ranks in `ranks`."""
         tensors = [parameter for group in self.param_groups for parameter in group["params"]]
         sizes = error_sizes(
             sum(tensor.numel() for tensor in tensors), dist.get_world_size(self.ranks)
         )
-        return Errors(*(torch.zeros(numel, device=tensors[0].device) for numel in sizes))
+        return ErrorFeedback(*(torch.zeros(numel, device=tensors[0].device) for numel in sizes))
 
-    def _spans(self) -> list["Span"]:
+    def _spans(self) -> list["MomentumSpan"]:
         found, at = [], 0
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -160,7 +166,7 @@ class OneBitAdam(torch.optim.Optimizer):
                 )
                 live = state["exp_avg_sq"].view(-1) != 0
                 found.append(
-                    Span(
+                    MomentumSpan(
                         at,
                         at + parameter.numel(),
                         state["exp_avg"].view(-1),
@@ -173,8 +179,9 @@ class OneBitAdam(torch.optim.Optimizer):
         return found
 
     def _exchange(self) -> None:
-        """Make the momentum of all ranks from each rank's own (a collective): two exchanges of a
-        bit for each element.
+        """Compute the momentum over all ranks from each rank's own momentum (a collective).
+
+        This requires two exchanges of one bit per element.
         """
         assert self.errors is not None
         worker, server, spans = self.errors.worker, self.errors.server, self._spans()
@@ -195,13 +202,14 @@ class OneBitAdam(torch.optim.Optimizer):
         signs, scales = compress(server, spans, first)
         dist.all_gather(list(received.view(len(scales_of), -1)), signs, group=self.ranks)
         dist.all_gather(list(scales_of), scales, group=self.ranks)
-        self.norm = put_momenta(spans, len(server), received, scales_of)
+        self.norm = set_momenta(spans, len(server), received, scales_of)
 
 
 @dataclass(frozen=True)
-class Span:
-    """Describes a tensor in the row of all: its elements start..stop there, its momentum, which
-    elements have a scale (bool), and this rank's gradient, all flat.
+class MomentumSpan:
+    """A tensor in the concatenation of all tensors, where it occupies elements start..stop.
+
+    The momentum, the mask of elements with a scale (bool), and this rank's gradient are flat.
     """
 
     start: int
@@ -211,82 +219,89 @@ class Span:
     gradient: torch.Tensor | None
     beta1: float
 
-    def lives(self, start: int, stop: int) -> torch.Tensor:
-        """Returns `live` of elements start..stop of the row."""
+    def live_in(self, start: int, stop: int) -> torch.Tensor:
+        """Return `live` for elements start..stop of the concatenation."""
         return self.live[start - self.start : stop - self.start]
 
 
-def overlaps(spans: list[Span], start: int, stop: int) -> Iterator[tuple[int, Span, int, int]]:
-    """Yields (number, tensor, start, stop) of what of each tensor lies in elements start..stop of
-    the row.
+def overlaps(
+    spans: list[MomentumSpan], start: int, stop: int
+) -> Iterator[tuple[int, MomentumSpan, int, int]]:
+    """Yield (number, tensor, start, stop) for each tensor's overlap with elements start..stop.
+
+    The elements are counted in the concatenation.
     """
     for number, span in enumerate(spans):
         if max(span.start, start) < min(span.stop, stop):
             yield number, span, max(span.start, start), min(span.stop, stop)
 
 
-def pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Divides a range into ranges of at most AT_ONCE elements."""
-    for begin in range(start, stop, AT_ONCE):
-        yield begin, min(begin + AT_ONCE, stop)
+def chunk_range(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Split a range into ranges of at most CHUNK_NUMEL elements."""
+    for begin in range(start, stop, CHUNK_NUMEL):
+        yield begin, min(begin + CHUNK_NUMEL, stop)
 
 
 def compress(
-    values: torch.Tensor, spans: list[Span], first: int
+    values: torch.Tensor, spans: list[MomentumSpan], first: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what is sent of `values` (N,), the elements of the row from `first` on: signs (N /
-    8,) uint8, and scales (tensors,).
+    """Compress `values` (N,) into signs (N / 8,) uint8 and scales (tensors,).
 
-    Subtracts it from them.
+    `values` are the concatenation's elements starting at `first`. The compressed values are
+    subtracted from `values` in place.
     """
-    signs, scales = pack(values), values.new_zeros(len(spans))
+    signs, scales = pack_signs(values), values.new_zeros(len(spans))
     for number, span, start, stop in overlaps(spans, first, first + len(values)):
         scales[number] = (
-            square_sum(values[start - first : stop - first])
-            / span.lives(start, stop).sum().clamp(min=1)
+            sum_of_squares(values[start - first : stop - first])
+            / span.live_in(start, stop).sum().clamp(min=1)
         ).sqrt()
-        for begin, end in pieces(start, stop):
-            sent = signed(signs, begin - first, end - first, scales[number])
-            values[begin - first : end - first].sub_(sent.mul_(span.lives(begin, end)))
+        for begin, end in chunk_range(start, stop):
+            sent = unpack_signs(signs, begin - first, end - first, scales[number])
+            values[begin - first : end - first].sub_(sent.mul_(span.live_in(begin, end)))
     return signs, scales
 
 
 def add_mean(
     server: torch.Tensor,
-    spans: list[Span],
+    spans: list[MomentumSpan],
     first: int,
     received: torch.Tensor,
     scales_of: torch.Tensor,
 ) -> None:
-    """Add the mean of all ranks' momenta to `server` (N,), the elements of the row from `first` on.
+    """Add the mean of all ranks' momenta to `server` (N,), elements of the concatenation.
 
-    `received` (ranks * N / 8,) are each rank's signs of these elements, `scales_of` (ranks,
-    tensors) the scales.
+    The elements start at `first`. `received` (ranks * N / 8,) contains each rank's signs for these
+    elements, and `scales_of` (ranks, tensors) contains the ranks' scales.
     """
     world, part = len(scales_of), len(server)
     for number, span, start, stop in overlaps(spans, first, first + part):
-        for begin, end in pieces(start, stop):
+        for begin, end in chunk_range(start, stop):
             total = server.new_zeros(end - begin)
             for rank in range(world):
                 at = rank * part + begin - first
-                total += signed(received, at, at + end - begin, scales_of[rank, number])
-            server[begin - first : end - first].add_(total.div_(world).mul_(span.lives(begin, end)))
+                total += unpack_signs(received, at, at + end - begin, scales_of[rank, number])
+            server[begin - first : end - first].add_(
+                total.div_(world).mul_(span.live_in(begin, end))
+            )
 
 
-def put_momenta(
-    spans: list[Span], part: int, received: torch.Tensor, scales_of: torch.Tensor
+def set_momenta(
+    spans: list[MomentumSpan], part: int, received: torch.Tensor, scales_of: torch.Tensor
 ) -> torch.Tensor:
-    """Set the momenta to the signs of the whole row with the scales of each rank's `part` elements;
-    return their norm, () fp64.
+    """Set the momenta to the received signs times their scales; return their norm, () fp64.
+
+    The norm covers all momenta. `received` contains the signs of all elements. Each rank has its
+    own scales for its `part` elements.
     """
     norm = torch.zeros((), dtype=torch.float64, device=received.device)
     for rank in range(len(scales_of)):
         for number, span, start, stop in overlaps(spans, rank * part, (rank + 1) * part):
-            for begin, end in pieces(start, stop):
-                mean = signed(received, begin, end, scales_of[rank, number])
-                mean.mul_(span.lives(begin, end))
+            for begin, end in chunk_range(start, stop):
+                mean = unpack_signs(received, begin, end, scales_of[rank, number])
+                mean.mul_(span.live_in(begin, end))
                 span.moment[begin - span.start : end - span.start] = mean
-                norm += square_sum(mean)
+                norm += sum_of_squares(mean)
     return norm.sqrt_()
 
 
@@ -295,20 +310,22 @@ def _powers(device: torch.device) -> torch.Tensor:
     return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
 
 
-def pack(values: torch.Tensor) -> torch.Tensor:
-    """Returns a bit for each of N values, N a multiple of 8, as (N / 8,) uint8: the lowest bit of a
-    byte is the first one's; set: not negative.
+def pack_signs(values: torch.Tensor) -> torch.Tensor:
+    """Pack the signs of N values into bits, (N / 8,) uint8; N must be a multiple of 8.
+
+    A byte's lowest bit belongs to its first value. A set bit means not negative.
     """
     found = [
         ((piece >= 0).view(-1, 8) * _powers(values.device)).sum(1, dtype=torch.uint8)
-        for piece in values.split(AT_ONCE)
+        for piece in values.split(CHUNK_NUMEL)
     ]
     return torch.cat(found)
 
 
-def signed(signs: torch.Tensor, start: int, stop: int, scale: torch.Tensor) -> torch.Tensor:
-    """Returns `scale` with the signs of elements start..stop of what `pack` packed, (stop -
-    start,).
-    """
+def unpack_signs(signs: torch.Tensor, start: int, stop: int, scale: torch.Tensor) -> torch.Tensor:
+    """Return `scale` with the signs of elements start..stop from `pack_signs`, (stop - start,)."""
     whole = (signs[start // 8 : -(-stop // 8)].unsqueeze(1) & _powers(signs.device)).view(-1) != 0
     return torch.where(whole[start % 8 : start % 8 + stop - start], scale, -scale)
+
+
+OPTIMIZER = OneBitAdam

@@ -1,138 +1,53 @@
-"""What we mend in DeepSpeed around the optimizer's step: this file and `train_step` are all that
-changes weights.
-"""
+"""Workarounds around DeepSpeed's optimizer step that need our optimizers and groups.
 
-from collections.abc import Callable
-from typing import Any, Protocol
+Weights change only here, in `undo_hidden_step` of `compat/deepspeed.py` and in `train_step`.
+"""
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from torch import nn
 
+from ..compat.deepspeed import (
+    DeepSpeedEngine,
+    after_step,
+    before_step,
+    disable_clipping,
+    leave_gradients,
+    set_grad_norm,
+    set_micro_batches,
+)
 from ..parallel import expert
 from .one_bit import OneBitAdam
 
 
-class DeepSpeedEngine(Protocol):
-    """Names what our repairs use of DeepSpeed 0.19.8's engine, its private parts included: it has
-    no other way.
-    """
-
-    device: torch.device
-    module: nn.Module
-    optimizer: Any  # torch's, or DeepSpeed's around it
-    basic_optimizer: Any  # the one inside, which computes the update
-    mpu: Any  # the model-parallel groups, None where DeepSpeed's own are right
-    micro_batches: int  # of a step, under a pipeline
-    micro_steps: int  # micro-batches that it has taken
-    _config: Any
-    _global_grad_norm: Any
-    enable_backward_allreduce: bool
-    _take_model_step: Callable[..., None]
-    clip_fp32_gradients: Callable[[], None]
-
-    def train_batch_size(self) -> int: ...
-    def gradient_accumulation_steps(self) -> int: ...
-    def gradient_clipping(self) -> float: ...
-    def was_step_applied(self) -> bool: ...
-
-
-def undo_hidden_step(engine: DeepSpeedEngine) -> None:
-    """Makes step 1 the first one that the optimizer takes.
-
-    DeepSpeed 0.19.8 allocates the states of its ZeRO-0 mixed-precision optimizer by a step with
-    zero gradients (unfused_optimizer.py, initialize_optimizer_states): it decays the weights once,
-    and Adam's bias correction is one step ahead ever after, which makes the first update a quarter
-    too small.
-    """
-    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        engine.basic_optimizer.state.clear()
-        with torch.no_grad():
-            for masters, weights in zip(
-                engine.optimizer.fp32_groups, engine.optimizer.fp16_groups, strict=True
-            ):
-                for master, weight in zip(masters, weights, strict=True):
-                    master.copy_(weight)
-
-
 def accumulate(engine: DeepSpeedEngine, micro_batches: int) -> None:
-    """Makes each step from here on take so many micro-batches on this rank; called between two
-    steps.
+    """Set the number of micro-batches per step on this rank, starting with the next step.
 
-    DeepSpeed 0.19.8 ends a step where the number of all micro-batches so far is a multiple of those
-    of a step (engine.py, is_gradient_accumulation_boundary), so after its own set_train_batch_size
-    a first step may end early: after three steps of two, one of four would end after two. It counts
-    from here.
+    This must be called between two steps.
     """
-    if isinstance(engine.basic_optimizer, OneBitAdam):
-        _leave_gradients(engine, engine.basic_optimizer)
-    if (before := engine.gradient_accumulation_steps()) == micro_batches:
-        return
-    engine._config.train_batch_size = engine.train_batch_size() // before * micro_batches
-    engine._config.gradient_accumulation_steps = engine.micro_batches = micro_batches
-    engine.micro_steps = 0
-
-
-def _leave_gradients(engine: DeepSpeedEngine, optimizer: OneBitAdam) -> None:
-    """Leaves the gradients of the next step as each rank has them, not summed and not clipped,
-    where its optimizer sends signs.
-    """
-    # where it is False DeepSpeed tells all ranks of an overflow on one
-    engine.enable_backward_allreduce = not optimizer.compresses
-    if optimizer.compresses:
-        engine._config.gradient_clipping = 0.0
-        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-            engine.optimizer.clip_grad = 0.0
+    if isinstance(optimizer := engine.basic_optimizer, OneBitAdam):
+        leave_gradients(engine, optimizer.compresses)
+    set_micro_batches(engine, micro_batches)
 
 
 def keep_momentum_norm(engine: DeepSpeedEngine) -> None:
-    """Makes grad_norm that of the momentum, where the optimizer sends signs: a gradient of all
-    ranks is never made.
+    """Report the momentum's norm as grad_norm if the optimizer exchanges signs.
+
+    In that case, no gradient over all ranks exists.
     """
     if isinstance(optimizer := engine.basic_optimizer, OneBitAdam):
 
         def tell(applied: bool) -> None:
             if applied and optimizer.norm is not None:
-                engine._global_grad_norm = optimizer.norm
+                set_grad_norm(engine, optimizer.norm)
 
         after_step(engine, tell)
 
 
-def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:
-    """Calls `act` once a step, between the last backward pass and the optimizer: every gradient is
-    there, summed over the ranks (but for signs of 1-bit Adam), and nothing has changed yet.
-
-    The only such place that DeepSpeed 0.19.8 has under every ZeRO stage and under a pipeline. What
-    is added later acts earlier.
-    """
-    take_step = engine._take_model_step
-
-    def acting(*args: Any) -> None:
-        act()
-        take_step(*args)
-
-    engine._take_model_step = acting
-
-
-def after_step(engine: DeepSpeedEngine, act: Callable[[bool], None]) -> None:
-    """Calls `act` once a step, after the optimizer, with whether the weights have changed:
-    DeepSpeed skips the step of a gradient that overflows.
-    """
-    take_step = engine._take_model_step
-
-    def acting(*args: Any) -> None:
-        take_step(*args)
-        act(engine.was_step_applied())
-
-    engine._take_model_step = acting
-
-
 def keep_grad_norm(engine: DeepSpeedEngine) -> None:
-    """Computes the gradient norm and clips by it, in the two cases where DeepSpeed 0.19.8 does not.
+    """Compute the gradient norm and clip by it where DeepSpeed 0.19.8 does not.
 
-    It has no norm with a plain optimizer (fp32, ZeRO-0). Under a pipeline its clipping counts, in
-    the stages behind the first, only what tensor parallelism cut (runtime/utils.py,
+    DeepSpeed computes no norm with a plain optimizer (fp32, ZeRO-0). Under a pipeline, its clipping
+    counts only tensor-parallel parameters in all stages after the first (runtime/utils.py,
     clip_grad_norm_).
     """
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
@@ -145,15 +60,16 @@ def keep_grad_norm(engine: DeepSpeedEngine) -> None:
             for parameter in engine.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
-        engine._global_grad_norm = norm
+        set_grad_norm(engine, norm)
 
     before_step(engine, clip)
-    engine.clip_fp32_gradients = lambda: None
+    disable_clipping(engine)
 
 
 def grad_norm(engine: DeepSpeedEngine) -> torch.Tensor:
-    """Computes the norm of all gradients, each parameter counted once over the tensor, pipeline and
-    expert ranks (a collective).
+    """Compute the norm of all gradients (a collective operation).
+
+    Each parameter counts once across the tensor, pipeline and expert ranks.
     """
     first = engine.mpu is None or engine.mpu.get_tensor_model_parallel_rank() == 0
     squares = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -163,7 +79,7 @@ def grad_norm(engine: DeepSpeedEngine) -> torch.Tensor:
         )
         if parameter.grad is not None and counted:
             square = parameter.grad.detach().double().square().sum()
-            if (holders := expert.group_of(parameter)) is not None:
+            if (holders := expert.expert_parallel_group(parameter)) is not None:
                 dist.all_reduce(square, group=holders)
             squares += square
     if engine.mpu is not None:

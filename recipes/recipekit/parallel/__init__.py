@@ -1,3 +1,1 @@
-"""Who holds what: the cut of every tensor, the groups of ranks, and the four ways to divide a
-model.
-"""
+"""Parallel layouts: the sharding of every tensor, the groups of ranks and the four parallelisms."""

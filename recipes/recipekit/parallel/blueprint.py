@@ -1,7 +1,7 @@
-"""A model as its checkpoints see it: which tensors it has, and which rank of a layout holds which
-part of them.
+"""Description of a model as its checkpoints see it: its tensors, and how a layout shards them.
 
-Arithmetic only: nothing here imports torch, so a tool can plan for any cluster in no time.
+This module is arithmetic only. Nothing here imports torch, so a tool can quickly plan for any
+cluster.
 """
 
 import dataclasses
@@ -13,22 +13,27 @@ from math import prod
 from typing import Any
 
 from ..spec.mesh import Mesh
-from ..spec.optimizer_specs import FACTORS, state_sizes
-from .param_groups import FIRST, Group
+from ..spec.optimizer_specs import ADAFACTOR_STATES, state_sizes
+from .param_groups import DEFAULT_GROUPS, ParamGroup
 
-# elements of an optimizer group of divided experts (DeepSpeed 0.19.8, moe/utils.py)
-MOST_EXPERTS = 178_956_971
+# maximum number of elements in an optimizer group of sharded experts (DeepSpeed 0.19.8,
+# moe/utils.py)
+MAX_EXPERT_GROUP_NUMEL = 178_956_971
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter, or a buffer that checkpoints keep.
+    """A parameter, or a buffer that checkpoints store.
 
-    `group` is the number of its optimizer group, None for a frozen parameter or a buffer. `cut` =
-    (dim, blocks): tensor parallelism divides each of `blocks` equal blocks of dimension dim over
-    the tensor ranks (a fused gate and up projection has two);
-    None: every tensor rank has it whole. `place`: "first", "last" or "ends" (both) of the pipeline
-    stages, "every", or the number of the layer it belongs to.
+    `group` is the number of the tensor's optimizer group, or None for a frozen parameter or a
+    buffer.
+
+    `cut` = (dim, blocks) means that dimension dim consists of `blocks` equal blocks, and tensor
+    parallelism shards each block. For example, a fused gate and up projection has two blocks. If
+    `cut` is None, every tensor-parallel rank stores the full tensor.
+
+    `place` is "first", "last" or "ends" (both) of the pipeline stages, "every", or the number of
+    the tensor's layer.
     """
 
     name: str
@@ -36,11 +41,11 @@ class Tensor:
     group: int | None
     cut: tuple[int, int] | None = None
     place: str = "every"
-    buffer: str = ""  # its dtype; empty for a parameter
-    # of each tensor rank the indices of dim, where another program did the cutting
+    buffer: str = ""  # dtype of a buffer, empty for a parameter
+    # each tensor rank's index ranges of dim, if a different program did the sharding
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
-    expert: bool = False  # dimension 0 counts experts, which expert parallelism can divide
-    fresh: bool = False  # DeepSpeed makes it anew where experts are divided
+    expert: bool = False  # dimension 0 counts experts, which expert parallelism can shard
+    fresh: bool = False  # DeepSpeed recreates this tensor when experts are sharded
 
     @property
     def numel(self) -> int:
@@ -48,22 +53,24 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Where published files hold a parameter: under one key, or stacked from a key for each expert
-    and joined from several parts along `dim`.
+class PublishedTensor:
+    """Location of a parameter in published files.
+
+    The location is one key, one key per expert (the values are stacked), or several parts joined
+    along `dim`.
     """
 
-    parts: tuple[tuple[str, ...], ...]  # of each part the keys of its experts
+    parts: tuple[tuple[str, ...], ...]  # for each part the keys of its experts
     stacked: bool = False
     dim: int = 0
 
 
 @dataclass(frozen=True)
-class Block:
-    """A module with experts that expert parallelism can divide.
+class MoEBlock:
+    """A module with experts that expert parallelism can shard.
 
-    `renamed`: a tensor beside them -> its name in the module that DeepSpeed makes of it, in the
-    order there; `aliases`: further names of those.
+    `renamed` maps each tensor next to the experts to its name in DeepSpeed's module, in DeepSpeed's
+    order. `aliases` contains further names of these tensors.
     """
 
     name: str
@@ -73,35 +80,39 @@ class Block:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model without its layout. `tensors` in the order of the model's parameters, then buffers.
+    """A model without its layout.
 
-    `aliases`: further names of tied parameters, with their places. `num_layers` 0: no pipeline
-    plan. `published`: of a model read from files, where those hold each tensor, and each file's
-    keys with their dtypes (as safetensors names them). `blocks`: where its experts are; none if it
-    has none, or DeepSpeed does not divide them. `groups`: what the numbers of optimizer groups
-    mean. `adapter`: key in an adapter's file -> tensor; {} for other models, and for step folders
-    older than this field.
+    - `tensors` contains the parameters in the model's order, and then the buffers.
+    - `aliases` contains further names of tied parameters, with their places.
+    - `num_layers` is 0 without a pipeline plan.
+    - `published` contains each tensor's location if the model was read from files.
+    - `files` maps each file that was read to its keys and their dtypes (as safetensors names them).
+    - `blocks` contains the modules with experts. It is empty if DeepSpeed cannot shard them or if
+      the model has no experts.
+    - `groups` contains the optimizer groups, by number.
+    - `adapter` maps the keys in an adapter's file to tensors. It is {} for other models, and for
+      step folders older than this field.
     """
 
     tensors: tuple[Tensor, ...]
     aliases: dict[str, tuple[str, str]]  # alias -> (name, place of the alias)
     num_layers: int
     can_tp: bool
-    published: dict[str, Stored] = dataclasses.field(default_factory=dict)
+    published: dict[str, PublishedTensor] = dataclasses.field(default_factory=dict)
     # file -> {key: dtype}
     files: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
-    blocks: tuple[Block, ...] = ()
-    groups: tuple[Group, ...] = FIRST
+    blocks: tuple[MoEBlock, ...] = ()
+    groups: tuple[ParamGroup, ...] = DEFAULT_GROUPS
     adapter: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_experts(self) -> int:
-        """The experts of a block, 0 if the model has none that can be divided."""
+        """Return the number of shardable experts in a block, or 0 without shardable experts."""
         return next((tensor.shape[0] for tensor in self.tensors if tensor.expert), 0)
 
     @property
-    def trained(self) -> dict[str, Group]:
-        """The group of each trained parameter."""
+    def trained(self) -> dict[str, ParamGroup]:
+        """Return the group of each trained parameter."""
         return {
             tensor.name: self.groups[tensor.group]
             for tensor in self.tensors
@@ -109,12 +120,12 @@ class Blueprint:
         }
 
     def states_of(self, tensor: Tensor, layout: "Layout") -> tuple[str, ...]:
-        """The states that the optimizer keeps for a trained tensor, in fp32.
+        """Return the states that the optimizer stores for a trained tensor, in fp32.
 
-        Those of a group are the same, but for Adafactor's.
+        All tensors in a group have the same states, except with Adafactor.
         """
         assert tensor.group is not None, f"{tensor.name} is not trained"
-        if layout.factored:
+        if layout.uses_adafactor:
             return tuple(state_sizes(tensor.shape, tensor.numel))
         return (
             layout.states
@@ -141,13 +152,15 @@ class Blueprint:
             for item in saved["tensors"]
         )
         stored = {
-            name: Stored(tuple(tuple(keys) for keys in item["parts"]), item["stacked"], item["dim"])
+            name: PublishedTensor(
+                tuple(tuple(keys) for keys in item["parts"]), item["stacked"], item["dim"]
+            )
             for name, item in saved["published"].items()
         }
-        # none before experts were converted
-        blocks = tuple(Block(**item) for item in saved.get("blocks", ()))
-        # there were no others before learning rates had scales
-        groups = tuple(Group(**item) for item in saved.get("groups", ())) or FIRST
+        # missing in files that were written before experts were converted
+        blocks = tuple(MoEBlock(**item) for item in saved.get("blocks", ()))
+        # missing in files that were written before lr_scale existed
+        groups = tuple(ParamGroup(**item) for item in saved.get("groups", ())) or DEFAULT_GROUPS
         aliases = {alias: tuple(of) for alias, of in saved["aliases"].items()}
         return Blueprint(
             **(
@@ -165,56 +178,59 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a job holds a model.
+    """The sharding and storage of a model in one job.
 
-    `optimizer` is DeepSpeed's class, "torch" where it leaves the plain one (see
-    `default_optimizer`).
+    `optimizer` is DeepSpeed's optimizer class, or "torch" if DeepSpeed uses the plain optimizer
+    (see `default_optimizer`).
     """
 
     mesh: Mesh
     zero_stage: int
     optimizer: str
-    dtype: str  # of the training copy of the weights: float32, bfloat16 or float16
-    bounds: tuple[int, ...] = ()  # first layer of each pipeline stage, and the number of layers
+    dtype: str  # of the trained copy of the weights: float32, bfloat16 or float16
+    bounds: tuple[int, ...] = ()  # first layer of each pipeline stage, then the number of layers
     schedule: str = "1f1b"
     sub_group_size: int = 1_000_000_000
-    int_step: bool = False  # DeepSpeed's own Adams count their steps in a Python int
-    swapped: bool = False  # the optimizer's states lie in swap files (NVMe)
-    swap_bytes: int = 1 << 20  # of the smallest flat tensor that does
-    swap_align: int = 1024  # bytes; the files' sizes are multiples of it
-    # DeepSpeed's number (ds_id) of the model's first parameter; the files are named after such
-    # numbers
+    int_step: bool = False  # DeepSpeed's own Adams count steps in a Python int
+    swapped: bool = False  # the optimizer's states are in swap files (NVMe)
+    swap_bytes: int = 1 << 20  # size of the smallest flat tensor that is swapped
+    swap_align: int = 1024  # bytes; file sizes are multiples of it
+    # DeepSpeed's number (ds_id) for the model's first parameter. The swap files are named after
+    # these numbers.
     swap_first: int = 0
-    algorithm: str = "Adam"  # of the optimizer, as spec/optimizer_specs.py names it
-    # what it keeps for a trained weight: fp32 tensors of its shape, or FACTORS
+    algorithm: str = "Adam"  # the optimizer's name in spec/optimizer_specs.py
+    # a trained weight's states: fp32 tensors of its shape, or FACTORS
     states: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    # what it keeps for its matrices in place of these; None: the same
+    # states of a matrix, if they differ from `states`
     of_matrices: tuple[str, ...] | None = None
-    scalars: tuple[str, ...] = ("step",)  # and single numbers, the same for all weights of a group
+    scalars: tuple[str, ...] = ("step",)  # single numbers, the same for all weights in a group
 
     @property
     def partitions(self) -> int:
-        """Ranks that ZeRO divides a parameter over; sequence ranks are data ranks to it."""
+        """Return the number of ZeRO partitions of a parameter.
+
+        ZeRO treats sequence-parallel ranks as data-parallel ranks.
+        """
         return self.mesh.dp * self.mesh.sp
 
     @property
-    def kept(self) -> str:
-        """What the optimizer keeps, in words."""
+    def states_text(self) -> str:
+        """Return a text that lists the optimizer's states."""
         return (", ".join(self.states) or "no states") + (
             f", of matrices {', '.join(self.of_matrices)}" if self.of_matrices is not None else ""
         )
 
     @property
-    def factored(self) -> bool:
-        """The states are those of Adafactor, which parallel/factors.py places."""
-        return self.states == FACTORS
+    def uses_adafactor(self) -> bool:
+        """Return True if the states are Adafactor's, which parallel/adafactor_state_map.py maps."""
+        return self.states == ADAFACTOR_STATES
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "Layout":
-        """Reads a layout; one that names no optimizer was saved when there was Adam only."""
+        """Read a layout. Without an optimizer name it is from a time when there was only Adam."""
         made: dict[str, Any] = {
             name: tuple(saved[name])
             for name in ("bounds", "states", "of_matrices", "scalars")
@@ -233,7 +249,10 @@ class Layout:
 
 
 def default_optimizer(zero_stage: int, dtype: str) -> str:
-    """The class that DeepSpeed 0.19.8 takes with the shipped JSONs (fp32 gradient accumulation)."""
+    """Return DeepSpeed 0.19.8's optimizer class for the shipped JSONs.
+
+    The shipped JSONs accumulate gradients in fp32.
+    """
     if zero_stage == 0:
         return "torch" if dtype == "float32" else "FP16_UnfusedOptimizer"
     if zero_stage == 3:
@@ -245,14 +264,16 @@ def default_optimizer(zero_stage: int, dtype: str) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def balance(costs: list[int], before: int, after: int, num_stages: int) -> tuple[int, ...]:
-    """Bounds of `num_stages` runs of at least one layer whose largest cost is least, `before` on
-    the first, `after` on the last.
+def balance_stages(costs: list[int], before: int, after: int, num_stages: int) -> tuple[int, ...]:
+    """Return the bounds of `num_stages` stages that minimize the largest cost of any stage.
+
+    Each stage has at least one layer. `before` is an extra cost of the first stage, and `after` is
+    an extra cost of the last stage.
     """
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # (stages, layers) -> (largest cost, where its last stage begins)
+    # (stages, layers) -> (largest cost, first layer of the last stage)
     best: dict[tuple[int, int], tuple[float, int]] = {}
     for stages in range(1, num_stages + 1):
         for end in range(stages, len(costs) - (num_stages - stages) + 1):
@@ -277,26 +298,30 @@ def balance(costs: list[int], before: int, after: int, num_stages: int) -> tuple
 
 
 def stage_bounds(blueprint: Blueprint, num_stages: int) -> tuple[int, ...]:
-    """The bounds of the stages: the least possible largest number of parameters, every stage with
-    at least one layer.
+    """Return stage bounds that minimize the largest number of parameters on any stage.
+
+    Every stage has at least one layer.
     """
     cost = dict.fromkeys(("first", "last", "ends", *map(str, range(blueprint.num_layers))), 0)
     for tensor in blueprint.tensors:
         if not tensor.buffer and tensor.place in cost:
             cost[tensor.place] += tensor.numel
     layers = [cost[str(number)] for number in range(blueprint.num_layers)]
-    return balance(layers, cost["first"] + cost["ends"], cost["last"] + cost["ends"], num_stages)
+    return balance_stages(
+        layers, cost["first"] + cost["ends"], cost["last"] + cost["ends"], num_stages
+    )
 
 
-def stages_of(pp_rank: int, pp: int, schedule: str) -> list[int]:
-    """The stages that a pipeline rank holds: one, or under DualPipeV one on the way out and one on
-    the way back.
+def stages_of_rank(pp_rank: int, pp: int, schedule: str) -> list[int]:
+    """Return the stages of a pipeline rank: one stage, or two under DualPipeV.
+
+    DualPipeV gives each rank one stage on the way out and one on the way back.
     """
     return [pp_rank, 2 * pp - 1 - pp_rank] if schedule == "dualpipev" and pp > 1 else [pp_rank]
 
 
 def on_stage(place: str, stage: int, bounds: tuple[int, ...]) -> bool:
-    """Whether a stage holds what belongs to `place`."""
+    """Return True if a stage stores the tensors with this `place`."""
     last = len(bounds) - 2
     if place.isdecimal():
         return bounds[stage] <= int(place) < bounds[stage + 1]
@@ -307,15 +332,15 @@ def on_stage(place: str, stage: int, bounds: tuple[int, ...]) -> bool:
     )
 
 
-def of_stage(blueprint: Blueprint, layout: Layout, stage: int) -> list[Tensor]:
-    """The tensors of one pipeline stage, of the whole model without a pipeline."""
+def tensors_of_stage(blueprint: Blueprint, layout: Layout, stage: int) -> list[Tensor]:
+    """Return the tensors of one pipeline stage, or of the full model if there is no pipeline."""
     if layout.mesh.pp == 1:
         return list(blueprint.tensors)
     return [tensor for tensor in blueprint.tensors if on_stage(tensor.place, stage, layout.bounds)]
 
 
-def describe(blueprint: Blueprint, bounds: tuple[int, ...]) -> str:
-    """One line that shows the split: layers and millions of parameters of each stage."""
+def describe_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> str:
+    """Return one line that shows each stage's layers and its parameters in millions."""
     texts = []
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         numel = sum(
@@ -330,18 +355,18 @@ def describe(blueprint: Blueprint, bounds: tuple[int, ...]) -> str:
     return ", ".join(texts)
 
 
-def held(blueprint: Blueprint, layout: Layout, pp_rank: int) -> list[Tensor]:
-    """The tensors of a pipeline rank in the order in which its optimizer sees them."""
+def tensors_on_rank(blueprint: Blueprint, layout: Layout, pp_rank: int) -> list[Tensor]:
+    """Return a pipeline rank's tensors in the order of its optimizer."""
     found: dict[str, Tensor] = {}
-    for stage in stages_of(pp_rank, layout.mesh.pp, layout.schedule):
-        for tensor in of_stage(blueprint, layout, stage):
+    for stage in stages_of_rank(pp_rank, layout.mesh.pp, layout.schedule):
+        for tensor in tensors_of_stage(blueprint, layout, stage):
             found.setdefault(tensor.name, tensor)
     return list(found.values())
 
 
 def state_keys(blueprint: Blueprint, layout: Layout, stage: int) -> dict[str, Tensor]:
-    """The keys of a stage's `state_dict()`: names and aliases -> tensor."""
-    tensors = {tensor.name: tensor for tensor in of_stage(blueprint, layout, stage)}
+    """Return the keys of a stage's `state_dict()`: names and aliases -> tensor."""
+    tensors = {tensor.name: tensor for tensor in tensors_of_stage(blueprint, layout, stage)}
     further = {
         alias: tensors[name]
         for alias, (name, place) in blueprint.aliases.items()
@@ -354,10 +379,10 @@ def state_keys(blueprint: Blueprint, layout: Layout, stage: int) -> dict[str, Te
 # -----------------------------------------------------------------------------------------------
 
 
-def runs(tensor: Tensor, tp: int, tp_rank: int) -> list[tuple[int, int]]:
-    """[(start, stop), ...]: which indices of the cut dimension a tensor rank keeps, in order.
+def shard_ranges(tensor: Tensor, tp: int, tp_rank: int) -> list[tuple[int, int]]:
+    """Return [(start, stop), ...]: a tensor rank's index ranges of the sharded dim, in order.
 
-    As `torch.chunk` divides each block.
+    Each block is split as `torch.chunk` would split it.
     """
     assert tensor.cut is not None
     if tensor.ranges:
@@ -376,7 +401,7 @@ def runs(tensor: Tensor, tp: int, tp_rank: int) -> list[tuple[int, int]]:
 def local_shape(tensor: Tensor, tp: int, tp_rank: int) -> tuple[int, ...]:
     if tensor.cut is None or tp == 1:
         return tensor.shape
-    width = sum(stop - start for start, stop in runs(tensor, tp, tp_rank))
+    width = sum(stop - start for start, stop in shard_ranges(tensor, tp, tp_rank))
     return tuple(width if dim == tensor.cut[0] else size for dim, size in enumerate(tensor.shape))
 
 
@@ -386,8 +411,10 @@ def local_shape(tensor: Tensor, tp: int, tp_rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements start..stop of a rank's shard lie in partition `rank` of flat tensor `index`, from
-    `offset` (elements) on.
+    """Location of elements start..stop of a rank's shard.
+
+    The elements are in partition `rank` of flat tensor `index`, beginning at `offset` (in
+    elements).
     """
 
     rank: int
@@ -397,25 +424,26 @@ class Extent:
     stop: int
 
 
-def groups_of(
+def optimizer_groups(
     tensors: list[Tensor], layout: Layout, tp_rank: int
 ) -> list[list[tuple[Tensor, int]]]:
-    """The optimizer groups of a rank that has these tensors (`held`): [(tensor, elements of its
-    shard), ...] in the order of the flat buffers.
+    """Return the optimizer groups of a rank with the given tensors (from `tensors_on_rank`).
 
-    DeepSpeed leaves out what is frozen or has no element here; groups that would be empty are not
-    made. Divided experts are split off each group, into groups of at most `MOST_EXPERTS` elements
-    (moe/utils.py).
+    Each group is [(tensor, elements of its shard), ...] in the order of the flat buffers. DeepSpeed
+    omits frozen tensors, tensors without elements on the rank, and empty groups. DeepSpeed also
+    moves sharded experts from each group into separate groups of at most `MAX_EXPERT_GROUP_NUMEL`
+    elements (moe/utils.py).
     """
     groups: dict[tuple[bool, int, int], list[tuple[Tensor, int]]] = {}
-    # of the experts of each group: how many are full, and the elements of the last
+    # for each group's experts: the number of full groups, and the number of elements in the last
+    # group
     parts, sizes = Counter(), Counter()
     for tensor in tensors:
         numel = prod(local_shape(tensor, layout.mesh.tp, tp_rank))
         if tensor.group is None or not numel:
             continue
         divided = tensor.expert and layout.mesh.ep > 1
-        if divided and sizes[tensor.group] and sizes[tensor.group] + numel > MOST_EXPERTS:
+        if divided and sizes[tensor.group] and sizes[tensor.group] + numel > MAX_EXPERT_GROUP_NUMEL:
             parts[tensor.group] += 1
             sizes[tensor.group] = 0
         sizes[tensor.group] += numel * divided
@@ -425,9 +453,10 @@ def groups_of(
     return [groups[key] for key in sorted(groups)]
 
 
-def holders_of(group: list[tuple[Tensor, int]], layout: Layout) -> int:
-    """The ranks that ZeRO divides a group over: of divided experts those that hold the same
-    ones.
+def num_partitions(group: list[tuple[Tensor, int]], layout: Layout) -> int:
+    """Return the number of ranks over which ZeRO partitions a group.
+
+    For sharded experts these are the ranks that store the same experts.
     """
     return layout.partitions // (layout.mesh.ep if group[0][0].expert else 1)
 
@@ -435,22 +464,21 @@ def holders_of(group: list[tuple[Tensor, int]], layout: Layout) -> int:
 def flat_groups(
     groups: list[list[tuple[Tensor, int]]], layout: Layout
 ) -> list[tuple[int, int, list[list[Extent]]]]:
-    """The flat fp32 tensors that ZeRO makes of a rank's groups: (group, elements of one partition,
-    extents of each tensor).
+    """Return ZeRO's flat fp32 tensors: (group, elements of one partition, extents of each tensor).
 
-    ZeRO-1 and -2 concatenate a group and cut it into equal parts (stage_1_and_2.py,
-    bf16_optimizer.py: the whole padded to a multiple of 2 x partitions). ZeRO-3 cuts each tensor
-    into equal parts and concatenates those (stage3.py), in sub-groups.
+    ZeRO-1 and -2 concatenate the tensors of a group and split the result into equal parts. The
+    total is padded to a multiple of 2 x partitions (stage_1_and_2.py, bf16_optimizer.py). ZeRO-3
+    splits each tensor into equal parts and concatenates the parts in sub-groups (stage3.py).
     """
     flats: list[tuple[int, int, list[list[Extent]]]] = []
     for number, group in enumerate(groups):
-        ranks = holders_of(group, layout)
+        ranks = num_partitions(group, layout)
         if layout.zero_stage < 3:
             total = sum(numel for _, numel in group)
             size = -(-total // (2 * ranks)) * 2
             extents, offset = [], 0
             for _, numel in group:
-                extents.append(list(_cut(offset, numel, size, len(flats))))
+                extents.append(list(_partition_extents(offset, numel, size, len(flats))))
                 offset += numel
             flats.append((number, size, extents))
             continue
@@ -476,13 +504,13 @@ def flat_groups(
 def flat_tensors(
     groups: list[list[tuple[Tensor, int]]], layout: Layout
 ) -> list[list[tuple[Tensor, int]]]:
-    """The tensors of each flat tensor of `flat_groups`, in order."""
+    """Return the tensors that each flat tensor from `flat_groups` contains, in order."""
     if layout.zero_stage < 3:
         return groups
     return [sub_group for group in groups for sub_group in _zero3_groups(group, layout)]
 
 
-def _cut(offset: int, numel: int, size: int, index: int) -> Iterator[Extent]:
+def _partition_extents(offset: int, numel: int, size: int, index: int) -> Iterator[Extent]:
     start = 0
     while start < numel:
         rank, inside = divmod(offset + start, size)
@@ -494,30 +522,31 @@ def _cut(offset: int, numel: int, size: int, index: int) -> Iterator[Extent]:
 def _zero3_groups(
     group: list[tuple[Tensor, int]], layout: Layout
 ) -> Iterator[list[tuple[Tensor, int]]]:
-    """The sub-groups of a group.
+    """Yield the sub-groups of a group.
 
-    What DeepSpeed made anew was not partitioned when the model was built, but by its optimizer,
-    over a process group of the same ranks, and stage3.py's `_get_trainable_parameter_groups` tells
-    the groups apart.
+    Tensors that DeepSpeed created itself were not partitioned when the model was built. DeepSpeed's
+    optimizer partitions these tensors over a different process group of the same ranks. stage3.py's
+    `_get_trainable_parameter_groups` therefore separates the two kinds.
     """
     for fresh in (False, True):
         if own := [item for item in group if item[0].fresh == fresh]:
-            yield from _sub_groups(own, holders_of(group, layout), layout.sub_group_size)
+            yield from _sub_groups(own, num_partitions(group, layout), layout.sub_group_size)
 
 
 def _sub_groups(
-    group: list[tuple[Tensor, int]], ranks: int, most: int
+    group: list[tuple[Tensor, int]], ranks: int, max_numel: int
 ) -> Iterator[list[tuple[Tensor, int]]]:
-    """As stage3.py's `_create_fp16_sub_groups`: whole tensors until their partitions reach `most`
-    elements.
+    """Yield groups of full tensors whose partitions reach `max_numel` elements.
+
+    This follows `_create_fp16_sub_groups` in stage3.py.
     """
-    if sum(-(-numel // ranks) for _, numel in group) <= most:
+    if sum(-(-numel // ranks) for _, numel in group) <= max_numel:
         yield group
         return
     sub_group, size = [], 0
     for item in group:
         sub_group.append(item)
         size += -(-item[1] // ranks)
-        if size >= most or item is group[-1]:
+        if size >= max_numel or item is group[-1]:
             yield sub_group
             sub_group, size = [], 0

@@ -1,8 +1,8 @@
-"""Expert parallelism: DeepSpeed's AutoEP gives each rank some experts of every layer, and the
-tokens travel.
+"""Expert parallelism with DeepSpeed's AutoEP: each rank stores some of the experts of every layer.
 
-AutoEP (0.19.8) takes the filled model apart inside `deepspeed.initialize` and names what it makes
-in its own way; here those names and parts become the model's again.
+Tokens are sent to the ranks of their experts. AutoEP (0.19.8) restructures the initialized model
+inside `deepspeed.initialize` and uses its own names. This module restores the model's names and
+layout.
 """
 
 from collections.abc import Iterator
@@ -16,28 +16,28 @@ from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.module_inject.auto_ep_presets.base import MoELayerSpec
 from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
 from deepspeed.utils import groups as ds_groups
-from deepspeed.utils import logger
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..spec.refusal import Refusal, refuse
-from .blueprint import Block
-from .divided import DOWN, GATE_UP
+from ..compat.deepspeed import let_auto_ep_read_outputs, without_log
+from ..spec.errors import ConfigError, config_error
+from .blueprint import MoEBlock
+from .expert_sharding import DOWN, GATE_UP
 
-FUSED = {GATE_UP, DOWN}  # the layout that `published` restores
+FUSED_EXPERT_PARAMS = {GATE_UP, DOWN}  # the layout that `restore_expert_layout` restores
 
 
-def check(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
-    """Returns what AutoEP finds of each block.
+def check_expert_parallel(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
+    """Return AutoEP's spec of each block with experts.
 
-    Raises `Refusal` for a model that AutoEP does not take apart whole, or whose experts are not
-    laid out as `published` gives them back.
+    Raises `ConfigError` for a model that AutoEP cannot fully convert, or whose experts do not have
+    the layout that `restore_expert_layout` restores.
     """
     names = [name for name, _ in model.named_parameters()]
     blocks = {name.rpartition(".experts.")[0] for name in names if ".experts." in name}
     kind = type(model).__name__
     if not blocks:
-        raise refuse(f"ep = {ep} with {kind}", "this model has no experts", "use --ep 1")
+        raise config_error(f"ep = {ep} with {kind}", "this model has no experts", "use --ep 1")
     for block in sorted(blocks):
         own = {
             name.removeprefix(f"{block}.") for name in names if name.startswith(f"{block}.experts.")
@@ -50,14 +50,18 @@ def check(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
             )
             for name in own
         }
-        if own != FUSED or shapes["experts.gate_up_proj"][1] != 2 * shapes["experts.down_proj"][2]:
-            raise refuse(
+        if (
+            own != FUSED_EXPERT_PARAMS
+            or shapes["experts.gate_up_proj"][1] != 2 * shapes["experts.down_proj"][2]
+        ):
+            raise config_error(
                 f"ep = {ep} with {kind}",
                 f"the experts of {block} are not laid out as those of Qwen3-MoE"
                 f" ({', '.join(sorted(own))})",
                 "use --ep 1",
             )
     config = AutoEPConfig(enabled=True, autoep_size=ep)
+    let_auto_ep_read_outputs()
     try:
         found = AutoEP(model, config).ep_parser()
         validate_autoep_post_detection(config, found)
@@ -67,13 +71,13 @@ def check(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
             if "ambiguous" in str(error)
             else str(error).split(". ")[0]
         )
-        raise refuse(
+        raise config_error(
             f"ep = {ep} with {kind}",
             f"DeepSpeed's AutoEP does not take it apart: {said}",
             f"use --ep 1. AutoEP supports {_known_types()}",
         ) from error
     if missed := sorted(blocks - {spec.moe_module_name for spec in found}):
-        raise refuse(
+        raise config_error(
             f"ep = {ep} with {kind}",
             f"DeepSpeed's AutoEP finds no experts in {missed[0]}",
             f"use --ep 1. AutoEP supports {_known_types()}",
@@ -81,22 +85,20 @@ def check(model: PreTrainedModel, ep: int) -> list[MoELayerSpec]:
     return found
 
 
-def blocks_of(model: PreTrainedModel) -> tuple[Block, ...]:
-    """Describes the blocks whose experts AutoEP can divide, for checkpoints; none if `check`
-    refuses the model.
+def moe_blocks(model: PreTrainedModel) -> tuple[MoEBlock, ...]:
+    """Describe, for checkpoints, the blocks whose experts AutoEP can shard.
+
+    The result is () if `check_expert_parallel` rejects the model.
     """
-    # AutoEP warns of what it would not do, and nobody asked it to divide
-    before, logger.disabled = logger.disabled, True
-    try:
-        return tuple(_block(model, spec) for spec in check(model, 1))
-    except Refusal:
-        return ()
-    finally:
-        logger.disabled = before
+    with without_log():
+        try:
+            return tuple(_moe_block(model, spec) for spec in check_expert_parallel(model, 1))
+        except ConfigError:
+            return ()
 
 
-def _block(model: PreTrainedModel, spec: MoELayerSpec) -> Block:
-    """Names the tensors beside a block's experts as `AutoEPMoELayer.__init__` does."""
+def _moe_block(model: PreTrainedModel, spec: MoELayerSpec) -> MoEBlock:
+    """Name the tensors next to a block's experts in the same way as `AutoEPMoELayer.__init__`."""
     block, router, bias = spec.moe_module_name, spec.router_name, "e_score_correction_bias"
     where = (
         router if spec.e_score_correction_bias_path is None else spec.e_score_correction_bias_path
@@ -134,7 +136,7 @@ def _block(model: PreTrainedModel, spec: MoELayerSpec) -> Block:
         for name in renamed.values()
         if free and name.startswith(f"{block}.router.")
     }
-    return Block(block, renamed, aliases)
+    return MoEBlock(block, renamed, aliases)
 
 
 def _known_types() -> str:
@@ -143,18 +145,22 @@ def _known_types() -> str:
     )
 
 
-def group_of(parameter: torch.nn.Parameter) -> Any:
-    """The ranks that hold the other experts of a parameter; None for one that every rank holds."""
+def expert_parallel_group(parameter: torch.nn.Parameter) -> Any:
+    """Return the group of ranks that store a parameter's other experts.
+
+    The result is None if the parameter is unsharded.
+    """
     if getattr(parameter, "ds_zero_placement_family", "") != "autoep_expert":
         return None
     return ds_groups._get_expert_parallel_group(parameter.group_name)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def whole(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """All experts of a parameter of which this rank holds some (a collective); any other parameter
-    as it is.
+def gather_experts(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """Return all experts of a sharded parameter, or any other parameter unchanged (a collective).
+
+    Communication is needed only for a parameter with sharded experts.
     """
-    group = group_of(parameter)
+    group = expert_parallel_group(parameter)
     if group is None:
         return local
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
@@ -162,8 +168,8 @@ def whole(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def own_name(model: nn.Module, name: str) -> str:
-    """The name that a parameter or buffer of the model had before AutoEP renamed it."""
+def name_before_auto_ep(model: nn.Module, name: str) -> str:
+    """Return the name that a parameter or buffer of the model had before AutoEP renamed it."""
     for layer, module in model.named_modules():
         if isinstance(module, AutoEPMoELayer) and name.startswith(f"{layer}."):
             preset = PRESET_MODELS[module.model_family]
@@ -178,12 +184,10 @@ def own_name(model: nn.Module, name: str) -> str:
     return name
 
 
-def published(
+def restore_expert_layout(
     model: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the model as AutoEP left it -> under the names and in the layout that the
-    model had before.
-    """
+    """Yield AutoEP's (name, tensor) pairs with the model's original names and layout."""
     blocks = {
         f"{name}." for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)
     }
@@ -191,10 +195,10 @@ def published(
     for name, value in tensors:
         block = next((block for block in blocks if name.startswith(f"{block}experts.")), None)
         if block is None:
-            yield own_name(model, name), value
+            yield name_before_auto_ep(model, name), value
         elif name == f"{block}experts.w2":
             yield f"{block}experts.down_proj", value
-        else:  # w1 is the gate, w3 what it is multiplied with
+        else:  # w1 is the gate projection, w3 the up projection
             halves[name.rpartition(".")[2]] = value
             if len(halves) == 2:
                 yield (

@@ -1,4 +1,4 @@
-"""The process groups of a mesh, under the names that DeepSpeed asks a model-parallel unit for."""
+"""The process groups of a mesh, with the method names that DeepSpeed expects of an mpu."""
 
 import contextlib
 import fcntl
@@ -15,54 +15,56 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec.mesh import Mesh
 
-WAITING = "long work"  # the description of the group that waits for it
-LONGEST_WAIT = timedelta(days=7)  # gloo keeps milliseconds in 32 bits
+LONG_WAIT_DESC = "long work"  # description of the group for long waits
+GLOO_TIMEOUT = timedelta(days=7)  # gloo stores milliseconds in 32 bits
 
 
-def time_limit(retry_s: float) -> timedelta:
-    """What a collective may take: a large save on a slow disk, or a rank that waits for a server as
-    the recipe allows.
+def collective_timeout(retry_s: float) -> timedelta:
+    """Return the time limit of a collective.
 
-    DeepSpeed 0.19 lowered its own default to 10 minutes, which is also what NCCL gives a group that
-    is made without a limit.
+    The limit allows for a large save on a slow disk. It also allows for a rank that waits `retry_s`
+    for a server, as the recipe permits. DeepSpeed 0.19 lowered its own default to 10 minutes. NCCL
+    also uses 10 minutes for a group without a limit.
     """
     return timedelta(minutes=30, seconds=retry_s)
 
 
-def set_time_limit(limit: timedelta) -> None:
-    """Gives every group of this rank the limit, those of DeepSpeed too, but for the one that waits
-    for long work.
+def set_collective_timeout(limit: timedelta) -> None:
+    """Set the time limit of every group on this rank, including DeepSpeed's groups.
+
+    The only exception is the group for long waits.
     """
     for group in list(c10d._world.pg_map):
-        if group.group_desc != WAITING:
+        if group.group_desc != LONG_WAIT_DESC:
             c10d._set_pg_timeout(limit, group)
 
 
-def waiting_group() -> Any:
-    """The group on which ranks wait for work that a few of them do for hours: of gloo, with
-    LONGEST_WAIT (a collective at first).
+def long_wait_group() -> Any:
+    """Return the gloo group on which ranks wait while a few of them work for hours.
 
-    None, which stands for the whole world, where there is one rank. Under NCCL a wait on the device
-    would end with its limit.
+    The first call is a collective. The group's time limit is GLOO_TIMEOUT. With only one rank, the
+    result is None (the whole world). A gloo group is needed because under NCCL a wait on the device
+    would end at NCCL's limit.
     """
     if dist.get_world_size() == 1:
         return None
     for group in c10d._world.pg_map:
-        if group.group_desc == WAITING:
+        if group.group_desc == LONG_WAIT_DESC:
             return group
     address = os.environ.get("MASTER_ADDR", "")
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_to(address)):
-        # else gloo takes the address that this host's name has in its own /etc/hosts, often
-        # 127.0.1.1, where no other host finds it
+        # Without this setting, gloo uses the address of this host's name in /etc/hosts. This
+        # address is often 127.0.1.1, which other hosts cannot reach.
         os.environ["GLOO_SOCKET_IFNAME"] = name
-    made: Any = dist.new_group(backend="gloo", group_desc=WAITING)
-    c10d._set_pg_timeout(LONGEST_WAIT, made)  # not before: it would be that of meeting, too
+    made: Any = dist.new_group(backend="gloo", group_desc=LONG_WAIT_DESC)
+    c10d._set_pg_timeout(GLOO_TIMEOUT, made)  # only now: it would limit the rendezvous
     return made
 
 
 def interface_to(address: str) -> str:
-    """Return the network interface through which this host reaches another; "" for the host itself,
-    or if it is not known.
+    """Return the network interface through which this host reaches a different host.
+
+    The result is "" if `address` is this host itself, or if the interface is unknown.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 1, type=socket.SOCK_DGRAM)[0]
@@ -89,24 +91,24 @@ def interface_to(address: str) -> str:
     return ""
 
 
-class Groups:
+class ProcessGroups:
     """The data, sequence, tensor and pipeline parallel groups of this rank.
 
-    Made by every rank at the same time (a collective).
+    Every rank creates the groups at the same time (a collective). If an axis has degree 1, its
+    group is None and is never created. Under NCCL, each group of the world costs every rank a split
+    of the communicator, so an axis of degree 1 on 64 ranks would cost 64 splits.
 
-    The group of an axis of degree 1 is None and was never made: under NCCL each group of the world
-    costs every rank a split of the communicator, 64 of them for an axis that leaves each of 64
-    ranks alone.
+    `mpu` is the argument for `deepspeed.initialize`. It is None without tensor parallelism, where
+    DeepSpeed's own groups are right. It is also None under a pipeline, whose module has its own
+    groups.
 
-    `mpu` is what `deepspeed.initialize` takes: None without tensor parallelism, where DeepSpeed's
-    own groups are right, and under a pipeline, whose module brings its own. Sequence ranks hold the
-    same weights, so to DeepSpeed they are further data ranks; told of them, its ZeRO-3 divides
-    their gradients once more than its other stages do (0.19.8: `__avg_scatter_grads` of stage3.py
-    leaves sequence_parallel_size out).
+    Sequence-parallel ranks store the same weights, so DeepSpeed sees them as further data-parallel
+    ranks. If DeepSpeed knew about them, its ZeRO-3 would divide their gradients once more than its
+    other stages do (0.19.8: `__avg_scatter_grads` of stage3.py omits sequence_parallel_size).
     """
 
     def __init__(self, mesh: Mesh, device_type: str, limit: timedelta | None = None):
-        self.mesh, self.limit = mesh, limit
+        self.mesh, self.timeout = mesh, limit
         self.rank = dist.get_rank()
         self.coords = mesh.coords(self.rank)
         self.dp_group, self.dp_ranks = self._group("dp")
@@ -119,8 +121,8 @@ class Groups:
             else None
         )
         self.mpu = self if mesh.tp > 1 and mesh.pp == 1 else None
-        if self.mpu and self.dp_group is None:  # DeepSpeed takes None of an mpu for the world
-            # each rank makes its own, no other
+        if self.mpu and self.dp_group is None:  # DeepSpeed reads an mpu's None as the whole world
+            # Each rank creates only its own group.
             self.dp_group = dist.new_group(self.dp_ranks, limit, use_local_synchronization=True)
 
     def _group(self, axis: str) -> tuple[Any, list[int]]:
@@ -128,8 +130,8 @@ class Groups:
             return None, [self.rank]
         mine: tuple[Any, list[int]] | None = None
         for ranks in self.mesh.groups(axis):
-            # every rank makes every group, in the same order
-            group = dist.new_group(ranks, self.limit)
+            # every rank must create every group, in the same order
+            group = dist.new_group(ranks, self.timeout)
             if self.rank in ranks:
                 mine = group, ranks
         assert mine is not None

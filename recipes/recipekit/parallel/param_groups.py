@@ -1,23 +1,21 @@
-"""Which optimizer group a parameter is in: whether it decays, at which learning rate, and whether
-it is a matrix to its optimizer.
-"""
+"""Optimizer parameter groups, which differ in weight decay, learning rate and matrix rule."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..spec.refusal import Problem, Refusal
+from ..spec.errors import ConfigError, Problem
 from ..spec.task_specs import Plans
 
 
 @dataclass(frozen=True, order=True)
-class Group:
-    """Describes parameters that an optimizer treats alike.
+class ParamGroup:
+    """Parameters that an optimizer treats in the same way.
 
-    `matrix`: the optimizer has a rule of its own for matrices (`matrices` of its row in
-    spec/optimizer_specs.py), and these are such. `lr_scale` is what the learning rate of a step is
-    multiplied with.
+    `matrix` is True if this is a group of matrices and the optimizer has a separate rule for
+    matrices (`matrices` in the optimizer's row of spec/optimizer_specs.py). `lr_scale` multiplies
+    the learning rate of each step.
     """
 
     matrix: bool = False
@@ -26,7 +24,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Names the group in optimizers and checkpoints."""
+        """Return the group's name in optimizers and checkpoints."""
         kind = (
             ("whole matrices" if self.decays else "whole matrices without decay")
             if self.matrix
@@ -38,8 +36,9 @@ class Group:
 
     @property
     def entries(self) -> dict[str, Any]:
-        """Lists what an optimizer's group has of it besides its numbers; of the first two groups
-        the name only, as it always was.
+        """Return this group's entries in an optimizer, in addition to the optimizer's numbers.
+
+        The first two groups have only a name, as in older checkpoints.
         """
         return (
             ({"lr_scale": self.lr_scale} if self.lr_scale != 1 else {})
@@ -48,54 +47,60 @@ class Group:
         )
 
 
-# numbers 0 and 1 in every checkpoint, "matrices" and "vectors"
-FIRST = (Group(), Group(decays=False))
+# groups number 0 and 1 in every checkpoint: "matrices" and "vectors"
+DEFAULT_GROUPS = (ParamGroup(), ParamGroup(decays=False))
 
 
-def numbered(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Puts groups in the order of their numbers, which depends on nothing but them."""
-    return (*FIRST, *sorted(set(groups) - set(FIRST)))
+def order_groups(groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
+    """Return groups ordered by their numbers. The order depends only on the groups."""
+    return (*DEFAULT_GROUPS, *sorted(set(groups) - set(DEFAULT_GROUPS)))
 
 
-def layer_scale(place: str, num_layers: int, layer_decay: float) -> float:
-    """Returns the factor of the learning rate at a place of a blueprint: 1 behind the layers,
-    layer_decay in the last of them, and so on to what is before them.
+def layer_lr_scale(place: str, num_layers: int, layer_decay: float) -> float:
+    """Return the learning-rate factor of a place in a blueprint.
 
-    As Bao et al. fine-tune ("BEiT", arXiv 2106.08254). What is at no place of a pipeline has the
-    whole rate.
+    The factor is 1 after the layers and layer_decay in the last layer. Each earlier layer adds one
+    power of layer_decay. The part before the first layer adds one more power (Bao et al., "BEiT",
+    arXiv 2106.08254). Tensors without a place in the pipeline have the full learning rate.
     """
     if place.isdecimal():
         return layer_decay ** (num_layers - int(place))
     return layer_decay ** (num_layers + 1) if place in ("first", "ends") else 1.0
 
 
-def group_of(
-    name: str, dims: int, plans: Plans, matrix: bool = False, of_layer: float = 1.0
-) -> Group:
-    """Returns the group of a trained parameter.
+def param_group_of(
+    name: str, dims: int, plans: Plans, matrix: bool = False, layer_factor: float = 1.0
+) -> ParamGroup:
+    """Return the group of a trained parameter.
 
-    Matrices decay; vectors (norms, biases) and what `no_decay` names do not.
-
-    `of_layer`: the factor of its layer's learning rate, besides the one that `lr_scale` names.
+    Matrices decay. Vectors (norms, biases) and parameters named in `no_decay` do not decay.
+    `layer_factor` is the layer's learning-rate factor, which is multiplied by the factor from
+    `lr_scale`.
     """
     scale = next(
-        (scale for pattern, scale in plans.lr_scale.items() if _named(name, [pattern])), 1.0
+        (scale for pattern, scale in plans.lr_scale.items() if _matches_any(name, [pattern])), 1.0
     )
-    return Group(matrix, dims >= 2 and not _named(name, plans.no_decay), float(scale) * of_layer)
+    return ParamGroup(
+        matrix, dims >= 2 and not _matches_any(name, plans.no_decay), float(scale) * layer_factor
+    )
 
 
-def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, ...] = ()) -> None:
-    """Raises `Refusal` for names in `lr_scale` that none of the trained parameters has, for names
-    `by_recipe` of matrices that none of those is, and for an optimizer with a rule of its own for
-    matrices that finds none.
+def check_group_names(
+    groups: Mapping[str, ParamGroup], plans: Plans, recipe_patterns: tuple[str, ...] = ()
+) -> None:
+    """Raise `ConfigError` for names that match no trained parameter or matrix.
+
+    The check covers names in `lr_scale`, and `recipe_patterns` that match no matrix. It also covers
+    a model without matrices whose optimizer has a separate rule for matrices.
     """
     near = (
-        f"write a name, or a pattern with *, as in {next(iter(found), 'model.embed_tokens.weight')}"
+        "write a name, or a pattern with *, as in"
+        f" {next(iter(groups), 'model.embed_tokens.weight')}"
     )
     problems = [
         Problem(f"lr_scale of {pattern!r}", "does not match any trained parameter", near)
         for pattern in plans.lr_scale
-        if not any(_named(name, [pattern]) for name in found)
+        if not any(_matches_any(name, [pattern]) for name in groups)
     ]
     problems += [
         Problem(
@@ -104,11 +109,17 @@ def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, 
             " convolution",
             "leave it out",
         )
-        for pattern in by_recipe
+        for pattern in recipe_patterns
         if plans.matrices
-        and not any(group.matrix and _named(name, [pattern]) for name, group in found.items())
+        and not any(
+            group.matrix and _matches_any(name, [pattern]) for name, group in groups.items()
+        )
     ]
-    if plans.matrices and not by_recipe and not any(group.matrix for group in found.values()):
+    if (
+        plans.matrices
+        and not recipe_patterns
+        and not any(group.matrix for group in groups.values())
+    ):
         rule = (
             f"finds no weight of two dimensions in the layers ({', '.join(plans.matrices)}) that is"
             " trained, and would be AdamW"
@@ -119,8 +130,8 @@ def check_named(found: Mapping[str, Group], plans: Plans, by_recipe: tuple[str, 
             )
         )
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
 
 
-def _named(name: str, patterns: Iterable[str]) -> bool:
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,16 +1,16 @@
-"""Pipeline parallelism on an unmodified model: a stage is the model with the layers it does not own
-taken out.
+"""Pipeline parallelism for an unmodified model: a stage is the model without other stages' layers.
 
-The model's own forward still makes masks, rotary embeddings and everything else that differs
-between families, and the parameter names of every stage are the model's. `Away` modules stand where
-layers were taken out: the one before the stage's first layer hands in what the stage before sent,
-the one after its last layer leaves the forward with the result.
+The model's own forward still creates masks, rotary embeddings and everything else that differs
+between families. On every stage, parameters keep the model's names. `RemovedLayer` modules replace
+the removed layers. The removed layer before the stage's first layer returns the previous stage's
+output. The removed layer after the stage's last layer leaves the forward with the result.
 """
 
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,23 +22,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
-from ..spec.refusal import refuse
-from ..spec.task_specs import Facts
-from .blueprint import Blueprint, on_stage, stage_bounds, stages_of
-from .groups import Groups
-from .param_groups import FIRST
-from .plans import ends_of, tied
+from ..compat.deepspeed import mark_copy, set_named_parameters, set_tied_weights
+from ..compat.torch import remove_parameter, set_forward, stop_tracking
+from ..spec.errors import config_error
+from ..spec.task_specs import TaskSpec
+from .blueprint import Blueprint, on_stage, stage_bounds, stages_of_rank
+from .groups import ProcessGroups
+from .param_groups import DEFAULT_GROUPS
+from .plans import embedding_and_head, has_tied_head
 
 
 @dataclass(frozen=True)
-class Split:
-    """Which stage holds what.
+class StageSplit:
+    """Assignment of modules to pipeline stages.
 
     Stage s owns the blocks `bounds[s]` to `bounds[s + 1] - 1` of the chain `blocks`.
 
-    `blocks`, `first` and `last` are names of modules, the latter of those that only the first and
-    the last stage need; whatever is named nowhere is on every stage. `tied`: the last stage needs
-    the input embedding as its head.
+    `blocks`, `first` and `last` contain names of modules. Only the first stage needs `first`, and
+    only the last stage needs `last`. Modules that appear in none of these lists are on every stage.
+    `tied` is True if the last stage needs the input embedding as its head.
     """
 
     blocks: tuple[str, ...]
@@ -52,18 +54,21 @@ class Split:
         return len(self.bounds) - 1
 
 
-def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
-    """Names the blocks of a pipeline in the order of the forward pass: the children of each module
-    list that a plan splits.
+def pipeline_blocks(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of a pipeline's blocks in the order of the forward pass.
 
-    Raises `Refusal`, with the lines to write, for a model without a plan, and for a plan that does
-    not fit the model.
+    The blocks are the children of each module list that the plan splits.
+
+    Raises `ConfigError` if the model has no plan or its plan does not fit. The error contains the
+    lines to write.
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
     lists = [name for name, place in plan.items() if place == "split"]
     if not lists or set(plan.values()) - {"first", "split", "last"} or set(plan) - set(modules):
-        guess = ", ".join(f"{name!r}: {place!r}" for name, place in _guess(model, modules).items())
-        raise refuse(
+        guess = ", ".join(
+            f"{name!r}: {place!r}" for name, place in _guess_pp_plan(model, modules).items()
+        )
+        raise config_error(
             f"pp > 1 with {type(model).__name__}",
             (
                 "this model publishes no pipeline plan"
@@ -77,7 +82,7 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
         )
     for name in lists:
         if not isinstance(modules[name], nn.ModuleList | nn.Sequential):
-            raise refuse(
+            raise config_error(
                 f"pp_plan: {name}",
                 f"is a {type(modules[name]).__name__}, which has no blocks to split",
                 "name a list of layers in pp_plan",
@@ -85,9 +90,11 @@ def chain(model: nn.Module, plan: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{name}.{child}" for name in lists for child, _ in modules[name].named_children())
 
 
-def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
-    """The likely plan of a model that publishes none: its largest module list is split, its
-    siblings with parameters lie around it.
+def _guess_pp_plan(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Return the likely plan of a model that publishes no plan.
+
+    The model's largest module list is split. The list's siblings with parameters are placed before
+    or after the list.
     """
     lists = [name for name, module in modules.items() if isinstance(module, nn.ModuleList)]
     layers = max(
@@ -107,46 +114,44 @@ def _guess(model: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     return plan | {name: "last" for name, module in modules.items() if module is head}
 
 
-def split(
+def split_stages(
     model: PreTrainedModel, blueprint: Blueprint, num_stages: int, plan: Mapping[str, str]
-) -> Split:
-    """The split into the stages of `stage_bounds`.
+) -> StageSplit:
+    """Split a model into stages with the bounds from `stage_bounds`.
 
-    Raises `Refusal` if the model has fewer blocks, or no plan, or if the stages' optimizer groups
-    differ.
+    Raises `ConfigError` if the model has fewer blocks than stages, if it has no plan, or if the
+    stages' optimizer groups differ.
     """
-    blocks = chain(model, plan)
+    blocks = pipeline_blocks(model, plan)
     first, last = (
         tuple(name for name, where in plan.items() if where == place) for place in ("first", "last")
     )
     if num_stages > (count := blueprint.num_layers):
-        raise refuse(
+        raise config_error(
             f"{num_stages} pipeline stages",
             f"{type(model).__name__} has only {count} layers",
             f"use --pp {count} or less",
         )
-    if tied(model):
-        weight = ends_of(model)[1].weight  # type: ignore[union-attr]
+    if has_tied_head(model):
+        weight = embedding_and_head(model)[1].weight  # type: ignore[union-attr]
         name = next(name for name, parameter in model.named_parameters() if parameter is weight)
         if any(name.startswith(f"{module}.") for module in last):
             rule = (
                 f"its head is its embedding and stands before it ({name}), so that the stages would"
                 " call one weight by two names"
             )
-            raise refuse(f"pp > 1 with {type(model).__name__}", rule, "use --pp 1")
+            raise config_error(f"pp > 1 with {type(model).__name__}", rule, "use --pp 1")
     bounds = stage_bounds(blueprint, num_stages)
     check_stages(blueprint, bounds)
-    return Split(blocks, first, last, bounds, tied(model))
+    return StageSplit(blocks, first, last, bounds, has_tied_head(model))
 
 
 def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
-    """Raises `Refusal` where the stages of a pipeline have parameters of other optimizer groups.
+    """Raise `ConfigError` if the stages of a pipeline differ in their optimizer groups.
 
-    The first two groups are on all.
-
-    DeepSpeed 0.19.8 adds up the norm of one group after the other over the stages
-    (stage_1_and_2.py, scaled_global_norm): a stage without one of them would wait for the others
-    for ever.
+    The first two groups are on all stages. DeepSpeed 0.19.8 sums the norms over the stages one
+    group at a time (stage_1_and_2.py, scaled_global_norm). If a stage lacked one of the groups, it
+    would wait for the other stages forever.
     """
     own = [
         {
@@ -156,7 +161,7 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
         }
         for stage in range(len(bounds) - 1)
     ]
-    if len(blueprint.groups) > len(FIRST) and any(groups != own[0] for groups in own):
+    if len(blueprint.groups) > len(DEFAULT_GROUPS) and any(groups != own[0] for groups in own):
         every = set[int]().union(*own)
         lacking = [
             (stage, blueprint.groups[number].name)
@@ -167,7 +172,7 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
             f"leaves stage {lacking[0][0]} without the optimizer group {lacking[0][1]!r}, and"
             " DeepSpeed adds up norms group by group over the stages"
         )
-        raise refuse(
+        raise config_error(
             f"{len(own)} pipeline stages",
             rule,
             "use --pp 1, or lr_scale and matrices with names that every stage has, without"
@@ -175,253 +180,269 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
         )
 
 
-class Away(nn.Module):
-    """Stands in the module list where a layer was taken out."""
+class RemovedLayer(nn.Module):
+    """Replacement for a layer that belongs to a different stage."""
 
-    def __init__(self, layer: nn.Module, does: Callable[[Any], Any]):
+    def __init__(self, layer: nn.Module, replacement: Callable[[Any], Any]):
         super().__init__()
-        self._does = does
-        # some models read an attribute of the layer, such as its attention type
+        self._replacement = replacement
+        # Some models read an attribute of the layer, for example its attention type.
         for name, value in vars(layer).items():
             if isinstance(value, str | int | float | bool) and not name.startswith("_"):
                 setattr(self, name, value)
         self.training = layer.training
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._does(
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        return self._replacement(
             next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
         )
 
 
-def hollow(
+def remove_parameters(
     module: nn.Module,
     dtype: torch.dtype,
     forward: Callable[..., Any],
-    kept: nn.Module | None = None,
+    shared_module: nn.Module | None = None,
 ) -> None:
-    """Takes the parameters out of a module, in place, and gives it another `forward`; models read
-    attributes of what lies on another stage.
+    """Remove a module's parameters, in place, and replace its `forward`.
 
-    `kept`, if it lies in there, stays: BERT's embeddings hold the one that is its head. ViT asks
-    for the dtype of a weight of its embeddings, for example: an empty tensor that is no parameter
-    has it.
+    The module itself stays, because models read attributes of modules on other stages. For example,
+    ViT reads the dtype of an embedding weight, so an empty buffer replaces each parameter. If the
+    module contains `shared_module`, that part keeps its parameters, because BERT's head is inside
+    its embeddings.
     """
     for inner in module.modules():
-        if inner is kept:
+        if inner is shared_module:
             continue
         for key in [key for key, parameter in inner._parameters.items() if parameter is not None]:
-            del inner._parameters[key]
-            # goes to the device with the others
+            remove_parameter(inner, key)
+            # a buffer moves to the device together with the other tensors
             inner.register_buffer(key, torch.empty(0, dtype=dtype), persistent=False)
         for key, buffer in inner.named_buffers(recurse=False):
-            # a checkpoint has it from the stage that it belongs to
+            # checkpoints read this buffer from the stage that owns it
             inner.register_buffer(key, buffer, persistent=False)
         if isinstance(inner, _BatchNorm):
-            # else torch 2.13 puts num_batches_tracked into the state that it loads (_NormBase, of
-            # version 1)
-            inner.track_running_stats = False
-    module.forward = forward  # type: ignore[method-assign]
+            stop_tracking(inner)
+    set_forward(module, forward)
 
 
-class _Left(Exception):
-    """Carries the hidden states out of the model's forward."""
+class _StageExit(Exception):
+    """Exception that carries the hidden states out of the model's forward."""
 
 
 class Stage:
-    """The forward pass of one pipeline stage: the model's own forward, entered at the stage's first
-    block and left after its last block.
+    """The forward pass of one pipeline stage, from the stage's first block to its last block.
 
         first     inputs -> embedding ---------------> blocks -> `send` -> (hidden states, inputs)
         others    inputs -> `embed` -> `receive` -> blocks -> `send` -> (hidden states, inputs)
         last      inputs -> `embed` -> `receive` -> blocks -> head -> logits
 
-    `embed` replaces the embedding, `receive` each block before the stage, and `send` the block
-    after it. `send` leaves the model's forward with an exception, because only the model knows
-    what its forward still calls.
+    `embed` replaces the embedding, `receive` replaces each block before the stage, and `send`
+    replaces the block after the stage. `send` leaves the model's forward by raising an exception,
+    because only the model knows which calls follow in its forward.
     """
 
-    def __init__(self, model: Any, first: bool, last: bool, dtype: torch.dtype, facts: Facts):
+    def __init__(
+        self, model: Any, first: bool, last: bool, dtype: torch.dtype, task_spec: TaskSpec
+    ):
         self.first, self.last = first, last
         self._model = model
-        self._whole_forward = model.forward
+        self._full_forward = model.forward
         self._dtype = dtype
-        self._facts = facts
-        self._travel = [name for name in facts.inputs if name not in facts.floats]
-        self._received: Any = None  # the output of the last block of the stage before
-        self._returned: Any = None  # the output of the last block of this stage
-        # which places of `_received` hold tensors, the same for every micro-batch
-        self._form: list[int] | None = None
+        self._task_spec = task_spec
+        self._passed_inputs = [
+            name for name in task_spec.inputs if name not in task_spec.float_inputs
+        ]
+        self._received: Any = None  # output of the previous stage's last block
+        self._last_output: Any = None  # output of this stage's last block
+        # positions of the tensors in `_received`, the same for every micro-batch
+        self._tensor_places: list[int] | None = None
 
     def receive(self, hidden: torch.Tensor) -> Any:
-        """Return the output of the stage before, as the output of a block that is not here."""
+        """Return the previous stage's output instead of a removed block's output."""
         return self._received
 
     def send(self, hidden: torch.Tensor) -> Any:
-        """Leave the model's forward with the output of this stage."""
-        raise _Left(hidden, self._returned)
+        """Leave the model's forward with this stage's output."""
+        raise _StageExit(hidden, self._last_output)
 
-    def keep(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Keep the output of the last block: a forward hook."""
-        self._returned = output
+    def keep_output(self, module: nn.Module, inputs: object, output: object) -> None:
+        """Store the output of the last block (a forward hook)."""
+        self._last_output = output
 
-    def embed(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return zeros of the embedding's true shape, from which masks are made; `receive` then
-        replaces what the model makes of them.
+    def embed(self, *args: object, **kwargs: object) -> torch.Tensor:
+        """Return zeros with the embedding's true shape, so that the model can create its masks.
+
+        `receive` later replaces the hidden states that the model computes from these zeros.
         """
         received = self._received
         hidden = received[0] if isinstance(received, tuple) else received
-        # one element of memory
-        return hidden.new_zeros(()).expand(_embedded(hidden, self._facts.of_tokens))
+        # these zeros use the memory of a single element
+        return hidden.new_zeros(()).expand(_embedding_shape(hidden, self._task_spec.reads_tokens))
 
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> Any:
-        """Run the model's forward on this stage's part; `inputs` end with the tensors of
-        `hand_over`.
+        """Run the model's forward on this stage's part.
+
+        The last elements of `inputs` are the tensors from `set_stage_inputs`.
         """
-        names: tuple[str, ...] = self._model.handed
+        names: tuple[str, ...] = self._model.stage_kwargs
         count = len(inputs) - len(names)
         handed = dict(zip(names, inputs[count:], strict=True))
         given = self._inputs(inputs[:count], handed)
         try:
-            output = self._whole_forward(**given, **self._facts.constants)
-        except _Left as left:
-            return *_pack(*left.args), *(given[name] for name in self._travel)
+            output = self._full_forward(**given, **self._task_spec.constants)
+        except _StageExit as left:
+            return *_pack(*left.args), *(given[name] for name in self._passed_inputs)
         return output.logits
 
     def _inputs(
-        self, inputs: tuple[torch.Tensor, ...], handed: dict[str, torch.Tensor]
+        self, inputs: tuple[torch.Tensor, ...], stage_kwargs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the arguments of the model's forward, and keep the output of the stage before."""
-        facts = self._facts
+        """Return the arguments of the model's forward, and store the previous stage's output."""
+        facts = self._task_spec
         if self.first:
-            given = dict(zip(facts.inputs, inputs, strict=True)) | handed
-            return given | {name: given[name].to(self._dtype) for name in facts.floats}
+            given = dict(zip(facts.inputs, inputs, strict=True)) | stage_kwargs
+            return given | {name: given[name].to(self._dtype) for name in facts.float_inputs}
 
-        states = list(inputs[: len(inputs) - len(self._travel)])
-        given = dict(zip(self._travel, inputs[len(states) :], strict=True)) | handed
-        if len(states) > 1 and self._form is None:
-            self._form = states[-1].tolist()
-        self._received = states[0] if self._form is None else _unpack(states, self._form)
-        # The forward needs a float input, but does nothing with its values here.
-        return given | {name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.floats}
+        states = list(inputs[: len(inputs) - len(self._passed_inputs)])
+        given = dict(zip(self._passed_inputs, inputs[len(states) :], strict=True)) | stage_kwargs
+        if len(states) > 1 and self._tensor_places is None:
+            self._tensor_places = states[-1].tolist()
+        self._received = (
+            states[0] if self._tensor_places is None else _unpack(states, self._tensor_places)
+        )
+        # The forward requires a float input, but the input's values have no effect here.
+        return given | {
+            name: states[0].new_zeros(len(states[0]), 1, 1, 1) for name in facts.float_inputs
+        }
 
 
-def cut(model: Any, split: Split, stage: int, dtype: torch.dtype, facts: Facts) -> list[str]:
-    """Make `model` one stage, in place; return the names of the modules that were taken out in
-    addition to blocks.
+def make_stage(
+    model: Any, split: StageSplit, stage: int, dtype: torch.dtype, task_spec: TaskSpec
+) -> list[str]:
+    """Convert `model` to one stage, in place, and return the names of removed non-block modules.
 
-    Its forward takes the inputs of the task on the first stage and (hidden_states, ..., integer
-    inputs) on the others, and returns the latter, or logits on the last stage: ids int64 (B, T),
-    hidden states (B, T, D) of `dtype`. Where a block returns more than hidden states, the rest
-    travels between stages: tensors, and which of its places are None. Floats among the inputs stay
-    on the first stage: DeepSpeed 0.19.8 wants a gradient for every float that it sends. The tensors
-    of `hand_over` come last.
+    The first stage's forward accepts the task's inputs. Other stages accept and return
+    (hidden_states, ..., integer inputs), and the last stage returns logits. ids are int64 (B, T),
+    and hidden states are (B, T, D) in `dtype`. If a block returns more than hidden states, its
+    other tensors are also sent, with a flag for each position that is None. Float inputs stay on
+    the first stage, because DeepSpeed 0.19.8 requires a gradient for every float that it sends. The
+    tensors from `set_stage_inputs` come last.
     """
     first, last = stage == 0, stage == split.num_stages - 1
-    own = Stage(model, first, last, dtype, facts)
+    own = Stage(model, first, last, dtype, task_spec)
     modules = dict(model.named_modules())
 
     start, stop = split.bounds[stage], split.bounds[stage + 1]
     for number, name in enumerate(split.blocks):
         if number < start:
-            model.set_submodule(name, Away(modules[name], own.receive))
+            model.set_submodule(name, RemovedLayer(modules[name], own.receive))
         elif number >= stop:
-            model.set_submodule(name, Away(modules[name], own.send))
+            model.set_submodule(name, RemovedLayer(modules[name], own.send))
         elif number == stop - 1:
-            modules[name].register_forward_hook(own.keep)
+            modules[name].register_forward_hook(own.keep_output)
 
-    # A tied head is the embedding, so the last stage keeps its weight.
-    kept = ends_of(model)[0] if last and split.tied else None
+    # A tied head shares the embedding's weight, so the last stage keeps this weight.
+    kept = embedding_and_head(model)[0] if last and split.tied else None
     absent = [] if first else [name for name in split.first if modules[name] is not kept]
     for name in absent:
-        hollow(modules[name], dtype, own.embed, kept)
+        remove_parameters(modules[name], dtype, own.embed, kept)
     for name in () if last else split.last:
         model.set_submodule(name, nn.Identity())
 
-    model.forward, model.last_stage, model.handed = own.forward, last, ()
+    set_forward(model, own.forward)
+    model.last_stage, model.stage_kwargs = last, ()
     return absent if last else [*absent, *split.last]
 
 
-def _embedded(hidden: torch.Tensor, of_tokens: bool) -> tuple[int, ...]:
-    """Returns the shape of what an embedding gave a layer that returned `hidden`: it may have made
-    streams of each token.
+def _embedding_shape(hidden: torch.Tensor, of_tokens: bool) -> tuple[int, ...]:
+    """Return the shape of the embedding's output, given a layer's output `hidden`.
+
+    A token model may have expanded each token into several streams.
     """
     return (*hidden.shape[:2], hidden.shape[-1]) if of_tokens else tuple(hidden.shape)
 
 
-def _pack(hidden: torch.Tensor, output: Any) -> tuple[torch.Tensor, ...]:
-    """(hidden states,), or for a layer that returns a tuple (hidden states, its other tensors, 1 or
-    0 for each of its places).
+def _pack(hidden: torch.Tensor, output: object) -> tuple[torch.Tensor, ...]:
+    """Return the tensors to send to the next stage.
+
+    The result is (hidden states,) for a layer that returns one tensor. For a layer that returns a
+    tuple, it is (hidden states, the other tensors, flags). The flag of each position is 1 for a
+    tensor and 0 for None.
     """
-    hidden = hidden.contiguous()  # torch 2.13 sends nothing else (SigLIP's is transposed)
+    hidden = hidden.contiguous()  # torch 2.13 sends only contiguous tensors (SigLIP's are not)
     if not isinstance(output, tuple):
         return (hidden,)
     there = torch.tensor([int(torch.is_tensor(value)) for value in output], device=hidden.device)
     return hidden, *(value.contiguous() for value in output[1:] if torch.is_tensor(value)), there
 
 
-def _unpack(states: list[torch.Tensor], there: list[int]) -> tuple[torch.Tensor | None, ...]:
+def _unpack(states: list[torch.Tensor], is_tensor: list[int]) -> tuple[torch.Tensor | None, ...]:
     values = iter(states)
-    return tuple(next(values) if present else None for present in there)
+    return tuple(next(values) if present else None for present in is_tensor)
 
 
-def assemble(
+def build_pipeline_module(
     models: Sequence[nn.Module],
-    groups: Groups,
+    groups: ProcessGroups,
     loss_fn: Callable[..., torch.Tensor],
     schedule: str,
     num_stages: int,
 ) -> Any:
-    """DeepSpeed's module of this rank's stages, whose parameters have the model's own names (a
-    collective).
+    """Build DeepSpeed's module for this rank's stages (a collective).
+
+    Its parameters keep the model's own names.
     """
     mesh = groups.mesh
-    stages = stages_of(groups.coords["pp"], mesh.pp, schedule)
+    stages = stages_of_rank(groups.coords["pp"], mesh.pp, schedule)
     layers: list[Any] = [nn.Identity() for _ in range(num_stages)]
     for stage, model in zip(stages, models, strict=True):
         layers[stage] = model
     kind = DualPipeVModule if schedule == "dualpipev" else PipelineModule
-    with contextlib.redirect_stdout(None):  # it prints every layer's class
+    with contextlib.redirect_stdout(None):  # DeepSpeed prints every layer's class
         net: Any = kind(
             layers=layers,
             topology=PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.dp),
             loss_fn=loss_fn,
             partition_method="uniform",
         )
-    net.named_parameters = lambda *args, **kwargs: _named_parameters(models, *args, **kwargs)
-    net.stages, net.waiting = list(models), [deque() for _ in models]
-    net.register_forward_pre_hook(_with_handed)
+    set_named_parameters(net, partial(_named_parameters, models))
+    net.stages, net.pending_kwargs = list(models), [deque() for _ in models]
+    net.register_forward_pre_hook(_append_stage_kwargs)
     return net
 
 
-def hand_over(
-    net: Any, handed: Callable[[bool], list[dict[str, torch.Tensor]]], device: torch.device
+def set_stage_inputs(
+    net: Any, stage_kwargs: Callable[[bool], list[dict[str, torch.Tensor]]], device: torch.device
 ) -> None:
-    """Gives this rank's stages what does not travel between stages, for all micro-batches of the
-    schedule that runs next.
+    """Store the inputs of this rank's stages that are not sent between stages.
 
-    `handed(last)` lists, for the last stage or for another one, the further arguments of the
-    model's forward by name: one dict a micro-batch, all with the same names. DeepSpeed 0.19.8 sends
-    every stage's forwards through the micro-batches in order (TrainSchedule, InferenceSchedule;
-    each phase of DualPipeVSchedule), so each forward takes the next one.
+    `stage_kwargs(last)` returns further arguments of the model's forward, for the last stage or for
+    any other stage. The result is one dict per micro-batch of the next schedule, and all dicts must
+    have the same names. DeepSpeed 0.19.8 runs every stage's forwards in the order of the
+    micro-batches (TrainSchedule, InferenceSchedule, and each phase of DualPipeVSchedule). Therefore
+    each forward can consume the next dict.
     """
-    for model, waiting in zip(net.stages, net.waiting, strict=True):
+    for model, waiting in zip(net.stages, net.pending_kwargs, strict=True):
         assert not waiting, "a pipeline stage did not consume its previous inputs"
-        batches = handed(model.last_stage)
-        model.handed = tuple(batches[0])
+        batches = stage_kwargs(model.last_stage)
+        model.stage_kwargs = tuple(batches[0])
         waiting.extend(
             tuple(tensor.to(device, non_blocking=True) for tensor in batch.values())
             for batch in batches
         )
 
 
-def _with_handed(net: Any, args: tuple[Any]) -> tuple[tuple[torch.Tensor, ...]]:
-    """Puts the next micro-batch's handed tensors behind the inputs of a stage, where they are
-    arguments: what is recomputed later has the same ones.
+def _append_stage_kwargs(net: Any, args: tuple[Any]) -> tuple[tuple[torch.Tensor, ...]]:
+    """Append the next micro-batch's stored tensors to the inputs of a stage.
+
+    Because they are arguments, these tensors are also available, unchanged, when the stage is
+    recomputed.
     """
     (inputs,) = args
-    # DeepSpeed 0.19.8 unpacks a tuple of one under tensor parallelism
+    # DeepSpeed 0.19.8 unpacks one-element tuples under tensor parallelism.
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    return ((*inputs, *net.waiting[getattr(net, "active_phase", 0)].popleft()),)
+    return ((*inputs, *net.pending_kwargs[getattr(net, "active_phase", 0)].popleft()),)
 
 
 def _named_parameters(
@@ -438,12 +459,12 @@ def _named_parameters(
                 yield name, parameter
 
 
-def share(net: Any, groups: Groups) -> None:
-    """Keeps parameters that lie on several pipeline ranks equal: their gradients are summed (a
-    collective).
+def tie_shared_params(net: nn.Module, groups: ProcessGroups) -> None:
+    """Sum the gradients of parameters that several pipeline ranks share (a collective).
 
-    Those are tied embeddings and whatever the split leaves on every stage. DeepSpeed counts in the
-    gradient norm only the copy on the lowest rank.
+    This sum keeps the copies equal. These parameters are tied embeddings and all other parameters
+    that the split leaves on every stage. DeepSpeed's gradient norm counts only the copy on the
+    lowest rank.
     """
     mine = {
         name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad
@@ -458,19 +479,19 @@ def share(net: Any, groups: Groups) -> None:
     made = {}
     for ranks in sorted(set(shared.values())):
         for fiber in groups.mesh.groups("pp"):  # every rank makes every group, in the same order
-            group = dist.new_group([fiber[rank] for rank in ranks], groups.limit)
+            group = dist.new_group([fiber[rank] for rank in ranks], groups.timeout)
             if groups.rank in fiber:
                 made[ranks] = group
     held = [(mine[name], made[ranks]) for name, ranks in sorted(shared.items()) if name in mine]
     for name, ranks in shared.items():
         if name in mine and groups.coords["pp"] != ranks[0]:
-            mine[name].ds_pipe_replicated = True  # pyright: ignore[reportAttributeAccessIssue]
+            mark_copy(mine[name])
 
     def weights_and_groups() -> list[tuple[nn.Parameter, Any]]:
         for parameter, _ in held:
             if parameter.grad is None and not hasattr(parameter, "_hp_grad"):
-                # unused on this stage; its peers wait for it
+                # unused on this stage, but other ranks wait for it
                 parameter.grad = torch.zeros_like(parameter)
         return held
 
-    net.get_tied_weights_and_groups = weights_and_groups
+    set_tied_weights(net, weights_and_groups)

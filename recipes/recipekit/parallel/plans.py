@@ -1,46 +1,44 @@
-"""Which plan a model is cut by: the recipe's, the one that the model publishes, or the task's."""
+"""Choice of a model's parallel plans, which come from the recipe, the model or the task."""
 
 import contextlib
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import OutOfMemoryError, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
+from ..compat.transformers import without_layer_numbers
+from ..spec.errors import ConfigError, config_error
 from ..spec.mesh import Mesh
-from ..spec.refusal import Refusal, refuse
 from ..spec.task_specs import Plans
 
 
-def plans_of(
-    model: PreTrainedModel, own: Plans, task: Plans, matrices: tuple[str, ...] = ()
+def resolve_plans(
+    model: PreTrainedModel, recipe_plans: Plans, task_plans: Plans, matrices: tuple[str, ...] = ()
 ) -> Plans:
-    """Resolves the plans of a whole model: names for patterns; without a plan for an axis, that is
-    empty.
+    """Resolve a full model's plans by expanding patterns to names. An axis without a plan is empty.
 
-    `own` is the recipe's: what it names is kept, though the model has no such module, to be refused
-    where it is used. `matrices`: the task's, if its optimizer has a rule of its own for them; else
-    there are none.
+    `recipe_plans` comes from the recipe. If a name in it matches no module, the name is kept and is
+    rejected where it is used. `matrices` contains the task's patterns if the optimizer treats
+    matrices differently. Otherwise it is ().
     """
     modules: dict[str, nn.Module] = dict(model.named_modules())
-    kind: Any = model.config.model_type
-    unfit = task.unfit.get(kind, ())
+    kind = model.config.model_type
+    unfit = task_plans.unfit.get(kind, ())
     pp = {
         name: place
-        for pattern, place in own.pp.items()
+        for pattern, place in recipe_plans.pp.items()
         for name in _matches(pattern, modules) or [pattern]
     }
-    styles = {} if "tp" in unfit else task.tp
+    styles = {} if "tp" in unfit else task_plans.tp
     tp = (
-        dict(own.tp)
+        dict(recipe_plans.tp)
         or _published_tp(model)
         or {
-            _generic(name): style
+            _layer_pattern(name): style
             for pattern, style in styles.items()
             for name in _matches(pattern, modules)
         }
@@ -48,26 +46,27 @@ def plans_of(
     plans = Plans(
         pp=pp
         or _published_pp(model, modules)
-        or _outermost({} if "pp" in unfit else task.pp, modules),
+        or _task_pp_plan({} if "pp" in unfit else task_plans.pp, modules),
         tp=tp,
-        tp_local=own.tp_local or task.tp_local,
-        no_decay=(*own.no_decay, *task.no_decay),
-        lr_scale=own.lr_scale,
-        layer_decay=own.layer_decay,
-        matrices=(own.matrices or matrices) if matrices else (),
+        tp_local=recipe_plans.tp_local or task_plans.tp_local,
+        no_decay=(*recipe_plans.no_decay, *task_plans.no_decay),
+        lr_scale=recipe_plans.lr_scale,
+        layer_decay=recipe_plans.layer_decay,
+        matrices=(recipe_plans.matrices or matrices) if matrices else (),
     )
-    return plans if pp else replace(plans, pp=_with_head(plans.pp, task.pp, modules))
+    return plans if pp else replace(plans, pp=_add_head_to_plan(plans.pp, task_plans.pp, modules))
 
 
 def published_plans(model: PreTrainedModel) -> Plans:
-    """Resolves the plans that a model publishes."""
-    return plans_of(model, Plans(), Plans())
+    """Resolve the plans that a model publishes."""
+    return resolve_plans(model, Plans(), Plans())
 
 
 @contextlib.contextmanager
-def fitting(model: str, mesh: Mesh, on: bool) -> Iterator[None]:
-    """Turns what a model's own code raises while a plan cuts it into a `Refusal`, where it is on: a
-    published plan may not fit the layers.
+def explain_plan_errors(model: str, mesh: Mesh, enabled: bool) -> Iterator[None]:
+    """Convert an error in the model's own code to a `ConfigError`, if `enabled`.
+
+    The error's cause is the model's plan, because a published plan may not fit the layers.
     """
     try:
         yield
@@ -77,12 +76,12 @@ def fitting(model: str, mesh: Mesh, on: bool) -> Iterator[None]:
             for axis, degree in (("tp", mesh.tp), ("pp", mesh.pp))
             if degree > 1
         )
-        place = _raised_in(error)
-        if not (on and cut and place) or isinstance(error, Refusal | OutOfMemoryError):
+        place = _failing_model_function(error)
+        if not (enabled and cut and place) or isinstance(error, ConfigError | OutOfMemoryError):
             raise
         said = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         rule = f"the code of {model} fails when it is cut so ({said}, in {place})"
-        raise refuse(
+        raise config_error(
             cut,
             rule,
             "set these degrees to 1. If the model then trains, its parallel plan does not fit its"
@@ -90,9 +89,10 @@ def fitting(model: str, mesh: Mesh, on: bool) -> Iterator[None]:
         ) from error
 
 
-def _raised_in(error: BaseException) -> str:
-    """Names the function of transformers' models that raised an error; "" where none did, or where
-    another rank has failed.
+def _failing_model_function(error: BaseException) -> str:
+    """Return the function in transformers' models that raised an error, or "".
+
+    The result is also "" if a different rank failed.
     """
     calls = [
         (str(frame.f_globals.get("__name__")), frame.f_code.co_name)
@@ -111,24 +111,24 @@ def _raised_in(error: BaseException) -> str:
 
 
 def adapted_plans(model: PreTrainedModel, plans: Plans) -> Plans:
-    """Resolves the plans of a model that an adapter goes round, made of the one with `plans`."""
+    """Resolve the plans of a model wrapped in an adapter. `plans` are the base model's plans."""
     own = {
         "no_decay": plans.no_decay,
         "lr_scale": plans.lr_scale,
         "layer_decay": plans.layer_decay,
         "matrices": plans.matrices,
     }
-    return replace(plans_of(model, Plans(), Plans()), **own)
+    return replace(resolve_plans(model, Plans(), Plans()), **own)
 
 
 def hidden_matrices(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
-    """Finds the parameters that an optimizer with a rule of its own for matrices takes: weights of
-    two dimensions that the patterns name.
+    """Return the names of the matrices that the patterns match.
 
-    Never a table of embeddings, a head or a convolution, nor what is tied to one, whatever names
-    it.
+    The result is meant for an optimizer that treats matrices differently. Matrices are
+    two-dimensional weights. Embedding tables, heads and convolutions are never included, even if a
+    pattern matches them. Weights tied to them are not included either.
     """
-    ends = ends_of(model) if isinstance(model, PreTrainedModel) else ()
+    ends = embedding_and_head(model) if isinstance(model, PreTrainedModel) else ()
     tables = [
         module
         for module in model.modules()
@@ -141,14 +141,15 @@ def hidden_matrices(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
         name
         for name, parameter in model.named_parameters()
         if id(parameter) not in not_these
-        and _is_weight(name, parameter)
+        and _is_matmul_weight(name, parameter)
         and any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 
-def _is_weight(name: str, parameter: nn.Parameter) -> bool:
-    """Says whether a parameter is a matrix that a module multiplies with, and not a parameter of
-    two dimensions with another meaning.
+def _is_matmul_weight(name: str, parameter: nn.Parameter) -> bool:
+    """Return True if a parameter is a matrix that a module multiplies by.
+
+    Other two-dimensional parameters have a different purpose.
     """
     return (
         name.rpartition(".")[2] == "weight"
@@ -156,18 +157,18 @@ def _is_weight(name: str, parameter: nn.Parameter) -> bool:
     )
 
 
-def ends_of(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
-    """Finds (embedding, head) of a model with tokens; None for what it has not."""
-    embedding: Any = None
-    # transformers 5.22.2 for models that read no tokens (ResNet)
+def embedding_and_head(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return (embedding, head) of a model that reads tokens. A missing module is None."""
+    embedding: nn.Module | None = None
+    # transformers 5.22.2 raises this for models that read no tokens (ResNet)
     with contextlib.suppress(NotImplementedError):
         embedding = model.get_input_embeddings()
     return embedding, model.get_output_embeddings()
 
 
-def tied(model: PreTrainedModel) -> bool:
-    """Says whether the head of a model is its embedding."""
-    embedding, head = ends_of(model)
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Return True if a model's head is tied to its embedding."""
+    embedding, head = embedding_and_head(model)
     return (
         embedding is not None
         and head is not None
@@ -175,17 +176,19 @@ def tied(model: PreTrainedModel) -> bool:
     )
 
 
-def _matches(pattern: str, names: Any) -> list[str]:
+def _matches(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatchcase(name, pattern)]
 
 
-def _generic(name: str) -> str:
-    return replace_layer_number_by_wildcard(name)
+def _layer_pattern(name: str) -> str:
+    return without_layer_numbers(name)
 
 
 def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Takes the published plan, which lists modules in the order of the forward pass; what comes
-    before its module list is first.
+    """Return the pipeline plan that the model publishes.
+
+    The plan lists modules in the order of the forward pass. Modules before the module list are
+    "first".
     """
     plan: dict[str, str] = {}
     place, head = "first", model.get_output_embeddings()
@@ -198,32 +201,34 @@ def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict
     return plan | {name: "last" for name, module in modules.items() if plan and module is head}
 
 
-def _with_head(
-    plan: Mapping[str, str], given: Mapping[str, str], modules: dict[str, nn.Module]
+def _add_head_to_plan(
+    plan: Mapping[str, str], task_plan: Mapping[str, str], modules: dict[str, nn.Module]
 ) -> dict[str, str]:
-    """Adds to a plan the task's head, where it does not name that: a model publishes the plan of
-    its base.
+    """Add the task's head to a plan that does not name the head.
+
+    A model publishes only its base model's plan.
     """
     return dict(plan) | {
         name: place
-        for name, place in given.items()
+        for name, place in task_plan.items()
         if plan and place == "last" and name in modules and name not in plan
     }
 
 
-def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
-    """Takes what a task's plan names in a model, but for modules inside others that it names.
+def _task_pp_plan(task_plan: Mapping[str, str], modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Return the modules that a task's plan names in a model, without modules nested in named ones.
 
-    {} unless there is exactly one list to split, in no other list, and without one in its blocks;
-    or one of "stages" that are nothing but a list each, which are split. Between the stages of Swin
-    or ConvNeXt lie modules that change the form of pictures.
+    The result is {} unless exactly one list can be split. This list must not be inside a different
+    list, and its blocks must not contain a list. Alternatively it is a list of "stages", where each
+    stage contains only one list. In this case the inner lists are split. In Swin and ConvNeXt,
+    modules between the stages change the image's shape.
     """
     plan: dict[str, str] = {}
     lists = 0
-    for pattern, place in given.items():
+    for pattern, place in task_plan.items():
         for name in _matches(pattern, modules):
             found = (
-                lists_of_stages(name, modules)
+                stage_block_lists(name, modules)
                 if place == "stages"
                 else [name]
                 if place != "split" or _is_plain_list(name, modules)
@@ -236,12 +241,12 @@ def _outermost(given: Any, modules: dict[str, nn.Module]) -> dict[str, str]:
     return {name: place for name, place in plan.items() if name not in inside} if lists == 1 else {}
 
 
-def lists_of_stages(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """Names the lists that the elements of a list hold, if each of these holds an `nn.Sequential`
-    and nothing else (the stages of ResNet); else [].
+def stage_block_lists(name: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the inner lists if each element of a list is only an `nn.Sequential`.
 
-    What is in an `nn.Sequential` runs in order, each on what the one before it returns. A
-    ModuleList is run as its holder likes: Hiera's stages hand their blocks two things.
+    ResNet's stages have this form. For other lists the result is []. The modules of an
+    `nn.Sequential` run in order, each on the previous module's output. By contrast, the parent
+    decides how a ModuleList runs: Hiera's stages pass two values to their blocks.
     """
     inner = []
     for child, element in modules[name].named_children():
@@ -263,14 +268,15 @@ def _is_plain_list(name: str, modules: dict[str, nn.Module]) -> bool:
 
 
 def _published_tp(model: PreTrainedModel) -> dict[str, str]:
-    """Takes the published plan, module pattern -> style; a tied head stays whole, like its
-    embedding.
+    """Return the tensor-parallel plan that the model publishes: module pattern -> style.
+
+    A tied head stays unsharded, like its embedding.
     """
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if plan and tied(model):
-        embedding, head = ends_of(model)
+    if plan and has_tied_head(model):
+        embedding, head = embedding_and_head(model)
         names = {module: name for name, module in model.named_modules()}
-        # One parameter cannot be cut in two ways; cutting the head alone would untie it.
+        # One parameter cannot be sharded in two ways, and sharding only the head would untie it.
         for module in (head, embedding):
             assert module is not None
             plan.pop(names[module], None)

@@ -1,10 +1,10 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509): a rank holds a part of each row, and attention
-swaps heads for tokens.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509).
 
-DeepSpeed's own UlyssesSPAttentionHF (0.19.8) drops the mask, so that packed documents see each
-other except under FlashAttention. Here the model builds its masks as always, but for the whole row:
-what a layer calls is the attention that the recipe asked for, around it the exchange, and what
-makes its mask gets the starts of the documents in the row.
+Each rank stores a part of each row, and attention exchanges heads for tokens. DeepSpeed's own
+UlyssesSPAttentionHF (0.19.8) drops the mask, so packed documents attend to each other except under
+FlashAttention. Here the model builds its masks as usual, except that they cover the full row. Each
+layer calls the recipe's attention inside the exchange. The mask function receives the starts of the
+documents in the row.
 """
 
 import math
@@ -23,24 +23,25 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..compat.transformers import attention_called, set_attention
 from ..kernels.attention import VARLEN
-from ..kernels.documents import document_starts, documents_from, for_layers
-from ..spec.refusal import Refusal, refuse
-from .groups import Groups
+from ..kernels.documents import as_attention_mask, cu_seqlens_from, document_starts
+from ..spec.errors import ConfigError, config_error
+from .groups import ProcessGroups
 
-MicroBatch = dict[str, torch.Tensor]
+TensorBatch = dict[str, torch.Tensor]
 
 
-def own_part(batch: MicroBatch, sp: int, sp_rank: int) -> MicroBatch:
-    """This rank's part of the rows, each (B, T / sp), and what describes the whole rows:
-    `documents`, or without them `document_starts`, (B, T) bool.
+def local_sequence_chunk(batch: TensorBatch, sp: int, sp_rank: int) -> TensorBatch:
+    """Return this rank's part of the rows, (B, T / sp), with tensors that describe the full rows.
 
-    Labels are the targets of their own position, so a part needs nothing of the next one. Without
-    sequence parallelism the batch stays as it is.
+    These tensors are `documents` or, without documents, `document_starts`, (B, T) bool. The label
+    at a position is already that position's target, so a part needs nothing from the next part.
+    Without sequence parallelism the batch is returned unchanged.
     """
     if sp == 1:
         return batch
-    # a number for each row, and the documents
+    # tensors with one number per row, and the documents
     whole = {name: tensor for name, tensor in batch.items() if tensor.dim() == 1}
     if "documents" not in batch:
         whole["document_starts"] = document_starts(batch["position_ids"])
@@ -51,39 +52,44 @@ def own_part(batch: MicroBatch, sp: int, sp_rank: int) -> MicroBatch:
     } | whole
 
 
-def apply(model: PreTrainedModel, attention: str, seq_len: int, groups: Groups) -> None:
-    """Makes the model's attention work on parts of rows, in place.
+def apply_sequence_parallel(
+    model: PreTrainedModel, attention: str, seq_len: int, groups: ProcessGroups
+) -> None:
+    """Make the model's attention work on parts of rows, in place.
 
-    It takes `document_starts` as its attention_mask, varlen `documents`, too.
+    The model receives `document_starts` as its attention_mask. Varlen attention also receives
+    `documents`.
 
-    Raises `Refusal` for a model in which anything but attention carries information from token to
-    token.
+    Raises `ConfigError` for a model in which something other than attention carries information
+    between tokens.
     """
-    check(model, seq_len)
+    check_sequence_parallel(model, seq_len)
     name = f"sequence_parallel_{attention}"  # models look for "flash" in the name
     register_all_to_all_group(groups.sp_group)
-    AttentionInterface.register(name, _attention(attention, groups))
-    AttentionMaskInterface.register(name, _mask(attention))
+    AttentionInterface.register(name, _ulysses_attention(attention, groups))
+    AttentionMaskInterface.register(name, _full_row_mask(attention))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.config._attn_implementation = name
+            set_attention(module.config, name)
 
 
-def check(model: PreTrainedModel, seq_len: int) -> None:
-    """Raises `Refusal` for a model that computes something else when its rows are cut."""
+def check_sequence_parallel(model: PreTrainedModel, seq_len: int) -> None:
+    """Raise `ConfigError` for a model whose results would change if its rows were split."""
     kind = type(model).__name__
     modules = [(name, module) for name, module in model.named_modules() if name]
     mixes = [name for name, module in modules if isinstance(module, nn.Conv1d | nn.RNNBase)]
     if any(getattr(module, "_is_stateful", False) for module in model.modules()) or mixes:
-        raise _refuse(
+        raise _sequence_refusal(
             kind,
             "its layers carry information along the row outside of attention"
             + (f" ({mixes[0]})" if mixes else ""),
         )
     if not getattr(model, "_supports_attention_backend", False):
-        raise _refuse(kind, "its attention does not go through transformers' AttentionInterface")
+        raise _sequence_refusal(
+            kind, "its attention does not go through transformers' AttentionInterface"
+        )
     if sinks := [name for name, _ in model.named_parameters() if "sink" in name]:
-        raise _refuse(
+        raise _sequence_refusal(
             kind,
             f"{sinks[0]} contains one number for each head, but a rank has only some of the heads",
         )
@@ -97,28 +103,30 @@ def check(model: PreTrainedModel, seq_len: int) -> None:
                 f"beyond {most} tokens its rotary frequencies depend on the longest document of the"
                 f" row ({numbers['rope_type']}), and each rank sees only a part of the row"
             )
-            raise refuse(
+            raise config_error(
                 f"sp > 1 with seq_len = {seq_len}", rule, f"use --sp 1, or --seq_len {most} or less"
             )
 
 
-def _refuse(kind: str, rule: str) -> Refusal:
-    return refuse(f"sp > 1 with {kind}", rule, "use --sp 1")
+def _sequence_refusal(kind: str, rule: str) -> ConfigError:
+    return config_error(f"sp > 1 with {kind}", rule, "use --sp 1")
 
 
-def _attention(inner: str, groups: Groups) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """The attention function `inner` of transformers, on whole rows and 1 / sp of the heads."""
+def _ulysses_attention(
+    inner: str, groups: ProcessGroups
+) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Wrap transformers' attention function `inner` to see full rows and 1 / sp of the heads."""
     group, sp = groups.sp_group, groups.mesh.sp
 
     def attention(
-        module: Any,
+        module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, Any]:
-        # too few key-value heads: some ranks get the same one
+        # too few key-value heads: some ranks share a head
         repeats = sp // math.gcd(key.shape[1], sp)
         if repeats > 1:
             key, value = (
@@ -126,44 +134,41 @@ def _attention(inner: str, groups: Groups) -> Callable[..., tuple[torch.Tensor, 
                 value.repeat_interleave(repeats, dim=1),
             )
         # (B, H / sp, T, d)
-        query, key, value = (_whole_rows(heads, group, sp) for heads in (query, key, value))
-        implementation = module.config._attn_implementation
+        query, key, value = (
+            _gather_seq_scatter_heads(heads, group, sp) for heads in (query, key, value)
+        )
         shared = getattr(module, "num_key_value_groups", 1)
-        # FlashAttention loads its kernel by this name
-        module.config._attn_implementation_internal = inner
-        module.num_key_value_groups = shared // repeats
-        try:
+        with attention_called(module, inner, shared // repeats):
             if "flash" in inner:
                 assert attention_mask is not None
-                output, weights = _varlen(module, query, key, value, attention_mask, **kwargs)
+                output, weights = _flash_over_documents(
+                    module, query, key, value, attention_mask, **kwargs
+                )
             else:
-                # each model has an eager function of its own, beside its attention
+                # each model defines its own eager function next to its attention
                 own: Any = getattr(
                     sys.modules[type(module).__module__], "eager_attention_forward", None
                 )
                 output, weights = ALL_ATTENTION_FUNCTIONS.get_interface(inner, own)(
                     module, query, key, value, attention_mask, **kwargs
                 )
-        finally:
-            module.config._attn_implementation_internal = implementation
-            module.num_key_value_groups = shared
-        return _own_part_of_rows(output, group, sp), weights
+        return _gather_heads_scatter_seq(output, group, sp), weights
 
     return attention
 
 
-def _varlen(
+def _flash_over_documents(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     starts: torch.Tensor,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, Any]:
-    """FlashAttention on all documents of all rows, one after the other as one row.
+    """Run FlashAttention on all rows' documents, concatenated into one row.
 
-    Since transformers 5.22.2 looks for documents in position_ids only where there is one row
-    (_is_packed_sequence).
+    This is necessary because transformers 5.22.2 looks for documents in position_ids only if there
+    is a single row (_is_packed_sequence).
     """
     rows, _, length, _ = query.shape
     place = torch.arange(length, device=query.device).expand(rows, -1)
@@ -180,9 +185,10 @@ def _varlen(
     return output.unflatten(1, (rows, length)).squeeze(0), weights  # (B, T, H / sp, d)
 
 
-def _mask(inner: str) -> Callable[..., torch.Tensor | None]:
-    """What builds the mask of one kind of layer: `inner`'s for the whole row, by the layer's own
-    rule and within documents.
+def _full_row_mask(inner: str) -> Callable[..., torch.Tensor | None]:
+    """Return a function that builds masks for `inner` over the full row.
+
+    The mask follows the layer's own rule and does not cross document bounds.
     """
 
     def mask(
@@ -191,13 +197,13 @@ def _mask(inner: str) -> Callable[..., torch.Tensor | None]:
         kv_length: int,
         mask_function: Callable[..., Any],
         attention_mask: torch.Tensor,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> torch.Tensor | None:
         starts = attention_mask  # (B, T) bool
         if "flash" in inner:
-            return starts  # it reads the documents from it
+            return starts  # flash attention reads the documents from it
         if inner == VARLEN:
-            return for_layers(documents_from(starts).cpu(), starts.device)
+            return as_attention_mask(cu_seqlens_from(starts).cpu(), starts.device)
         if starts[:, 1:].any():
             mask_function = and_masks(
                 mask_function, packed_sequence_mask_function(starts.cumsum(-1))
@@ -215,17 +221,19 @@ def _mask(inner: str) -> Callable[..., torch.Tensor | None]:
     return mask
 
 
-def _whole_rows(part: torch.Tensor, group: Any, sp: int) -> torch.Tensor:
-    """(B, H, T / sp, d) of this rank -> (B, H / sp, T, d): the tokens of all ranks, the heads of
-    this one (a collective).
+def _gather_seq_scatter_heads(local: torch.Tensor, group: Any, sp: int) -> torch.Tensor:
+    """Exchange this rank's (B, H, T / sp, d) for (B, H / sp, T, d) (a collective).
+
+    The result contains all ranks' tokens for this rank's heads.
     """
-    parts = part.unflatten(1, (sp, -1)).movedim(1, 0)  # (sp, B, H / sp, T / sp, d)
+    parts = local.unflatten(1, (sp, -1)).movedim(1, 0)  # (sp, B, H / sp, T / sp, d)
     return _dim_zero_all_to_all(group, parts).movedim(0, 2).flatten(2, 3).contiguous()
 
 
-def _own_part_of_rows(whole: torch.Tensor, group: Any, sp: int) -> torch.Tensor:
-    """(B, T, H / sp, d) of this rank's heads -> (B, T / sp, H, d): the heads of all ranks, the
-    tokens of this one (a collective).
+def _gather_heads_scatter_seq(gathered: torch.Tensor, group: Any, sp: int) -> torch.Tensor:
+    """Exchange this rank's (B, T, H / sp, d) for (B, T / sp, H, d) (a collective).
+
+    The result contains all ranks' heads for this rank's tokens.
     """
-    parts = whole.unflatten(1, (sp, -1)).movedim(1, 0)  # (sp, B, T / sp, H / sp, d)
+    parts = gathered.unflatten(1, (sp, -1)).movedim(1, 0)  # (sp, B, T / sp, H / sp, d)
     return _dim_zero_all_to_all(group, parts).movedim(0, 2).flatten(2, 3).contiguous()

@@ -1,13 +1,12 @@
-"""Tensor parallelism by the model's own published plan, with parameters that are plain local
-shards.
+"""Tensor parallelism by the model's own published plan, with plain local shards as parameters.
 
-DeepSpeed and ZeRO see ordinary tensors; a module meets its shards as DTensors only inside its
-forward, where transformers' plan styles need them.
+DeepSpeed and ZeRO see ordinary tensors. A module sees its shards as DTensors only during its
+forward, where transformers' plan styles require DTensors.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 from transformers.distributed import tensor_parallel as styles
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-from ..spec.refusal import refuse
+from ..compat.deepspeed import mark_shard
+from ..compat.torch import set_forward, set_parameters
+from ..compat.transformers import (
+    gradients_summed_by,
+    placements_noted,
+    set_count,
+    shard_by_plan,
+    style_of,
+    without_layer_numbers,
+)
+from ..spec.errors import config_error
 from ..spec.task_specs import Plans
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How one parameter lies on the tensor group: DTensor placements, whole shape and stride."""
+class ShardSpec:
+    """Sharding of one parameter over the tensor group: placements, full shape and full stride."""
 
     placements: tuple[Any, ...]
     shape: torch.Size
@@ -37,16 +47,18 @@ class Cut:
 
 
 class PackedColwise(styles.PackedColwiseParallel):
-    """Cuts each block of a linear layer that computes several at a time, such as queries, keys and
-    values; of transformers 5.22.2's own style the bias is cut as one.
+    """Style that shards each block of a fused linear layer, such as queries, keys and values.
+
+    transformers 5.22.2's own style shards the bias as a single block.
     """
 
-    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+    def shard_param(self, module: nn.Module, param: str, mesh: object) -> None:
         parameter = module._parameters.get(param)
         if parameter is not None:
             placement = _StridedShard(dim=0, split_factor=self.split_factor)
             whole = known_styles.distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-            module._parameters[param] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            made = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            set_parameters(module, {param: made})
 
 
 known_styles: Any = styles
@@ -56,160 +68,149 @@ for blocks in (2, 3):
     )
 
 
-def check_plan(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
-    """Raises `Refusal` for a model without a tensor-parallel plan, and for a plan with a style that
-    transformers does not have.
+def check_tp_plan(model: PreTrainedModel, plan: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if the tensor-parallel plan is missing or contains an unknown style.
+
+    The known styles are the styles in transformers.
     """
-    known: Any = styles
     if not plan:
-        raise refuse(
+        raise config_error(
             f"tp > 1 with {type(model).__name__}",
             "this model publishes no base_model_tp_plan",
             "use --tp 1",
         )
-    if odd := sorted(set(plan.values()) - set(known.ALL_PARALLEL_STYLES.keys())):
+    if odd := sorted(set(plan.values()) - set(ALL_PARALLEL_STYLES.keys())):
         rule = (
             f"transformers {transformers.__version__} has no tensor-parallel style {', '.join(odd)}"
         )
-        raise refuse("tp_plan", rule, f"use {', '.join(sorted(known.ALL_PARALLEL_STYLES.keys()))}")
+        raise config_error("tp_plan", rule, f"use {', '.join(sorted(ALL_PARALLEL_STYLES.keys()))}")
 
 
-def apply(
+def apply_tensor_parallel(
     model: PreTrainedModel, tp_mesh: DeviceMesh, plans: Plans, summed: frozenset[str] = frozenset()
-) -> dict[str, Cut]:
-    """Cuts a model whose parameters are on the meta device by `plans`, in place, and returns the
-    cut of every parameter it cut.
+) -> dict[str, ShardSpec]:
+    """Shard a meta-device model by `plans`, in place, and return its sharded parameters' specs.
 
-    Afterwards each cut parameter is a plain meta parameter of this rank's local shape. The
-    gradients of the whole parameters that `summed` names (`partial.partial_gradients`) are summed
-    over the ranks.
+    Afterwards each sharded parameter is a plain meta parameter with this rank's local shape.
+    `summed` lists unsharded parameters whose gradients must be summed over the ranks
+    (`partial.partial_gradients`).
     """
     plan = dict(plans.tp)
-    original = styles.ReplicatedWithGradAllReduce.install_forward
-    styles.ReplicatedWithGradAllReduce.install_forward = _sum_incoming_gradient
-    try:
-        styles.apply_tensor_parallelism(model, tp_mesh, plan)
-    finally:
-        styles.ReplicatedWithGradAllReduce.install_forward = original
-    known: Any = styles
-    shared = _Shared(tp_mesh.get_group())
-    cuts: dict[str, Cut] = {}
+    with gradients_summed_by(_sum_incoming_gradient):
+        shard_by_plan(model, tp_mesh, plan)
+    shared = _SharedInput(tp_mesh.get_group())
+    cuts: dict[str, ShardSpec] = {}
     for name, module in model.named_modules():
         own = {}
         for key, parameter in list(module._parameters.items()):
             if not isinstance(parameter, DTensor):
-                if (
-                    parameter is not None
-                    and styles.replace_layer_number_by_wildcard(f"{name}.{key}") in summed
-                ):
+                if parameter is not None and without_layer_numbers(f"{name}.{key}") in summed:
                     _sum_gradients(module, (key,), tp_mesh)
                 continue
-            cut = Cut(tuple(parameter.placements), parameter.shape, parameter.stride())
+            cut = ShardSpec(tuple(parameter.placements), parameter.shape, parameter.stride())
             local = nn.Parameter(
                 parameter.to_local().detach(), requires_grad=parameter.requires_grad
             )
-            # The clipping norm sums over the tensor group what carries this mark, and counts once
-            # what does not.
-            local.model_parallel = local.tensor_model_parallel = cut.sharded  # pyright: ignore[reportAttributeAccessIssue]
-            module._parameters[key] = local
+            mark_shard(local, cut.sharded)
+            set_parameters(module, {key: local})
             own[key] = cuts[f"{name}.{key}"] = cut
-        # a module without a style of its own, such as an attention with a sink for each head, uses
-        # its shard beside local activations
-        style = styles._get_parameter_plan(name, plan, is_weight=False) if own else None
+        # A module without a style uses its shard together with local activations. An
+        # example is an attention layer with a sink for each head.
+        style = style_of(name, plan, is_weight=False) if own else None
         if style is not None:
             _present_as_dtensors(module, own, tp_mesh)
-            _use_shards(module, known.ALL_PARALLEL_STYLES[style], shared)
+            _use_local_shards(module, ALL_PARALLEL_STYLES[style], shared)
     _divide_counts(model, plans.tp_local, tp_mesh.size())
     return cuts
 
 
 def _divide_counts(model: nn.Module, tp_local: Mapping[str, Sequence[str]], tp: int) -> None:
-    """Divides the attributes that count what is cut, such as the heads that T5's attention makes
-    zeros for.
+    """Divide attributes that count sharded items by tp, for example the number of heads in T5.
 
-    Raises `Refusal` where tp does not divide one.
+    T5's attention creates zeros for this number of heads. Raises `ConfigError` if an attribute is
+    not divisible by tp.
     """
     for name, module in model.named_modules():
         for key in tp_local.get(type(module).__name__, ()):
             if not isinstance(count := getattr(module, key, None), int) or count % tp:
-                raise refuse(
+                raise config_error(
                     f"tp_local: {type(module).__name__}.{key}",
                     f"is {count!r} in {name}, which is not divisible by tp = {tp}",
                     "use another --tp",
                 )
-            setattr(module, key, count // tp)
+            set_count(module, key, count // tp)
 
 
-def cut_rules(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """Parameter name -> (dim, blocks) of every parameter that the plan cuts, for any number of
-    ranks (see blueprint.Tensor); no group is made.
+def sharding_rules(model: PreTrainedModel, plan: Mapping[str, str]) -> dict[str, tuple[int, int]]:
+    """Return a map of each parameter that the plan shards to its (dim, blocks).
 
-    Each style is asked what it does to a parameter, by taking note of the placement that it gives
-    to `distribute_tensor`.
+    The rules apply to any number of ranks (see blueprint.Tensor), and no group is created. Each
+    style runs on each parameter, and its placement is recorded where the style calls
+    `distribute_tensor`.
     """
     rules: dict[str, tuple[int, int]] = {}
     styled = dict(plan)
-    placed: list[Any] = []
-    known: Any = styles
-    distribute, known.distribute_tensor = (
-        known.distribute_tensor,
-        lambda tensor, mesh, placements, **_: (placed.append(placements[0]), tensor)[1],
-    )
-    try:
+    with placements_noted() as placed:
         for name, module in model.named_modules():
             for key, parameter in list(module.named_parameters(recurse=False)):
-                style = styles._get_parameter_plan(f"{name}.{key}", styled)
-                if style is None or style not in known.ALL_PARALLEL_STYLES:
+                style = style_of(f"{name}.{key}", styled)
+                if style is None or style not in ALL_PARALLEL_STYLES:
                     continue
                 placed.clear()
-                known.ALL_PARALLEL_STYLES[style].shard_param(module, key, None)
-                module._parameters[key] = parameter
+                ALL_PARALLEL_STYLES[style].shard_param(module, key, None)
+                set_parameters(module, {key: parameter})
                 if placed and not placed[0].is_replicate():
                     dim = placed[0].dim % parameter.ndim
                     rules[f"{name}.{key}"] = dim, getattr(placed[0], "split_factor", 1)
-    finally:
-        known.distribute_tensor = distribute
     return rules
 
 
-def columns_of(
+def check_head_cut(name: str, plan: Mapping[str, str]) -> None:
+    """Raise ValueError if a rank cannot compute losses from its columns of the head `name`.
+
+    The head's style in the tensor-parallel plan decides this.
+    """
+    style = style_of(name, plan, is_weight=False)
+    if style not in (None, "colwise_gather_output", "colwise_rep"):
+        raise ValueError(f"its plan cuts the head {style}")
+
+
+def local_head_columns(
     name: str, columns: int, plan: Mapping[str, str], tp_mesh: DeviceMesh | None
 ) -> tuple[int, dist.ProcessGroup] | None:
-    """Returns (first column, group) of what this rank computes of a head's logits; None: all of
-    them.
+    """Return (first column, group) for this rank's part of a head's logits, or None for all logits.
 
-    Raises ValueError for a style that cuts them otherwise.
+    `check_head_cut` must have accepted the plan.
     """
-    style = styles._get_parameter_plan(name, dict(plan), is_weight=False) if tp_mesh else None
+    style = style_of(name, plan, is_weight=False) if tp_mesh else None
     if tp_mesh is None or style is None:
         return None
-    if style not in ("colwise_gather_output", "colwise_rep"):
-        raise ValueError(f"its plan cuts the head {style}")
-    # as torch.chunk, and so DTensor, cuts
+    # the same split as torch.chunk and DTensor
     return min(
         columns, tp_mesh.get_local_rank() * -(-columns // tp_mesh.size())
     ), tp_mesh.get_group()
 
 
-def shard(whole: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of a whole tensor, a copy; no communication."""
+def shard_tensor(full: torch.Tensor, spec: ShardSpec, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """Return a copy of this rank's part of a full tensor, without communication."""
     return (
-        distribute_tensor(whole, tp_mesh, list(cut.placements), src_data_rank=None)
+        distribute_tensor(full, tp_mesh, list(spec.placements), src_data_rank=None)
         .to_local()
         .clone()
     )
 
 
-def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]]]:
-    """(dim, [(start, stop), ...]): which indices of a sharded tensor's dim this rank keeps, in
-    order; no communication.
+def local_shard_ranges(spec: ShardSpec, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]]]:
+    """Return (dim, [(start, stop), ...]): a sharded dim's index ranges on this rank, in order.
+
+    This needs no communication.
     """
-    dim = cut.placements[0].dim % len(cut.shape)
-    index = torch.arange(cut.shape[dim]).view(
-        [-1 if axis == dim else 1 for axis in range(len(cut.shape))]
+    dim = spec.placements[0].dim % len(spec.shape)
+    index = torch.arange(spec.shape[dim]).view(
+        [-1 if axis == dim else 1 for axis in range(len(spec.shape))]
     )
     mine = (
-        distribute_tensor(index, tp_mesh, list(cut.placements), src_data_rank=None)
+        distribute_tensor(index, tp_mesh, list(spec.placements), src_data_rank=None)
         .to_local()
         .flatten()
         .tolist()
@@ -223,45 +224,55 @@ def local_runs(cut: Cut, tp_mesh: DeviceMesh) -> tuple[int, list[tuple[int, int]
     return dim, runs
 
 
-def join(local: torch.Tensor, cut: Cut, tp_mesh: DeviceMesh) -> torch.Tensor:
-    """The whole tensor on every rank of the tensor group (a collective)."""
+def gather_full_tensor(local: torch.Tensor, spec: ShardSpec, tp_mesh: DeviceMesh) -> torch.Tensor:
+    """Return the full tensor on every rank in the tensor group (a collective)."""
     return DTensor.from_local(
-        local, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
+        local, tp_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
     ).full_tensor()
 
 
-class _SumOfGradients(torch.autograd.Function):
-    """x itself; its gradient is the sum over the group."""
+class _GroupContext(Protocol):
+    """The value that the forward pass keeps for the backward pass."""
+
+    group: dist.ProcessGroup
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None: ...
+
+
+class _CopyToTensorParallel(torch.autograd.Function):
+    """Identity whose gradient is summed over the group."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: _GroupContext, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _GroupContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
 
-class _Sum(torch.autograd.Function):
-    """The sum of x over the group, in its place; the gradient passes."""
+class _ReduceFromTensorParallel(torch.autograd.Function):
+    """In-place sum of x over the group. The gradient passes through unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: _GroupContext, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
 
 
-class _Shared:
-    """What the projections that follow each other read, so that the gradients of q, k and v, or of
-    gate and up, are summed in one all-reduce.
+class _SharedInput:
+    """Input that consecutive projections share.
+
+    Because the input is shared, the gradients of q, k and v, or of gate and up, need only one
+    all-reduce.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -272,21 +283,20 @@ class _Shared:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         if self.latest is None or self.latest[0] is not x or self.latest[1] != x._version:
-            self.latest = x, x._version, _SumOfGradients.apply(x, self.group)
+            self.latest = x, x._version, _CopyToTensorParallel.apply(x, self.group)
         return self.latest[2]
 
 
-def _use_shards(module: nn.Module, style: Any, shared: _Shared) -> None:
-    """Lets a linear layer of one of the two usual styles work on its plain shards, without
-    DTensors.
+def _use_local_shards(module: nn.Module, style: object, shared: _SharedInput) -> None:
+    """Make a linear layer of the two usual styles compute with plain shards instead of DTensors.
 
-    What is computed is the same. A DTensor costs the CPU time at each operation, and every
-    column-wise layer an all-reduce of its own in the backward pass
+    The result is the same. DTensors cost CPU time in each operation. With DTensors, every
+    column-wise layer would also need a separate all-reduce in the backward pass
     (tools/bench/bench_tensor_parallel.md).
     """
     if type(module) is not nn.Linear:
         return
-    presented: Any = module.forward
+    presented = module.forward
     layouts = (
         type(style),
         getattr(style, "input_layouts", None),
@@ -303,45 +313,48 @@ def _use_shards(module: nn.Module, style: Any, shared: _Shared) -> None:
         if isinstance(x, DTensor):
             return presented(x)
         shared.latest = None
-        total = _Sum.apply(nn.functional.linear(x, module.weight), shared.group)
+        total = _ReduceFromTensorParallel.apply(
+            nn.functional.linear(x, module.weight), shared.group
+        )
         return total if module.bias is None else total + module.bias
 
     if layouts == (styles.ColwiseParallel, Replicate(), Shard(-1), True):
-        module.forward = colwise  # type: ignore[method-assign]
+        set_forward(module, colwise)
     elif layouts == (styles.RowwiseParallel, Shard(-1), Replicate(), True):
-        module.forward = rowwise  # type: ignore[method-assign]
+        set_forward(module, rowwise)
 
 
-def _present_as_dtensors(module: nn.Module, own: dict[str, Cut], tp_mesh: DeviceMesh) -> None:
+def _present_as_dtensors(
+    module: nn.Module, specs: dict[str, ShardSpec], tp_mesh: DeviceMesh
+) -> None:
     inner = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        locals_ = {key: module._parameters[key] for key in own}
-        for key, cut in own.items():
+    def forward(*args: object, **kwargs: object) -> Any:
+        locals_ = {key: module._parameters[key] for key in specs}
+        for key, cut in specs.items():
             tensor = locals_[key]
             assert tensor is not None
-            module._parameters[key] = DTensor.from_local(  # type: ignore
+            whole = DTensor.from_local(
                 tensor, tp_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride
             )
+            set_parameters(module, {key: whole})
         try:
             return inner(*args, **kwargs)
         finally:
-            module._parameters.update(locals_)
+            set_parameters(module, locals_)
 
-    module.forward = forward  # type: ignore[method-assign]
+    set_forward(module, forward)
 
 
-def _sum_incoming_gradient(self: Any, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    # transformers 5.22.2 all-reduces the accumulated .grad after every backward, which counts
-    # earlier micro-batches again and runs after ZeRO's own hooks; the incoming gradient is the one
-    # to sum.
+def _sum_incoming_gradient(self: object, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     _sum_gradients(module, tuple(key for key, _ in module.named_parameters(recurse=False)), mesh)
     return module
 
 
 def _sum_gradients(module: nn.Module, keys: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Sums each gradient of these parameters over the ranks as it comes: every rank has the part of
-    its own heads or columns.
+    """Sum each gradient of these parameters over the ranks as soon as it is computed.
+
+    Each rank has only the part of the gradient that comes from its own heads or columns.
     """
     inner = module.forward
     hooked: set[int] = set()
@@ -351,7 +364,7 @@ def _sum_gradients(module: nn.Module, keys: tuple[str, ...], mesh: DeviceMesh) -
         dist.all_reduce(gradient, group=mesh.get_group())
         return gradient
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         for key in keys:
             parameter = module._parameters[key]
             if parameter is not None and parameter.requires_grad and id(parameter) not in hooked:
@@ -359,4 +372,4 @@ def _sum_gradients(module: nn.Module, keys: tuple[str, ...], mesh: DeviceMesh) -
                 hooked.add(id(parameter))
         return inner(*args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    set_forward(module, forward)

@@ -1,1 +1,1 @@
-"""Counts what a run will need, before it runs."""
+"""Estimates of the resources that a run needs, before it starts."""

@@ -1,25 +1,27 @@
-"""Predicts what autograd keeps of a micro-batch, by formulas; tests/planner/test_activations.py
-holds each against saved tensors.
+"""Predictions, by formulas, of the activations that autograd keeps for a micro-batch.
 
-The formulas are of decoders with RMSNorm, rotary positions and a gated MLP, as transformers 5.22.2
-computes them operation by operation, and of an attention that keeps no T x T (by documents, or
-causal within one). Others are not predicted.
+tests/planner/test_activations.py compares each formula with saved tensors. The formulas apply to
+decoders with RMSNorm, rotary positions and a gated MLP, as transformers 5.22.2 computes them one
+operation at a time. The attention must keep no T x T tensor. It attends either by documents or
+causally within one document. The activations of other models are not predicted.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-from .terms import ACCELERATOR, BACKWARD, LOSS, Term
+from ..spec.memory_terms import ACCELERATOR, BACKWARD, LOSS, Term
 
-# model_type -> whether queries and keys are normed
-GATED = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
+# model_type -> True if queries and keys are normalised
+HAS_QK_NORM = {"llama": False, "mistral": False, "qwen2": False, "qwen3": True}
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Describes a layer on one rank, in elements of a token: the residual stream, queries and keys
-    of all heads there, the MLP's inner width.
+class LayerShape:
+    """A layer's sizes on one rank, in elements per token.
+
+    The sizes are the residual stream, the queries and keys of all heads on the rank, and the MLP's
+    inner width.
     """
 
     hidden: int
@@ -28,24 +30,27 @@ class Shape:
     heads: int
     inner: int
     normed: bool
-    # by kernels/compiled.py: nothing (""), norms ("parts") or layers as a whole ("layers")
+    # parts that kernels/compiled.py compiles: nothing (""), norms ("parts") or full layers
+    # ("layers")
     compiled: str
-    # rows lie on several ranks: attention's result is there twice, as heads of whole rows and as
-    # own rows of all heads
-    divided: bool
+    # True if rows are sharded over several ranks. The attention result then exists twice: as some
+    # heads of full rows, and as this rank's part of the rows with all heads.
+    sequence_sharded: bool
 
 
-def shape_of(config: dict[str, Any], tp: int = 1, sp: int = 1, compiled: str = "") -> Shape | None:
-    """Reads a config.json; None for a layer of another kind."""
-    if config.get("model_type") not in GATED:
+def layer_shape(
+    config: dict[str, Any], tp: int = 1, sp: int = 1, compiled: str = ""
+) -> LayerShape | None:
+    """Return the shape of a layer from config.json, or None for a different kind of layer."""
+    if config.get("model_type") not in HAS_QK_NORM:
         return None
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     shared = config.get("num_key_value_heads") or heads
     dim = config.get("head_dim") or hidden // heads
-    # parallel/sequence.py: ranks with too few key-value heads get the same one
+    # parallel/sequence.py: if there are too few key-value heads, ranks share a head
     repeated = sp // math.gcd(shared // tp or 1, sp)
-    normed, inner = GATED[config["model_type"]], config["intermediate_size"]
-    return Shape(
+    normed, inner = HAS_QK_NORM[config["model_type"]], config["intermediate_size"]
+    return LayerShape(
         hidden,
         heads * dim // tp,
         shared * dim * repeated // tp,
@@ -57,18 +62,18 @@ def shape_of(config: dict[str, Any], tp: int = 1, sp: int = 1, compiled: str = "
     )
 
 
-def layer_bytes(shape: Shape, width: int) -> dict[str, int]:
-    """Counts the bytes of a token that a layer's backward needs, by what they are of; `width`:
-    bytes of an element in the layer.
+def layer_bytes(shape: LayerShape, width: int) -> dict[str, int]:
+    """Count the bytes per token that a layer's backward needs, by part of the layer.
 
-    A norm keeps its input in fp32, the normed one in `width` and its own result, which the products
-    after it take; compiled its input in `width` and its result. A gated MLP keeps the gate, its
-    activation, which a compiled layer computes again, the other factor and their product. Attention
-    keeps queries, keys, values, its result and a fp32 number for each head.
+    `width` is the number of bytes per element in the layer. A norm keeps three tensors: its input
+    in fp32, the normalised input in `width`, and its result, which the following products read. A
+    compiled norm keeps its input in `width` and its result. A gated MLP keeps the gate, its
+    activation, the other factor and their product. A compiled layer recomputes the activation.
+    Attention keeps queries, keys, values, its result and one fp32 number for each head.
     """
     norm = lambda elements: (width if shape.compiled else 4 + width) * elements  # noqa: E731  (without the result)
     attention = width * (2 * shape.queries + 2 * shape.keys) + 4 * shape.heads
-    attention += width * shape.queries if shape.divided else 0
+    attention += width * shape.queries if shape.sequence_sharded else 0
     return {
         "norms": (
             2 * (norm(shape.hidden) + width * shape.hidden)
@@ -80,17 +85,17 @@ def layer_bytes(shape: Shape, width: int) -> dict[str, int]:
 
 
 def activation_terms(
-    shape: Shape, tokens: int, width: int, layers: int, recompute_every: int
+    shape: LayerShape, tokens: int, width: int, layers: int, recompute_every: int
 ) -> list[Term]:
-    """Lists what a rank keeps of a micro-batch of so many tokens of its own.
+    """Return the activations that this rank keeps for a micro-batch of `tokens` tokens.
 
-    Every `recompute_every`-th layer (0: none) keeps its input only, and is computed again in its
+    Every `recompute_every`-th layer (0: no layer) keeps only its input and is recomputed in its
     backward.
     """
     recomputed = -(-layers // recompute_every) if recompute_every else 0
     of_layer = {what: tokens * size for what, size in layer_bytes(shape, width).items()}
     one = sum(of_layer.values())
-    # the last norm, and what the head takes
+    # the last norm, and the input of the head
     last = tokens * (2 * width if shape.compiled else 4 + 2 * width) * shape.hidden
     terms = [
         Term(

@@ -1,6 +1,4 @@
-"""Counts what a rank's optimizer sees: groups of parameters, and the parts that ZeRO makes of
-them.
-"""
+"""Sizes of an optimizer's parameter groups on a rank, and of their ZeRO partitions."""
 
 from dataclasses import dataclass
 from math import prod
@@ -9,11 +7,11 @@ from ..parallel.blueprint import Blueprint, Layout, Tensor, local_shape
 
 
 @dataclass(frozen=True)
-class Group:
-    """Counts the elements of each parameter of one optimizer group in a rank's shard, and the ranks
-    over which ZeRO divides them.
+class GroupSizes:
+    """The number of elements in a rank's shard of each parameter in one optimizer group.
 
-    `matrix`: to the optimizer they are matrices.
+    `ranks` is the number of ranks over which ZeRO partitions the parameters. `matrix` is True if
+    the optimizer treats the parameters as matrices.
     """
 
     numels: tuple[int, ...]
@@ -26,15 +24,14 @@ class Group:
 
     @property
     def padded(self) -> int:
-        """Counts the elements of the flat tensor of ZeRO-1 and -2: a multiple of two for each
-        rank.
+        """Return the size of ZeRO-1 and -2's flat tensor in elements.
+
+        It is a multiple of two for each rank.
         """
         return -(-self.numel // (2 * self.ranks)) * 2 * self.ranks
 
-    def touched(self, rank: int) -> list[int]:
-        """Counts the elements of each parameter that lies, whole or in part, in a rank's partition
-        of the flat tensor.
-        """
+    def numels_in_partition(self, rank: int) -> list[int]:
+        """Return how many elements of each parameter overlap a rank's part of the flat tensor."""
         size, start, found = self.padded // self.ranks, 0, []
         for numel in self.numels:
             if start < (rank + 1) * size and start + numel > rank * size:
@@ -42,32 +39,32 @@ class Group:
             start += numel
         return found
 
-    def parts(self) -> list[int]:
-        """Counts the elements of ZeRO-3's partition of each parameter."""
+    def partition_numels(self) -> list[int]:
+        """Return the number of elements in ZeRO-3's partition of each parameter."""
         return [-(-numel // self.ranks) for numel in self.numels]
 
-    def sub_groups(self, most: int) -> list[list[int]]:
-        """Divides ZeRO-3's partitions into runs of at least `most` elements (stage3.py,
-        _create_fp16_sub_groups).
+    def sub_groups(self, min_elements: int) -> list[list[int]]:
+        """Split ZeRO-3's partitions into consecutive groups of at least `min_elements` elements.
+
+        See stage3.py, _create_fp16_sub_groups.
         """
-        parts = self.parts()
-        if sum(parts) <= most:
+        parts = self.partition_numels()
+        if sum(parts) <= min_elements:
             return [parts]
         runs: list[list[int]] = [[]]
         for part in parts:
-            if runs[-1] and sum(runs[-1]) >= most:
+            if runs[-1] and sum(runs[-1]) >= min_elements:
                 runs.append([])
             runs[-1].append(part)
         return runs
 
 
-def groups_of(
+def group_sizes(
     blueprint: Blueprint, tensors: list[Tensor], layout: Layout
-) -> tuple[list[Group], list[int]]:
-    """Divides the tensors of the model that a rank holds into the optimizer's groups and the
-    elements of each frozen parameter.
+) -> tuple[list[GroupSizes], list[int]]:
+    """Return the optimizer groups of a rank's tensors, and the size of each frozen parameter.
 
-    Divided experts are groups of their own.
+    The sizes are in elements. Sharded experts are in separate groups.
     """
     ep = layout.mesh.ep
     found: dict[tuple[int, bool], list[int]] = {}
@@ -82,7 +79,7 @@ def groups_of(
         else:
             found.setdefault((tensor.group, expert), []).append(numel)
     return [
-        Group(
+        GroupSizes(
             tuple(found[key]),
             layout.partitions // (ep if key[1] else 1),
             blueprint.groups[key[0]].matrix,

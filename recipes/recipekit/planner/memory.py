@@ -1,47 +1,63 @@
-"""The memory of a run before it exists: what each rank holds of states, gradients, copies, buffers
-and pinned host memory, in bytes.
+"""Memory of a run before it exists: states, gradients, copies, buffers and pinned memory per rank.
 
-Arithmetic only: nothing here imports torch, so a cluster that nobody holds yet can be planned for.
-The terms are those of DeepSpeed 0.19.8, found in its sources and held against the live storages of
-real ranks by tests/planner/test_memory.py, except NVMe's. Activations are not among them.
+All sizes are in bytes. This module is arithmetic only. Nothing here imports torch, so a plan can be
+made for a cluster that is not available yet. The terms are taken from the sources of DeepSpeed
+0.19.8. Except for NVMe, tests/planner/test_memory.py compares them with the live storages of real
+ranks. Activations are not included.
 
-One function counts the terms of each engine class: the classes without ZeRO partitions of gradients
-are here, the others in zero1_2.py, zero3.py and torch_engines.py.
+One function counts the terms of each engine class. The classes that do not partition gradients by
+ZeRO are in this module. The other classes are in zero1_2.py, zero3.py and torch_engines.py.
 """
 
 from math import prod
 from typing import Any
 
-from ..kernels.blocks import columns_at_once
-from ..parallel.blueprint import Blueprint, Layout, Tensor, held, local_shape
-from ..spec.optimizer_specs import FACTORS, GRADIENT, by_matrix, facts_of, states_of
-from .groups import Group, groups_of
-from .load import (
-    Load,
-    copied_bytes,
+from ..kernels.blocks import columns_per_block
+from ..parallel.blueprint import Blueprint, Layout, Tensor, local_shape, tensors_on_rank
+from ..spec.memory_terms import (
+    ACCELERATOR,
+    BACKWARD,
+    HOST,
+    LOSS,
+    NVME,
+    REDUCE,
+    STEP,
+    MemoryRequest,
+    Term,
+)
+from ..spec.optimizer_specs import (
+    ADAFACTOR_STATES,
+    GRADIENT,
+    has_matrix_rule,
+    optimizer_spec_of,
+    optimizer_states,
+)
+from .full_tensors import full_matrices, one_bit_terms, with_adafactor_states
+from .groups import GroupSizes, group_sizes
+from .memory_request import (
+    allreduce_copy_bytes,
+    communication_width,
     gradient_moments,
     is_enabled,
-    sent_width,
+    optimizer_temporaries,
     state_bytes,
-    temporaries,
 )
-from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, NVME, REDUCE, STEP, Term
 from .torch_engines import ddp_terms, fsdp2_terms
-from .whole_tensors import signs, whole_matrices, with_factors
 from .zero1_2 import zero_1_2_terms
 from .zero3 import zero_3_terms
 
-# fp32 log-softmax, its gradient and that of the logits, alive together when the loss's backward
-# begins
+# The fp32 log-softmax, its gradient and the gradient of the logits, which coexist when the loss's
+# backward begins.
 LOGIT_BYTES = 12
-# of a logit of a block, where the loss is computed in chunks: fp32 logits, and their exponentials
-# (kernels/cross_entropy.py)
-BLOCK_BYTES = 8
+# Bytes per logit in a block if the loss is computed in chunks: fp32 logits and their exponentials
+# (kernels/cross_entropy.py).
+CHUNKED_LOGIT_BYTES = 8
 
 
 def optimizer_class(ds_config: dict[str, Any]) -> str:
-    """Names the class that DeepSpeed 0.19.8 wraps the optimizer in (engine.py,
-    _do_optimizer_sanity_check); "torch": it wraps none.
+    """Return the class in which DeepSpeed 0.19.8 wraps the optimizer, or "torch" without a wrapper.
+
+    See engine.py, _do_optimizer_sanity_check.
     """
     zero, mixed = (
         ds_config.get("zero_optimization", {}),
@@ -67,44 +83,50 @@ def optimizer_class(ds_config: dict[str, Any]) -> str:
 
 
 def rank_terms(
-    blueprint: Blueprint, layout: Layout, ds_config: dict[str, Any], load: Load, pp_rank: int = 0
+    blueprint: Blueprint,
+    layout: Layout,
+    ds_config: dict[str, Any],
+    request: MemoryRequest,
+    pp_rank: int = 0,
 ) -> list[Term]:
-    """List every term of a rank of a pipeline stage: of tensor rank 0, which has the largest part
-    of each cut tensor, with the padding that all ranks have.
+    """Return every memory term for one rank of a pipeline stage.
+
+    The terms describe tensor-parallel rank 0, which has the largest part of each sharded tensor.
+    They include the padding that all ranks have.
     """
-    tensors = held(blueprint, layout, pp_rank)
-    groups, frozen = groups_of(blueprint, tensors, layout)
+    tensors = tensors_on_rank(blueprint, layout, pp_rank)
+    groups, frozen = group_sizes(blueprint, tensors, layout)
     zero = ds_config.get("zero_optimization", {})
 
-    if load.engine == "ddp":
-        terms = ddp_terms(groups, frozen, ds_config, load)
-    elif load.engine == "fsdp2":
-        terms = fsdp2_terms(tensors, groups, layout.mesh.dp, ds_config, load)
+    if request.engine == "ddp":
+        terms = ddp_terms(groups, frozen, ds_config, request)
+    elif request.engine == "fsdp2":
+        terms = fsdp2_terms(tensors, groups, layout.mesh.dp, ds_config, request)
     elif zero.get("stage", 0) == 3:
         persistent = [
             numel
             for numel in _numels(tensors, layout.mesh.tp)
             if numel <= zero.get("stage3_param_persistence_threshold", 100_000)
         ]
-        terms = zero_3_terms(groups, frozen, persistent, ds_config, load)
+        terms = zero_3_terms(groups, frozen, persistent, ds_config, request)
     else:
-        terms = OF_CLASS[optimizer_class(ds_config)](groups, frozen, ds_config, load)
+        terms = TERMS_BY_CLASS[optimizer_class(ds_config)](groups, frozen, ds_config, request)
 
-    if by_matrix(ds_config):
-        terms.append(whole_matrices(blueprint, tensors))
-    if facts_of(ds_config).acts_on == GRADIENT:
-        terms += signs([group.numel for group in groups], layout.partitions)
-    if states_of(ds_config) == FACTORS:
-        terms = with_factors(terms, tensors, layout, zero, load.engine)
+    if has_matrix_rule(ds_config):
+        terms.append(full_matrices(blueprint, tensors))
+    if optimizer_spec_of(ds_config).acts_on == GRADIENT:
+        terms += one_bit_terms([group.numel for group in groups], layout.partitions)
+    if optimizer_states(ds_config) == ADAFACTOR_STATES:
+        terms = with_adafactor_states(terms, tensors, layout, zero, request.engine)
 
-    if load.background:
+    if request.background:
         terms.append(_background_copy(terms, ds_config))
-    terms += _logits(layout, load, pp_rank)
-    return [term for term in terms if term.taken]
+    terms += _logit_terms(layout, request, pp_rank)
+    return [term for term in terms if term.reserved_bytes]
 
 
 def _background_copy(terms: list[Term], ds_config: dict[str, Any]) -> Term:
-    """Count the copy of the states in host memory from which a save in the background writes."""
+    """Count the copy of the states in host memory from which a background save writes."""
     stage = ds_config.get("zero_optimization", {}).get("stage", 0)
     weights = (
         ("parameters",) if stage < 3 or optimizer_class(ds_config) == "torch" else tuple[str, ...]()
@@ -114,19 +136,19 @@ def _background_copy(terms: list[Term], ds_config: dict[str, Any]) -> Term:
     return Term(HOST, "copy of the states for a save in the background", size)
 
 
-def _logits(layout: Layout, load: Load, pp_rank: int) -> list[Term]:
+def _logit_terms(layout: Layout, request: MemoryRequest, pp_rank: int) -> list[Term]:
     """Count the logits and their gradient on the stage that computes the loss."""
     logits = (
-        load.micro_batch * load.seq_len * load.vocabulary
+        request.micro_batch * request.seq_len * request.vocabulary
         if pp_rank == layout.mesh.pp - 1 or layout.schedule == "dualpipev"
         else 0
     )
     if not logits:
         return []
-    if load.chunked:
-        rows = load.micro_batch * load.seq_len
-        block = rows * columns_at_once(rows, load.vocabulary)
-        return [Term(ACCELERATOR, "a block of logits", BLOCK_BYTES * block, (LOSS,))]
+    if request.chunked:
+        rows = request.micro_batch * request.seq_len
+        block = rows * columns_per_block(rows, request.vocabulary)
+        return [Term(ACCELERATOR, "a block of logits", CHUNKED_LOGIT_BYTES * block, (LOSS,))]
     return [Term(ACCELERATOR, "logits and their gradient", LOGIT_BYTES * logits, (LOSS,))]
 
 
@@ -134,14 +156,14 @@ def _numels(tensors: list[Tensor], tp: int) -> list[int]:
     return [prod(local_shape(tensor, tp, 0)) for tensor in tensors if not tensor.buffer]
 
 
-def _plain(
-    groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load
+def _fp32_terms(
+    groups: list[GroupSizes], frozen: list[int], ds_config: dict[str, Any], request: MemoryRequest
 ) -> list[Term]:
-    """fp32 without ZeRO: torch's optimizer on the model's own parameters."""
+    """Return the terms for fp32 without ZeRO: torch's optimizer on the model's own parameters."""
     numels = [numel for group in groups for numel in group.numels]
     return [
         Term(ACCELERATOR, "parameters, fp32", 4 * (sum(numels) + sum(frozen))),
-        Term(ACCELERATOR, "gradients, fp32", 4 * sum(numels), gradient_moments(load)),
+        Term(ACCELERATOR, "gradients, fp32", 4 * sum(numels), gradient_moments(request)),
         Term(
             ACCELERATOR,
             "optimizer states, fp32",
@@ -150,24 +172,25 @@ def _plain(
         Term(
             ACCELERATOR,
             "copy of the gradients that are summed",
-            copied_bytes(groups, 4, 0),
+            allreduce_copy_bytes(groups, 4, 0),
             (REDUCE,),
         ),
-        temporaries(ds_config, [group.numel for group in groups]),
+        optimizer_temporaries(ds_config, [group.numel for group in groups]),
     ]
 
 
-def _unfused(
-    groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load
+def _unfused_terms(
+    groups: list[GroupSizes], frozen: list[int], ds_config: dict[str, Any], request: MemoryRequest
 ) -> list[Term]:
-    """bf16 or fp16 without ZeRO (fp16/unfused_optimizer.py): a master copy of each parameter, whose
-    fp32 gradient lives during the step.
+    """Return the terms for bf16 or fp16 without ZeRO (fp16/unfused_optimizer.py).
+
+    Each parameter has a master copy. The fp32 gradient of the master copy exists during the step.
     """
     numels = [numel for group in groups for numel in group.numels]
-    more = 4 if sent_width(ds_config) == 4 else 0
+    more = 4 if communication_width(ds_config) == 4 else 0
     return [
         Term(ACCELERATOR, "parameters, bf16", 2 * (sum(numels) + sum(frozen))),
-        Term(ACCELERATOR, "gradients, bf16", 2 * sum(numels), gradient_moments(load)),
+        Term(ACCELERATOR, "gradients, bf16", 2 * sum(numels), gradient_moments(request)),
         Term(ACCELERATOR, "master weights, fp32", 4 * sum(numels)),
         Term(
             ACCELERATOR,
@@ -177,30 +200,31 @@ def _unfused(
         Term(
             ACCELERATOR,
             "copy of the gradients that are summed",
-            copied_bytes(groups, 2, more),
+            allreduce_copy_bytes(groups, 2, more),
             (REDUCE,),
         ),
         Term(ACCELERATOR, "gradients of the master weights, fp32", 4 * sum(numels), (STEP,)),
-        temporaries(ds_config, [group.numel for group in groups]),
+        optimizer_temporaries(ds_config, [group.numel for group in groups]),
     ]
 
 
-def _bf16(
-    groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load
+def _bf16_terms(
+    groups: list[GroupSizes], frozen: list[int], ds_config: dict[str, Any], request: MemoryRequest
 ) -> list[Term]:
-    """ZeRO-1 with fp32 sums (bf16_optimizer.py): whole fp32 gradients beside the bf16 ones that
-    autograd makes, which it keeps until the step is over.
+    """Return the terms for ZeRO-1 with fp32 sums (bf16_optimizer.py).
+
+    The sums are unsharded. Autograd's bf16 gradients exist in addition, until the step is over.
     """
     numels = [numel for group in groups for numel in group.numels]
     parts = [group.padded // group.ranks for group in groups]
     flat = sum(group.padded for group in groups)
-    sent = 0 if sent_width(ds_config) == 4 else 2
-    # each is added to the sums, and freed, as it comes
+    sent = 0 if communication_width(ds_config) == 4 else 2
+    # Each gradient is added to the sums and freed as soon as it is computed.
     at_once = ds_config["bf16"].get("immediate_grad_update")
     made = (
         (2 * max(numels, default=0), (BACKWARD,))
         if at_once
-        else (2 * sum(numels), gradient_moments(load))
+        else (2 * sum(numels), gradient_moments(request))
     )
     return [
         Term(ACCELERATOR, "parameters, bf16", 2 * (flat + sum(frozen))),
@@ -211,17 +235,17 @@ def _bf16(
         Term(
             ACCELERATOR,
             "copy of the gradients that are summed",
-            copied_bytes(groups, 4, sent, flat=True),
+            allreduce_copy_bytes(groups, 4, sent, flat=True),
             (REDUCE,),
         ),
-        temporaries(ds_config, parts),
+        optimizer_temporaries(ds_config, parts),
     ]
 
 
-# The optimizer classes of DeepSpeed whose terms need nothing beyond the groups.
-OF_CLASS = {
-    "torch": _plain,
-    "FP16_UnfusedOptimizer": _unfused,
-    "BF16_Optimizer": _bf16,
+# DeepSpeed's optimizer classes whose terms depend only on the groups
+TERMS_BY_CLASS = {
+    "torch": _fp32_terms,
+    "FP16_UnfusedOptimizer": _unfused_terms,
+    "BF16_Optimizer": _bf16_terms,
     "DeepSpeedZeroOptimizer": zero_1_2_terms,
 }

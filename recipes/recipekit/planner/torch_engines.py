@@ -1,29 +1,29 @@
-"""Terms of torch's own engines: DDP and FSDP2."""
+"""Memory terms of torch's own engines: DDP and FSDP2."""
 
 import re
 from math import prod
 from typing import Any
 
 from ..parallel.blueprint import Tensor
-from .groups import Group
-from .load import Load, gradient_moments, state_bytes, temporaries
-from .terms import ACCELERATOR, BACKWARD, LOSS, REDUCE, Term
+from ..spec.memory_terms import ACCELERATOR, BACKWARD, LOSS, REDUCE, MemoryRequest, Term
+from .groups import GroupSizes
+from .memory_request import gradient_moments, optimizer_temporaries, state_bytes
 
-# the beginning of a parameter's name, up to the number of the outermost list's element
-LAYER = re.compile(r"(?:[a-z_]\w*\.)*?\d+\.")
+# the beginning of a parameter's name, up to the index in the outermost list
+LAYER_PREFIX = re.compile(r"(?:[a-z_]\w*\.)*?\d+\.")
 
 
 def ddp_terms(
-    groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load
+    groups: list[GroupSizes], frozen: list[int], ds_config: dict[str, Any], request: MemoryRequest
 ) -> list[Term]:
-    """DDP of torch: whole fp32 weights, and gradients that are views of its buckets from the end of
-    the first step on.
+    """Return the memory terms of torch's DDP: unsharded fp32 weights and gradients.
 
-    In the first step autograd's own gradients lie beside the buckets. Autocast makes 2-byte copies
-    of the matrices, which autograd keeps until their backward.
+    From the end of the first step, gradients are views of DDP's buckets. During the first step,
+    autograd's own gradients exist in addition to the buckets. Autocast creates 2-byte copies of the
+    matrices, which autograd keeps until their backward pass.
     """
     numels = [numel for group in groups for numel in group.numels]
-    own = sum(numels) if load.accumulation > 1 else max(numels, default=0)
+    own = sum(numels) if request.accumulation > 1 else max(numels, default=0)
     return [
         Term(ACCELERATOR, "parameters, fp32", 4 * (sum(numels) + sum(frozen))),
         Term(ACCELERATOR, "gradients, fp32, in the buckets", 4 * sum(numels)),
@@ -41,23 +41,27 @@ def ddp_terms(
         Term(
             ACCELERATOR,
             "copies of the matrices, bf16",
-            2 * (sum(numels) + sum(frozen)) if load.half else 0,
+            2 * (sum(numels) + sum(frozen)) if request.half else 0,
             (LOSS, BACKWARD),
             bound=True,
         ),
-        temporaries(ds_config, [group.numel for group in groups]),
+        optimizer_temporaries(ds_config, [group.numel for group in groups]),
     ]
 
 
 def fsdp2_terms(
-    tensors: list[Tensor], groups: list[Group], ranks: int, ds_config: dict[str, Any], load: Load
+    tensors: list[Tensor],
+    groups: list[GroupSizes],
+    ranks: int,
+    ds_config: dict[str, Any],
+    request: MemoryRequest,
 ) -> list[Term]:
-    """FSDP2 of torch (fsdp/_fully_shard): each parameter's rows divided over the ranks, of which
-    the first has the most.
+    """Return the memory terms of torch's FSDP2 (fsdp/_fully_shard).
 
-    A layer is gathered whole while it computes; what lies outside of the layers stays so from the
-    forward pass to the end of the backward pass, and its gradients with it. Gradients are summed in
-    fp32, from a copy in a row of all of a layer.
+    Each parameter's rows are sharded over the ranks, and the first rank has the most rows. A layer
+    is gathered while it computes. Parameters outside of the layers, and their gradients, stay
+    gathered from the forward pass to the end of the backward pass. Gradients are summed in fp32,
+    from a contiguous copy of all gradients in a layer.
     """
     kept = [tensor for tensor in tensors if not tensor.buffer]
     part = {
@@ -71,18 +75,18 @@ def fsdp2_terms(
     ]
     return [
         Term(ACCELERATOR, "parameters, fp32", 4 * sum(part.values())),
-        Term(ACCELERATOR, "gradients, fp32", 4 * sum(by_group), gradient_moments(load)),
+        Term(ACCELERATOR, "gradients, fp32", 4 * sum(by_group), gradient_moments(request)),
         Term(ACCELERATOR, "optimizer states, fp32", state_bytes(ds_config, groups, by_group)),
-        *_fsdp2_gathered(kept, 2 if load.half else 4),
-        temporaries(ds_config, by_group),
+        *_fsdp2_gather_terms(kept, 2 if request.half else 4),
+        optimizer_temporaries(ds_config, by_group),
     ]
 
 
-def _fsdp2_gathered(kept: list[Tensor], width: int) -> list[Term]:
-    """Count what FSDP2 gathers, `width` bytes an element, with the gradients that belong to it."""
+def _fsdp2_gather_terms(tensors: list[Tensor], width: int) -> list[Term]:
+    """Count the weights that FSDP2 gathers and their gradients, at `width` bytes per element."""
     layers: dict[str, int] = {}
-    for tensor in kept:
-        found = LAYER.match(tensor.name)
+    for tensor in tensors:
+        found = LAYER_PREFIX.match(tensor.name)
         layers[found[0] if found else ""] = layers.get(found[0] if found else "", 0) + tensor.numel
     root, layer = layers.pop("", 0), max(layers.values(), default=0)
 

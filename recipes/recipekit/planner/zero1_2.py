@@ -1,36 +1,35 @@
-"""Terms of DeepSpeedZeroOptimizer: ZeRO-2, and ZeRO-1 without fp32 sums of bf16 gradients.
+"""Memory terms of DeepSpeedZeroOptimizer: ZeRO-2, and ZeRO-1 without fp32 sums of bf16 gradients.
 
-The names in the comments are attributes and functions of zero/stage_1_and_2.py in DeepSpeed 0.19.8.
+The names in the comments are attributes and functions in zero/stage_1_and_2.py of DeepSpeed 0.19.8.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from .groups import Group
-from .load import (
-    Load,
+from ..spec.memory_terms import ACCELERATOR, BACKWARD, HOST, LOSS, REDUCE, STEP, MemoryRequest, Term
+from .groups import GroupSizes
+from .memory_request import (
+    communication_width,
     dtype_name,
     gradient_moments,
+    optimizer_temporaries,
+    param_width,
     pinned_term,
-    sent_width,
     state_bytes,
     sums_in_fp32,
-    temporaries,
-    width_of,
 )
-from .terms import ACCELERATOR, BACKWARD, HOST, LOSS, REDUCE, STEP, Term
 
 
 @dataclass(frozen=True)
-class FlatPart:
-    """A rank's part of the flat tensors of ZeRO-1 and -2, and the settings that place its terms."""
+class FlatPartition:
+    """A rank's part of ZeRO-1 and -2's flat tensors, with the settings that its terms need."""
 
     zero: dict[str, Any]  # the JSON's zero_optimization
-    width: int  # bytes of a training parameter
-    fp32_sums: bool  # gradients of two bytes are summed in fp32
+    width: int  # bytes per element of a training parameter
+    fp32_sums: bool  # two-byte gradients are summed in fp32
     numels: list[int]  # elements of each trained parameter
     parts: list[int]  # elements of the rank's part of each group
-    touched: list[list[int]]  # rank -> elements of each parameter that its part has a piece of
+    numels_by_rank: list[list[int]]  # rank -> elements of each parameter that overlaps its part
 
     @property
     def stage_1(self) -> bool:
@@ -53,59 +52,70 @@ class FlatPart:
         return int(self.zero.get("reduce_bucket_size", 500_000_000))
 
 
-def _flat_part(groups: list[Group], ds_config: dict[str, Any]) -> FlatPart:
-    """Return the part of a rank in the flat tensors of these groups."""
-    width = width_of(ds_config)
-    return FlatPart(
+def _flat_partition(groups: list[GroupSizes], ds_config: dict[str, Any]) -> FlatPartition:
+    """Return a rank's part of these groups' flat tensors."""
+    width = param_width(ds_config)
+    return FlatPartition(
         zero=ds_config["zero_optimization"],
         width=width,
         fp32_sums=width == 2 and sums_in_fp32(ds_config),
         numels=[numel for group in groups for numel in group.numels],
         parts=[group.padded // group.ranks for group in groups],
-        touched=[
-            [numel for group in groups for numel in group.touched(rank)]
+        numels_by_rank=[
+            [numel for group in groups for numel in group.numels_in_partition(rank)]
             for rank in range(max((group.ranks for group in groups), default=1))
         ],
     )
 
 
 def zero_1_2_terms(
-    groups: list[Group], frozen: list[int], ds_config: dict[str, Any], load: Load
+    groups: list[GroupSizes], frozen: list[int], ds_config: dict[str, Any], request: MemoryRequest
 ) -> list[Term]:
-    """ZeRO-2, and ZeRO-1 without fp32 sums of bf16 gradients (zero/stage_1_and_2.py), with the
-    optimizer on the host or not.
+    """Return the memory terms of ZeRO-2, and of ZeRO-1 without fp32 sums of bf16 gradients.
+
+    See zero/stage_1_and_2.py. The optimizer may be on the host.
     """
-    own = _flat_part(groups, ds_config)
+    own = _flat_partition(groups, ds_config)
     home = HOST if own.offloaded else ACCELERATOR
     flat = sum(group.padded for group in groups)
     return [
         # bit16_groups_flat
         Term(ACCELERATOR, f"parameters, {dtype_name(own.width)}", own.width * (flat + sum(frozen))),
         # single_partition_of_fp32_groups
-        pinned_term(home, "master weights, fp32", [4 * part for part in own.parts], own.pin, load),
+        pinned_term(
+            home, "master weights, fp32", [4 * part for part in own.parts], own.pin, request
+        ),
         Term(home, "optimizer states, fp32", state_bytes(ds_config, groups, own.parts)),
-        *_zero_1_2_buckets(own, sent_width(ds_config)),
-        *_zero_1_2_sums(own, load),
-        *(_zero_1_2_offloaded(own, load) if own.offloaded else [temporaries(ds_config, own.parts)]),
+        *_zero_1_2_buckets(own, communication_width(ds_config)),
+        *_zero_1_2_sums(own, request),
+        *(
+            _zero_1_2_offloaded(own, request)
+            if own.offloaded
+            else [optimizer_temporaries(ds_config, own.parts)]
+        ),
     ]
 
 
-def _zero_1_2_buckets(own: FlatPart, sent: int) -> list[Term]:
-    """Count the buckets in which ZeRO-1 and -2 sum gradients, `sent` bytes an element, and the
-    gradients that are too large for them.
+def _zero_1_2_buckets(partition: FlatPartition, sent: int) -> list[Term]:
+    """Count the buckets in which ZeRO-1 and -2 sum gradients, and gradients too large for a bucket.
+
+    `sent` is the number of bytes sent per element.
     """
     buckets = (
-        own.bucket * (2 if own.zero.get("overlap_comm") else 1)
-        if own.zero.get("contiguous_gradients", True) or own.offloaded
+        partition.bucket * (2 if partition.zero.get("overlap_comm") else 1)
+        if partition.zero.get("contiguous_gradients", True) or partition.offloaded
         else 0
     )
 
-    exceeding = max(numel if numel > own.bucket else 0 for numel in (0, *own.numels))
-    # With fp32 sums they are kept until backward has ended (copy_grads_in_partition).
-    if own.fp32_sums and not own.stage_1:
+    exceeding = max(numel if numel > partition.bucket else 0 for numel in (0, *partition.numels))
+    # With fp32 sums, such gradients are kept until backward has ended (copy_grads_in_partition).
+    if partition.fp32_sums and not partition.stage_1:
         exceeding = max(
             exceeding,
-            *(sum(numel for numel in touched if numel > own.bucket) for touched in own.touched),
+            *(
+                sum(numel for numel in touched if numel > partition.bucket)
+                for touched in partition.numels_by_rank
+            ),
         )
 
     return [
@@ -116,53 +126,66 @@ def _zero_1_2_buckets(own: FlatPart, sent: int) -> list[Term]:
         Term(
             ACCELERATOR,
             "copies while a bucket is summed",
-            (sent + 4) * min(own.bucket, sum(own.numels)),
+            (sent + 4) * min(partition.bucket, sum(partition.numels)),
             (BACKWARD, REDUCE),
             bound=True,
         ),
         # extra_large_param_to_reduce
-        Term(ACCELERATOR, "gradients that exceed a bucket", own.width * exceeding, (BACKWARD,)),
+        Term(
+            ACCELERATOR, "gradients that exceed a bucket", partition.width * exceeding, (BACKWARD,)
+        ),
     ]
 
 
-def _zero_1_2_sums(own: FlatPart, load: Load) -> list[Term]:
-    """Count autograd's gradients of ZeRO-1, and the sums of gradients in a rank's part."""
-    dtype, several = dtype_name(own.width), load.accumulation > 1
+def _zero_1_2_sums(partition: FlatPartition, request: MemoryRequest) -> list[Term]:
+    """Count autograd's gradients under ZeRO-1, and the gradient sums in a rank's part."""
+    dtype, several = dtype_name(partition.width), request.accumulation > 1
     gradients = Term(
         ACCELERATOR,
         f"gradients, {dtype}",
-        own.width * sum(own.numels),
+        partition.width * sum(partition.numels),
         (LOSS, BACKWARD, REDUCE) if several else (REDUCE,),
     )
-    terms = [gradients] if own.stage_1 else []
+    terms = [gradients] if partition.stage_1 else []
     # averaged_gradients, as get_flat_partition returns them
-    if own.fp32_sums:
+    if partition.fp32_sums:
         sums = Term(
-            ACCELERATOR, "sums of gradients, fp32", 4 * sum(own.parts), gradient_moments(load)
+            ACCELERATOR,
+            "sums of gradients, fp32",
+            4 * sum(partition.parts),
+            gradient_moments(request),
         )
         return [*terms, sums]
 
-    kept, what = [own.width * numel for numel in max(own.touched, key=sum)], "sums of gradients"
-    if own.offloaded:
+    kept, what = (
+        [partition.width * numel for numel in max(partition.numels_by_rank, key=sum)],
+        "sums of gradients",
+    )
+    if partition.offloaded:
         # accumulated_grads_in_cpu
-        terms.append(pinned_term(HOST, f"{what}, {dtype}", kept if several else [], own.pin, load))
+        terms.append(
+            pinned_term(HOST, f"{what}, {dtype}", kept if several else [], partition.pin, request)
+        )
     else:
-        flat = 4 * max(own.parts, default=0)
-        terms.append(Term(ACCELERATOR, f"{what}, {dtype}", sum(kept), gradient_moments(load)))
+        flat = 4 * max(partition.parts, default=0)
+        terms.append(Term(ACCELERATOR, f"{what}, {dtype}", sum(kept), gradient_moments(request)))
         terms.append(Term(ACCELERATOR, "flat gradients of a group, fp32", flat, (STEP,)))
-    again = several and not own.stage_1 and not own.offloaded
+    again = several and not partition.stage_1 and not partition.offloaded
     added = "gradients of a micro-batch that are added to them"
     return [*terms, Term(ACCELERATOR, added, sum(kept) if again else 0, (BACKWARD,))]
 
 
-def _zero_1_2_offloaded(own: FlatPart, load: Load) -> list[Term]:
-    """Count the host's copies of a part, and the buffers for one gradient on its way there."""
-    dtype, largest = dtype_name(own.width), own.width * max(own.numels, default=0)
-    masters, back = [4 * part for part in own.parts], [own.width * part for part in own.parts]
+def _zero_1_2_offloaded(partition: FlatPartition, request: MemoryRequest) -> list[Term]:
+    """Count the host's copies of a rank's part, and the buffers that move one gradient there."""
+    dtype, largest = dtype_name(partition.width), partition.width * max(partition.numels, default=0)
+    masters, back = (
+        [4 * part for part in partition.parts],
+        [partition.width * part for part in partition.parts],
+    )
     return [
-        pinned_term(HOST, "gradients of the master weights, fp32", masters, own.pin, load),
-        pinned_term(HOST, f"parameters on their way back, {dtype}", back, own.pin, load),
+        pinned_term(HOST, "gradients of the master weights, fp32", masters, partition.pin, request),
+        pinned_term(HOST, f"parameters on their way back, {dtype}", back, partition.pin, request),
         # temp_grad_buffer_for_cpu_offload, temp_grad_buffer_for_gpu_offload
-        pinned_term(HOST, "gradient on its way", [largest], own.pin, load),
+        pinned_term(HOST, "gradient on its way", [largest], partition.pin, request),
         Term(ACCELERATOR, "gradient on its way", largest),
     ]

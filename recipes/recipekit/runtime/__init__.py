@@ -1,1 +1,1 @@
-"""Surrounds the loop: prepares a run, lets ranks agree, tracks, stops and fails."""
+"""Everything around the training loop: preparation, rank checks, tracking, stopping and failure."""

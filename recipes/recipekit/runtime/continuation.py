@@ -1,4 +1,4 @@
-"""The command that continues a run, as its user would type it."""
+"""The command that continues a run, as the user would type it."""
 
 import json
 import os
@@ -8,27 +8,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..spec.paths import SWEEP_ID
-from .stopping import command_line, parent
+from .stopping import command_line, parent_pid
 
-TYPED = "LAUNCH_COMMAND"  # the words of `python -m launch ...`, as JSON
-LAUNCHERS = ("deepspeed", "ds", "torchrun", "accelerate")
-MODULES = (
+TYPED_COMMAND_VARIABLE = "LAUNCH_COMMAND"  # the words of `python -m launch ...`, as JSON
+LAUNCHER_COMMANDS = ("deepspeed", "ds", "torchrun", "accelerate")
+LAUNCHER_MODULES = (
     "deepspeed.launcher.runner",
     "torch.distributed.run",
     "torch.distributed.launch",
     "accelerate.commands.launch",
 )
-LEVELS = 4  # of parents: the `deepspeed` command is the parent of the parent of a rank
+PARENT_LEVELS = 4  # the `deepspeed` command is a rank's grandparent
 
 
 def continue_command(
-    stop_at: int, resume: str, said_out: str, typed: frozenset[str], out: Path
+    stop_at: int, resume: str, out_flag: str, typed: frozenset[str], out: Path
 ) -> str:
-    """Return the command that continues the run in `out`, which `said_out`, the value of --out,
-    became.
+    """Return the command that continues the run in `out`. `out_flag` is the value of --out.
 
-    Return "" if the command line of its launcher is not known, as under srun, and for a trial of a
-    sweep, whose folder its agent decides.
+    The result is "" if the launcher's command line is unknown, for example under srun. It is also
+    "" for a trial of a sweep, because the sweep agent chooses the trial's folder.
     """
     if os.environ.get(SWEEP_ID):
         return ""
@@ -37,18 +36,19 @@ def continue_command(
         changes["stop_at"] = None if "stop_at" in typed else "0"
     if resume != "auto":
         changes["resume"] = None if "resume" in typed else "auto"
-    if "{" in said_out:  # the next job has another id
+    if "{" in out_flag:  # the next job has a different id
         changes["out"] = str(out)
-    words = typed_words()
-    return shlex.join(retyped(words, changes)) if words else ""
+    words = typed_command()
+    return shlex.join(replace_flags(words, changes)) if words else ""
 
 
-def retyped(words: list[str], changes: Mapping[str, str | None]) -> list[str]:
-    """Return a command line without the flags that change, and with their new values at the end
-    (None: no value).
+def replace_flags(args: list[str], changes: Mapping[str, str | None]) -> list[str]:
+    """Return a command line in which the changed flags are removed and their new values appended.
+
+    A value of None only removes the flag.
     """
     kept, skip = list[str](), False
-    for word in words:
+    for word in args:
         flag, is_whole, _ = word.removeprefix("--").replace("-", "_").partition("=")
         changed = word.startswith("--") and flag in changes
         if not skip and not changed:
@@ -62,34 +62,35 @@ def retyped(words: list[str], changes: Mapping[str, str | None]) -> list[str]:
     ]
 
 
-def typed_words() -> list[str]:
-    """Return the words with which this job was started, [] if they cannot be found."""
+def typed_command() -> list[str]:
+    """Return the words of the command that started this job, or [] if they cannot be found."""
     own = [sys.argv[0], *(word for word in sys.argv[1:] if not word.startswith("--local_rank"))]
-    if TYPED in os.environ:
-        return list(json.loads(os.environ[TYPED]))
+    if TYPED_COMMAND_VARIABLE in os.environ:
+        return list(json.loads(os.environ[TYPED_COMMAND_VARIABLE]))
     found, pid = list[str](), os.getppid()
-    for _ in range(LEVELS):
+    for _ in range(PARENT_LEVELS):
         words = [word for word in command_line(pid) if word] if pid else []
-        if words[-len(own) :] == own and (launcher := launched(words)):
+        if words[-len(own) :] == own and (launcher := launcher_command(words)):
             found = launcher
-        pid = parent(pid) if pid else None
+        pid = parent_pid(pid) if pid else None
     if not found and os.environ.get("WORLD_SIZE", "1") == "1" and sys.orig_argv[-len(own) :] == own:
         return list(sys.orig_argv)
     return found
 
 
-def launched(words: list[str]) -> list[str]:
-    """Return the command line of a launcher as it is typed, [] for other programs: `python
-    .../bin/deepspeed x.py` is deepspeed x.py.
+def launcher_command(args: list[str]) -> list[str]:
+    """Return a launcher's command line as a user types it, or [] for other programs.
+
+    For example, `python .../bin/deepspeed x.py` becomes deepspeed x.py.
     """
-    if Path(words[0]).name in LAUNCHERS:
-        return words
+    if Path(args[0]).name in LAUNCHER_COMMANDS:
+        return args
     if (
-        "-m" in words[1:3]
-        and (module := words.index("-m") + 1) < len(words)
-        and words[module] in MODULES
+        "-m" in args[1:3]
+        and (module := args.index("-m") + 1) < len(args)
+        and args[module] in LAUNCHER_MODULES
     ):
-        return words
-    if len(words) > 1 and Path(words[1]).name in LAUNCHERS:
-        return [Path(words[1]).name, *words[2:]]
+        return args
+    if len(args) > 1 and Path(args[1]).name in LAUNCHER_COMMANDS:
+        return [Path(args[1]).name, *args[2:]]
     return []

@@ -1,6 +1,4 @@
-"""The data of a run: looked at before anything large is made, and opened where the checkpoint left
-it.
-"""
+"""A run's data, checked before anything large is allocated and opened at the checkpoint's state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,35 +10,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..data.batching import DataRank
 from ..data.held_out import eval_rows, eval_samples
 from ..data.hub_cache import hub_commits
-from ..data.lanes import DataRank
 from ..data.prefetch import Stream
 from ..data.processors import num_embeddings
-from ..data.request import Request, request_of
-from ..data.sameness import OtherData, StreamState, naming_changes
-from ..data.samples import open_rows, open_samples
-from ..data.stream import Corpus, open_corpus, open_stream
-from ..parallel.sequence import own_part
-from ..plan import Plan
+from ..data.request import Request, request_from_recipe
+from ..data.samples import open_rows, read_samples
+from ..data.stream import Corpus, check_global_batch, open_corpus, read_documents
+from ..data.stream_state import StreamMismatch, StreamState, naming_changes
+from ..parallel.sequence import local_sequence_chunk
+from ..plan import RunPlan
+from ..spec.errors import ConfigError, Say
 from ..spec.hub import commit_of
-from ..spec.recipe import Recipe
-from ..spec.refusal import Refusal, Say
 from ..spec.run_folder import day_of_run, files_of_run
 from ..spec.task import IGNORE, MicroBatch, Task
-from .agree import shared_problems
+from ..tasks.find import load_task
+from .rank_consistency import shared_problems
 
 
-def request_of_plan(plan: Plan) -> Request:
+def request_of_plan(plan: RunPlan) -> Request:
     """Return the data request of a run."""
-    return replace(request_of(plan.recipe), tiny=plan.command.tiny, day=plan.day)
+    return replace(
+        request_from_recipe(plan.recipe),
+        tiny=plan.command.tiny,
+        day=plan.day,
+        documents=load_task(plan.recipe.task).documents,
+    )
 
 
-def first_day(resume_from: Path | None) -> str:
-    """Return the ISO date of the run's first start: the date in run.json, or else today's date on
-    rank 0 (a collective).
+def first_start_date(resume_from: Path | None) -> str:
+    """Return the ISO date of the run's first start (a collective).
 
-    Call it once a start, because a start may last beyond midnight.
+    The date comes from run.json; without run.json, it is today's date on rank 0. Call this function
+    only once per start, because a start may last beyond midnight.
     """
     found = [day_of_run(resume_from) or date.today().isoformat()]
     if dist.is_initialized():
@@ -48,24 +51,27 @@ def first_day(resume_from: Path | None) -> str:
     return found[0]
 
 
-def check_data(recipe: Recipe, task: Task, processor: Any, say: Say) -> None:
-    """Opens the data once, before anything large is made (a collective).
+def check_data(plan: RunPlan, task: Task, processor: object, say: Say) -> Corpus:
+    """Open the data before anything large is allocated (a collective).
 
-    Raises `Refusal`, on all ranks, with what any of them cannot open.
+    The stream reads the opened data later. Raises `ConfigError`, on all ranks, with the problems of
+    every rank that cannot open the data.
     """
-    refusal = None
-    if task.facts.of_tokens:
+    corpus, refusal = None, None
+    if task.spec.reads_tokens:
         check_tokens(processor, say)
     try:
-        opener(request_of(recipe), task, processor)(say)
-    except Refusal as error:
+        corpus = corpus_opener(request_of_plan(plan), task, processor)(say)
+    except ConfigError as error:
         refusal = error
     if problems := shared_problems(refusal):
-        raise Refusal(problems)
+        raise ConfigError(problems)
+    assert corpus is not None, "a refusal of this rank is among the problems"
+    return corpus
 
 
 def check_tokens(processor: Any, say: Say) -> None:
-    """Report a tokenizer with more tokens than the model has embeddings."""
+    """Report a tokenizer that has more tokens than the model has embeddings."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if (fewer := num_embeddings(tokenizer)) < len(tokenizer):
         say(
@@ -74,10 +80,10 @@ def check_tokens(processor: Any, say: Say) -> None:
         )
 
 
-def opener(request: Request, task: Task, processor: Any) -> Callable[[Say], Corpus]:
-    """Return a function that opens each corpus once.
+def corpus_opener(request: Request, task: Task, processor: Any) -> Callable[..., Corpus]:
+    """Return a function of (say, a stream's state or None) that opens each corpus once.
 
-    It raises `Refusal` if one cannot be opened or does not fit the tokenizer.
+    The function raises `ConfigError` if a corpus cannot be opened or does not fit the tokenizer.
     """
     if task.samples:
         return partial(open_rows, request, task.samples, processor)
@@ -85,8 +91,9 @@ def opener(request: Request, task: Task, processor: Any) -> Callable[[Say], Corp
 
 
 def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]) -> dict[str, Any]:
-    """Return what a run reads from the hub, with the commits; `corpus` are the fingerprints of its
-    data sets.
+    """Return the repositories that a run reads from the hub, with their commits.
+
+    `corpus` contains the fingerprints of the run's data sets.
     """
     found: dict[str, Any] = {"model": commit_of(model, revision)}
     if tokenizer not in ("", "bytes", model):
@@ -97,36 +104,49 @@ def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]
 
 @dataclass(frozen=True)
 class DataSource:
-    """The data of a run, with the task and the processor that make micro-batches of it."""
+    """A run's data, with the task and the processor that convert the data to micro-batches.
 
-    plan: Plan
+    `opened` contains a new run's data, which its start has already opened.
+    """
+
+    plan: RunPlan
     task: Task
     processor: Any
-    documents: bool = False  # whether the attention of the run reads the bounds of documents
+    documents: bool = False  # True if the run's attention reads document bounds
+    opened: Corpus | None = None
 
 
 def open_data(source: DataSource, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
-    """Open the training data at `state`, or at its beginning if the data differ from the
-    checkpoint's, which `--resume PATH` accepts.
+    """Open the training data at `state`.
+
+    With `--resume PATH` the data may differ from the checkpoint's data. In that case they are
+    opened at the beginning.
     """
     plan, task, processor = source.plan, source.task, source.processor
-    request = request_of_plan(plan)
-    opened = (
-        partial(open_samples, request, processor, task.samples)
-        if task.samples
-        else partial(open_stream, request, processor, documents=source.documents)
-    )
-    opened = partial(opened, rank=DataRank(plan.mesh.dp, dp_rank), say=say)
+    request, rank = request_of_plan(plan), DataRank(plan.mesh.dp, dp_rank)
+    check_global_batch(request.ramp, request.micro_batch, rank.dp)
+
+    def stream_at(state: StreamState | None) -> Stream:
+        corpus = source.opened
+        # Converting epochs to steps may have changed the recipe since the data were opened.
+        if corpus is None or state is not None or corpus.request != request:
+            corpus = corpus_opener(request, task, processor)(say, state)
+        if task.samples:
+            samples = task.samples
+            return read_samples(corpus, processor, samples, rank=rank, state=state, say=say)
+        documents = source.documents
+        return read_documents(corpus, processor, rank=rank, state=state, documents=documents)
+
     try:
         with naming_changes(files_of_run(plan.resume_from)):
-            return opened(state=state)
-    except OtherData as refusal:
+            return stream_at(state)
+    except StreamMismatch as error:
         if plan.recipe.resume == "auto":
             raise
-        stream = opened()
+        stream = stream_at(None)
         say(
             "the data differ from the checkpoint's and are read from the beginning:"
-            f" {'; '.join(problem.where for problem in refusal.problems)}"
+            f" {'; '.join(problem.where for problem in error.problems)}"
         )
         return stream
 
@@ -134,8 +154,9 @@ def open_data(source: DataSource, dp_rank: int, state: StreamState | None, say: 
 def open_held_out(
     source: DataSource, coords: dict[str, int], state: StreamState, say: Say
 ) -> list[MicroBatch]:
-    """Return this rank's micro-batches of an evaluation, an empty list without evaluations; `state`
-    is the state of the open stream.
+    """Return this rank's micro-batches of an evaluation, or [] if the run has no evaluations.
+
+    `state` is the current state of the open stream.
     """
     task, processor = source.task, source.processor
     recipe, mesh = source.plan.recipe, source.plan.mesh
@@ -148,10 +169,10 @@ def open_held_out(
         else partial(eval_rows, request, processor, documents=source.documents)
     )
     held_out = [
-        own_part(batch, mesh.sp, coords["sp"])
+        local_sequence_chunk(batch, mesh.sp, coords["sp"])
         for batch in found(rank=DataRank(mesh.dp, coords["dp"]), state=state, say=say)
     ]
-    # its schedule needs two micro-batches a stage
+    # DualPipeV's schedule needs two micro-batches per stage.
     if recipe.pipeline_schedule == "dualpipev" and mesh.pp > 1 and held_out:
         if task.samples:
             fill = task.samples.collate(processor, [None] * recipe.micro_batch, None)

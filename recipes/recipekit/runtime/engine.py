@@ -1,4 +1,4 @@
-"""The model of a run in its engine, at the weights that training goes on from."""
+"""The model of a run in its engine, with the weights from which training starts or resumes."""
 
 import time
 from collections.abc import Callable
@@ -10,60 +10,77 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..checkpoints import load
-from ..checkpoints.state import State
+from ..checkpoints.state import TrainState
 from ..data.files import folder_classes
 from ..data.mixture import domains_of
-from ..data.request import request_of
-from ..dslint.compiling import layers_whole
+from ..data.request import request_from_recipe
+from ..data.stream import Corpus
 from ..engine import deepspeed_engine, torch_engine
 from ..hosts.ops import check_torch_compile
 from ..kernels import compiled
-from ..model.adapter import AdapterRequest, adapted, config_of
-from ..model.batch_norm import move_statistics, norms_of
-from ..model.build import Built, build_model, check_weights
+from ..model.adapter import AdapterRequest, adapter_config_of, apply_adapter
+from ..model.batch_norm import norms_of, update_running_stats
+from ..model.build import BuiltModel, build_model, check_weights, weights_target
 from ..model.card import card_of_run
 from ..model.empty import empty_model
-from ..model.export import Format, export, holds_adapter, save_small_files
-from ..model.own_head import config_of_files
+from ..model.export import WeightFormat, export, is_adapter_export, save_small_files
+from ..model.loss_path import LossPath
+from ..model.model_plan import LAYERS, UNCOMPILED, ModelPlan
+from ..model.probes import release_small_copies
 from ..model.small_files import SmallFiles
+from ..model.untied_head import config_of_files
 from ..model.weights import fetch_config, published_names, weights_folder
 from ..parallel.blueprint import Blueprint, Layout
-from ..parallel.groups import Groups, set_time_limit, time_limit, waiting_group
-from ..plan import Plan
+from ..parallel.groups import (
+    ProcessGroups,
+    collective_timeout,
+    long_wait_group,
+    set_collective_timeout,
+)
+from ..plan import RunPlan
 from ..spec.engine import Engine
-from ..spec.refusal import Refusal, Say, refuse
+from ..spec.errors import ConfigError, Say, config_error
 from ..spec.run_folder import CHECKPOINTS, EXPORT, MERGED, check_adapter, commits_of_run
 from ..spec.task import Task
 from ..spec.task_specs import TASKS
-from .agree import shared_problems
 from .corpus import check_data
-from .ending import way_to_sample
-from .epochs import Epochs, measured
-from .facts import export_dtype, layout_of, parameter_counts
+from .ending import sample_hint
+from .epochs import Epochs, count_epochs
+from .rank_consistency import shared_problems
+from .resolution import log_changes, resolve_together
+from .run_metadata import checkpoint_layout, export_dtype, parameter_counts
 from .small_files import small_files_of
-from .sums import Sums
+from .step_metrics import StepMetrics
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The model of a run in its engine, and what goes with it into checkpoints and Hugging Face
-    files.
-    """
+class TrainingModel:
+    """A run's model in its engine, and everything else that checkpoints and exports need."""
 
-    plan: Plan
+    plan: RunPlan
     task: Task
-    groups: Groups
-    model_config: dict[str, Any]
+    groups: ProcessGroups
     processor: Any
     small_files: SmallFiles
-    built: Built
+    built: BuiltModel
     engine: Engine
     layout: Layout
-    state: State
-    sums: Sums
+    state: TrainState
+    step_metrics: StepMetrics
     epochs: Epochs
+    opened: Corpus | None  # the data of a new run
+
+    @property
+    def model_plan(self) -> ModelPlan:
+        return self.built.model_plan
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """Return the config.json from which the model is built."""
+        return self.model_plan.model_config
 
     @property
     def blueprint(self) -> Blueprint:
@@ -71,28 +88,26 @@ class Loaded:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the Hugging Face files."""
+        """Return the dtype in which the Hugging Face files are written."""
         return export_dtype(self.plan, self.model_config)
 
     @property
     def _small_files(self) -> SmallFiles:
-        """The small files with the commits of what the run has read from the hub, if it has read
-        any.
-        """
+        """Return the small files, with the commits that the run has read from the hub, if any."""
         return self.small_files.with_commits(self.plan.recipe.model, commits_of_run(self.plan.out))
 
     def save_small_files(self, folder: Path) -> None:
-        """Write config, tokenizer and the like into `folder`."""
+        """Write config, tokenizer and similar files into `folder`."""
         save_small_files(self.built, self._small_files, folder)
 
     def export(self, say: Say, name: str = EXPORT) -> None:
-        """Write the model as Hugging Face files into a folder `name` of OUT (a collective)."""
+        """Write the model as Hugging Face files into folder `name` of OUT (a collective)."""
         folder = self.plan.out / name
         say(f"writing Hugging Face files to {folder}")
         small, merge = self._small_files, self.plan.recipe.merge
-        if self.plan.command.rank == 0:  # which writes these files
+        if self.plan.command.rank == 0:  # only rank 0 writes these files
             small = small.with_card(card_of_run(self.plan.out, self.state["step"], merge))
-        weights = Format(self.dtype, merge)
+        weights = WeightFormat(self.dtype, merge)
         export(self.engine, self.built, self.groups, small, folder, weights)
         merged = self.plan.out / MERGED
         if name == EXPORT and merged.is_dir():
@@ -102,10 +117,9 @@ class Loaded:
             )
 
     def merge_finished(self, say: Say) -> bool:
-        """Merge the adapter of a finished run into OUT/hf_merged, if `--merge` asks for it; return
-        True if that was done.
+        """Merge a finished run's adapter into OUT/hf_merged if `--merge` is set (a collective).
 
-        OUT/hf keeps the adapter. A collective.
+        Return True if the adapter was merged. OUT/hf still contains the adapter.
         """
         recipe, out, step = self.plan.recipe, self.plan.out, self.state["step"]
         if not recipe.merge:
@@ -121,95 +135,93 @@ class Loaded:
                 f" convert to-hf --merge {out} NEW_FOLDER"
             )
             return False
-        if not holds_adapter(out / EXPORT):  # merged already, or not yet written
+        if not is_adapter_export(out / EXPORT):  # already merged, or not yet written
             return False
         self.export(say, MERGED)
         where = (
             f"{EXPORT}/ keeps the adapter, {MERGED}/ has the merged"
-            f" model{way_to_sample(recipe.task, out / MERGED)}"
+            f" model{sample_hint(recipe.task, out / MERGED)}"
         )
         say(f"merged: the run in {out} has finished {step} of {recipe.steps} steps. {where}")
         return True
 
 
 def load_model(
-    plan: Plan,
+    plan: RunPlan,
     task: Task,
     source: Path | None,
     device: torch.device,
     loss: Callable[..., torch.Tensor],
     say: Say,
-) -> Loaded:
-    """Build the model of a plan and put it into its engine, at the weights that the run starts from
-    (a collective).
+) -> TrainingModel:
+    """Build a plan's model and its engine, with the run's start weights (a collective).
 
-    `source` is the step folder to resume from, which `restore` loads. `loss(task, sums, output,
-    target)` is the loss that the last stage of a pipeline computes.
+    `source` is the step folder to resume from, which `restore_checkpoint` loads later. `loss(task,
+    sums, output, target)` is the loss that a pipeline's last stage computes.
     """
     begun = time.perf_counter()
-    limit = time_limit(plan.recipe.retry_s)
+    limit = collective_timeout(plan.recipe.retry_s)
 
     published_config, separate = fetched_config(plan, task)
-    dist.barrier(waiting_group())  # a host may have to download them
-    groups = Groups(plan.mesh, device.type, limit)
-    inputs = open_inputs(plan, task, published_config, source, say)
-    plan, model_config = inputs.plan, inputs.model_config
+    dist.barrier(long_wait_group())  # a host may have to download the files
+    groups = ProcessGroups(plan.mesh, device.type, limit)
+    inputs = open_inputs(plan, task, published_config, source, device, say)
+    plan = inputs.plan
 
-    divide = divider_of(plan, groups, device)
-    built = build_model(plan.recipe, model_config, groups, plan.ds_config, device, divide)
-    refuse_values(built)  # on every rank, if one of them has read a value that is not finite
+    built = build(inputs, groups, device)
     log_notes(separate, built, say)
-    task = with_loss_path(task, built, say)
-    sums = sums_of(plan, device)
+    task = select_loss_path(task, built.model_plan.loss_path, say)
+    sums = make_step_metrics(plan, device)
 
-    compile_model(plan, model_config["model_type"], built, device, say)
+    compile_model(plan, built, device, say)
     engine = make_engine(plan, built, groups, device, partial(loss, task, sums), say)
-    set_time_limit(limit)
+    set_collective_timeout(limit)
     summary = check_and_count(engine, built, groups)
     say(f"model {plan.recipe.model}: {summary}; built in {time.perf_counter() - begun:.1f} s")
 
-    layout = layout_of(plan, engine, built)
+    layout = checkpoint_layout(plan, engine, built)
     if plan.recipe.engine == "deepspeed":
-        deepspeed_engine.give_borders(engine, built.blueprint, layout, groups)
-    return Loaded(
+        deepspeed_engine.set_param_spans(engine, built.blueprint, layout, groups)
+    return TrainingModel(
         plan=plan,
         task=task,
         groups=groups,
-        model_config=model_config,
         processor=inputs.processor,
-        small_files=small_files_of(plan, built, model_config, inputs.processor, say),
+        small_files=small_files_of(plan, built, inputs.processor, say),
         built=built,
         engine=engine,
         layout=layout,
-        state=state_before_training(plan, model_config),
-        sums=sums,
+        state=state_before_training(plan, built.model_plan.model_config),
+        step_metrics=sums,
         epochs=inputs.epochs,
+        opened=inputs.opened,
     )
 
 
-def state_before_training(plan: Plan, model_config: dict[str, Any]) -> State:
-    """Return the state of a run that has taken no step."""
+def state_before_training(plan: RunPlan, model_config: dict[str, Any]) -> TrainState:
+    """Return a run's state before its first step."""
     dtype = str(export_dtype(plan, model_config)).removeprefix("torch.")
     return {"step": 0, "tokens": 0, "data": None, "export_dtype": dtype}
 
 
-def check_and_count(engine: Engine, built: Built, groups: Groups) -> str:
-    """Compare the weights with the files they were read from; return the numbers of parameters and
-    compared tensors, in words (a collective).
+def check_and_count(engine: Engine, built: BuiltModel, groups: ProcessGroups) -> str:
+    """Compare the weights with the files that they were read from (a collective).
+
+    Return a text with the number of parameters and the number of compared tensors.
     """
     compared = check_weights(engine, built, groups)
     counts = parameter_counts(engine, built.blueprint)
     return f"{counts}; {compared} tensors compared with the files" if compared else counts
 
 
-def restore(loaded: Loaded, source: Path | None, say: Say) -> Loaded:
-    """Load the states of the step folder `source`, if there is one, into the engine of a run (a
-    collective).
-    """
+def restore_checkpoint(loaded: TrainingModel, source: Path | None, say: Say) -> TrainingModel:
+    """Load the states of the step folder `source`, if any, into the run's engine (a collective)."""
     if source is None:
         return loaded
     converted = loaded.plan.out / CHECKPOINTS / ".converted"
-    state = load.load(loaded.engine, source, loaded.blueprint, loaded.layout, converted, say)
+    state = load.load_checkpoint(
+        loaded.engine, source, loaded.blueprint, loaded.layout, converted, say
+    )
     say(f"resumed from {source}")
     state["export_dtype"] = loaded.state["export_dtype"]
     return replace(loaded, state=state)
@@ -217,72 +229,103 @@ def restore(loaded: Loaded, source: Path | None, say: Say) -> Loaded:
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """The values that a model is built for: its config and processor, and the plan of its data."""
+    """The inputs that are needed to build a model, including its processor and its data's plan."""
 
-    plan: Plan  # with the steps of its epochs
-    model_config: dict[str, Any]
-    processor: Any
+    plan: RunPlan  # the number of steps includes the epochs
+    model_plan: ModelPlan
+    whole: PreTrainedModel  # the model on the meta device
+    processor: object
     epochs: Epochs
+    opened: Corpus | None  # the data of a new run
 
 
 def open_inputs(
-    plan: Plan, task: Task, published_config: dict[str, Any], source: Path | None, say: Say
+    plan: RunPlan,
+    task: Task,
+    published_config: dict[str, Any],
+    source: Path | None,
+    device: torch.device,
+    say: Say,
 ) -> ModelInputs:
-    """Make the processor, fit the model's config to it, and look at the data before anything large
-    is made (a collective).
+    """Create the processor, resolve the model and open the data (a collective).
+
+    The model's config is fitted to the processor. All of this happens before anything large is
+    allocated.
     """
-    recipe = plan.recipe
-    processor = task.processor(request_of(recipe), published_config)
-    model_config = task.configured(published_config, processor)
-    if source is None:
-        # its thread is started later: under ZeRO-3 DeepSpeed replaces torch's constructors while a
-        # model is built
-        check_data(recipe, task, processor, say)
-    plan, epochs = measured(plan, task, processor, source, say)
+    processor = task.processor(request_from_recipe(plan.recipe), published_config)
+    model_config = task.fit_config(published_config, processor)
+    model_plan, whole = resolve_together(plan, model_config, device)
+    opened = None
+    if source is not None:
+        log_changes(model_plan, plan.resume_from, say)
+    else:
+        # The stream's thread starts later, because under ZeRO-3 DeepSpeed replaces torch's
+        # constructors while a model is built.
+        opened = check_data(plan, task, processor, say)
+    plan, epochs = count_epochs(plan, task, processor, source, opened, say)
     if unknown := task.check(model_config, plan.recipe.attention, plan.recipe.model):
         say(unknown)
-    return ModelInputs(plan, model_config, processor, epochs)
+    release_small_copies()
+    return ModelInputs(plan, model_plan, whole, processor, epochs, opened)
 
 
-def divider_of(
-    plan: Plan, groups: Groups, device: torch.device
+def build(inputs: ModelInputs, groups: ProcessGroups, device: torch.device) -> BuiltModel:
+    """Build this rank's part of the model (a collective).
+
+    Raises `ConfigError` on every rank if any rank has read a non-finite value.
+    """
+    plan = inputs.plan
+    target = weights_target(plan.ds_config, groups, device)
+    divide = layer_sharder_of(plan, groups, device)
+    built = build_model(plan.recipe, inputs.model_plan, inputs.whole, target, divide)
+    check_finite_weights(built)
+    return built
+
+
+def layer_sharder_of(
+    plan: RunPlan, groups: ProcessGroups, device: torch.device
 ) -> Callable[[nn.Module], Any] | None:
-    """Return what shards a layer as it is built; None for engines that shard a built model."""
+    """Return the function that shards each layer as soon as it is built.
+
+    The result is None for engines that shard a complete model.
+    """
     if plan.recipe.engine != "fsdp2":
         return None
-    return torch_engine.divider(groups, plan.recipe.precision, device.type)
+    return torch_engine.fsdp2_sharder(groups, plan.recipe.precision, device.type)
 
 
-def log_notes(separate: str, built: Built, say: Say) -> None:
-    """Log the notes of a built model, and whether its head differs from its embedding."""
-    for note in filter(None, (separate, built.weights.note if built.weights else "", built.note)):
+def log_notes(separate: str, built: BuiltModel, say: Say) -> None:
+    """Log the notes about a built model, including whether its head differs from its embedding."""
+    of_files = built.weights.note if built.weights else ""
+    for note in filter(None, (separate, of_files, built.model_plan.attention_note)):
         say(note)
 
 
-def with_loss_path(task: Task, built: Built, say: Say) -> Task:
-    """Return the task with the loss that fits the outputs of the built model: losses in chunks, or
-    full logits, which the log then reports.
+def select_loss_path(task: Task, loss_path: LossPath, say: Say) -> Task:
+    """Return the task with the loss that fits the built model, chunked or from full logits.
+
+    The log explains why full logits are used.
     """
-    if built.loss_path.in_chunks:
-        assert task.of_losses is not None, "a task that reads `loss` has both ways"
-        return task.of_losses(task)
-    if built.loss_path.why_full:
-        say(f"loss: full logits, not in chunks: {built.loss_path.why_full}")
+    if loss_path.chunked:
+        assert task.with_chunked_loss is not None, "a task that reads `loss` has both ways"
+        return task.with_chunked_loss(task)
+    if loss_path.fallback_reason:
+        say(f"loss: full logits, not in chunks: {loss_path.fallback_reason}")
     return task
 
 
-def sums_of(plan: Plan, device: torch.device) -> Sums:
-    """Return the sums of a step, with a column for each corpus of a mixture."""
+def make_step_metrics(plan: RunPlan, device: torch.device) -> StepMetrics:
+    """Return empty sums for a step, with one column for each corpus of a mixture."""
     domains = len(domains_of(plan.recipe.dataset))
     if domains <= 1:
-        return Sums()
-    return Sums(torch.zeros(2, domains, dtype=torch.float64, device=device))
+        return StepMetrics()
+    return StepMetrics(torch.zeros(2, domains, dtype=torch.float64, device=device))
 
 
-def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
-    """Return (the config.json that matches the model's files, a line about its difference, or "").
+def fetched_config(plan: RunPlan, task: Task) -> tuple[dict[str, Any], str]:
+    """Return (the config.json that matches the model's files, a log line about a difference or "").
 
-    Downloads missing files.
+    Missing files are downloaded.
     """
     recipe = plan.recipe
     revision = recipe.model_revision
@@ -296,20 +339,24 @@ def fetched_config(plan: Plan, task: Task) -> tuple[dict[str, Any], str]:
     weights_folder(recipe.model, revision)
     if "num_labels" in model_config and not recipe.labels:
         model_config = published_names(model_config, recipe.model, recipe.task, revision)
-    return config_of_files(model_config, recipe.model, task.facts.auto_class, revision)
+    return config_of_files(model_config, recipe.model, task.spec.auto_class, revision)
 
 
-def refuse_values(built: Built) -> None:
-    """Raise `Refusal` on every rank if one of them has read a NaN or an infinite value (a
-    collective).
+def check_finite_weights(built: BuiltModel) -> None:
+    """Raise `ConfigError` on every rank if any rank has read a non-finite value.
+
+    This is a collective, so every rank must call it.
     """
     own = built.weights.not_finite if built.weights else []
-    if problems := shared_problems(Refusal(own) if own else None):
-        raise Refusal(problems)
+    if problems := shared_problems(ConfigError(own) if own else None):
+        raise ConfigError(problems)
 
 
-def check_resume(plan: Plan, model_config: dict[str, Any]) -> None:
-    """Compare the recipe's adapter with the adapter of the run to resume. Needs no weights."""
+def check_resume(plan: RunPlan, model_config: dict[str, Any]) -> None:
+    """Compare the recipe's adapter with the adapter of the run to resume.
+
+    The comparison needs no weights.
+    """
     if plan.resume_from is None:
         return
     recipe, adapter = plan.recipe, None
@@ -318,68 +365,63 @@ def check_resume(plan: Plan, model_config: dict[str, Any]) -> None:
             model_config, "eager", recipe.model, auto_class=TASKS[recipe.task].auto_class
         )
         request = AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep)
-        adapter = config_of(adapted(model, request, plan.ds_config))
+        adapter = adapter_config_of(apply_adapter(model, request, plan.ds_config))
     check_adapter(adapter, recipe.resume, plan.resume_from)
 
 
-def compile_model(
-    plan: Plan, model_type: str, built: Built, device: torch.device, say: Say
-) -> None:
-    """Compiles what the field `compile` of a recipe says: where all ranks can, since a rank that
-    cannot would round otherwise (a collective).
+def compile_model(plan: RunPlan, built: BuiltModel, device: torch.device, say: Say) -> None:
+    """Compile the parts that the model plan selects, if all ranks can compile (a collective).
+
+    If one rank could not compile, its results would be rounded differently from the other ranks.
     """
-    recipe = plan.recipe
-    on = recipe.compile == "on" or (
-        recipe.compile == "auto" and device.type == "cuda" and torch.version.hip is None
-    )
+    recipe, model_plan = plan.recipe, built.model_plan
+    scope = model_plan.compile.scope
+    on = scope != UNCOMPILED
     problems = check_torch_compile(device.type == "cuda") if on else []
-    problems = shared_problems(Refusal(problems) if problems else None) if on else []
+    problems = shared_problems(ConfigError(problems) if problems else None) if on else []
     if problems and recipe.compile == "on":
-        raise Refusal(problems)
+        raise ConfigError(problems)
     if problems:
         say(f"compile: nothing is compiled: {problems[0]}")
-    compiled.switch(on and not problems, recipe.deterministic, recipe.compile == "on")
+    compiled.set_fusion(on and not problems, recipe.deterministic, recipe.compile == "on")
     if not on or problems:
         return
-    whole = recipe.adapt is None and layers_whole(
-        model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep
-    )
-    layers, norms, rotary = compiled.compile_layers(built.models, whole)
+    layers, norms, rotary = compiled.compile_layers(built.models, scope == LAYERS)
     counts = (
         (layers, "layers as a whole"),
         (norms, "norms outside of them" if layers else "norms"),
         (rotary, "rotary embeddings"),
     )
     said = [f"{count} {what}" for count, what in counts if count] + ["the loss in chunks"] * (
-        built.loss_path.in_chunks
+        model_plan.loss_path.chunked
     )
     if not said and recipe.compile == "on":
-        raise refuse(
+        raise config_error(
             "compile = on",
-            f"{built.architecture} has no layers that it can compile",
+            f"{model_plan.architecture} has no layers that it can compile",
             "leave it out",
         )
     say(f"compile: {', '.join(said) or 'nothing of this model'}, at first use")
 
 
 def make_engine(
-    plan: Plan,
-    built: Built,
-    groups: Groups,
+    plan: RunPlan,
+    built: BuiltModel,
+    groups: ProcessGroups,
     device: torch.device,
     loss: Callable[..., torch.Tensor],
     say: Say,
 ) -> Engine:
-    """Makes the recipe's engine around the built model (a collective)."""
+    """Create the recipe's engine around the built model (a collective)."""
     recipe = plan.recipe
     if recipe.engine == "deepspeed":
-        engine = deepspeed_engine.make(
+        engine = deepspeed_engine.make_deepspeed_engine(
             built, groups, plan.ds_config, loss, recipe.pipeline_schedule, say
         )
     else:
-        engine = torch_engine.make(
+        engine = torch_engine.make_torch_engine(
             built, groups, recipe.engine, recipe.precision, plan.ds_config, device
         )
     if norms := norms_of(engine.module):
-        engine.after_step(partial(move_statistics, norms, groups.dp_group))
+        engine.after_step(partial(update_running_stats, norms, groups.dp_group))
     return engine

@@ -1,7 +1,7 @@
-"""Completes the variables that torch reads when it is imported: how it allocates memory, how many
-threads a rank computes with.
+"""Environment variables that torch reads at import: memory allocators and threads per rank.
 
-What the user set stays. Imports nothing heavy: it has to come before torch.
+The user's settings are not changed. This module imports nothing heavy, because it must run before
+torch is imported.
 """
 
 import os
@@ -11,16 +11,17 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from ..hosts.torch_builds import installed
-from ..planner.pinned import ROUNDED_UP_TO, pins, pins_exactly
-from ..spec.cores import cpu_limit, whole_cores
-from .stopping import command_line, parent
+from ..compat.torch import pins_exactly
+from ..hosts.torch_builds import torch_platform_version
+from ..planner.pinned import PINNED_ROUNDING_LIMIT, uses_pinned_memory
+from ..spec.cores import cpu_limit, integer_cores
+from .stopping import command_line, parent_pid
 
-NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-THREADS = "OMP_NUM_THREADS"
-# Launcher, its flag for the number of ranks, and all flags that decide that number, with _ instead
-# of -
-LAUNCHERS = (
+ALLOC_CONF, CUDA_ALLOC_CONF = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+# Maps each launcher to its flag for the number of ranks and to all flags that decide that number
+# (with _ instead of -).
+LAUNCHER_RANK_FLAGS = (
     (
         "deepspeed",
         "--num_gpus",
@@ -30,52 +31,56 @@ LAUNCHERS = (
 )
 
 
-def complete(
+def set_torch_variables(
     variables: MutableMapping[str, str], ds_config: dict[str, Any], ranks: int
 ) -> list[str]:
-    """Sets what a run with this JSON needs, on a host with so many ranks, and the user left open;
-    returns a line about each thing that was decided.
+    """Set the variables that a run with this JSON needs, unless the user has set them.
+
+    `ranks` is the number of ranks on this host. Return one line about each decision.
     """
-    # torch 2.11 ends with an error at an unknown key
-    name, variables[name] = allocator_settings(variables, pins(ds_config) and pins_exactly())
-    lines = [f"allocator: {variables[name]} ({name})"] if installed() else []
+    # torch 2.11 fails on an unknown key
+    name, variables[name] = allocator_settings(
+        variables, uses_pinned_memory(ds_config) and pins_exactly()
+    )
+    lines = [f"allocator: {variables[name]} ({name})"] if torch_platform_version() else []
     own, limit = len(os.sched_getaffinity(0)), cpu_limit()
-    # srun, or numactl, may have bound the rank: then its cores are its own, but all ranks share
-    # what a cgroup allows
+    # srun or numactl may have bound each rank to separate cores. All ranks still share a cgroup's
+    # limit.
     sharing = 1 if own * ranks <= len(os.sched_getaffinity(os.getppid())) else ranks
-    share, allowed = own // sharing, whole_cores(limit) // ranks
+    share, allowed = own // sharing, integer_cores(limit) // ranks
     count = max(1, min(share, allowed))
-    if THREADS not in variables and (sharing > 1 or count < own):
-        variables[THREADS] = str(count)
-        if "torch" in sys.modules:  # a recipe's file has imported it, and it has read the variable
+    if OMP_NUM_THREADS not in variables and (sharing > 1 or count < own):
+        variables[OMP_NUM_THREADS] = str(count)
+        if "torch" in sys.modules:  # a recipe file imported torch, which read the variable
             sys.modules["torch"].set_num_threads(count)
         cores = f"{own} cores" if share <= allowed else f"a CPU limit of {limit:g} cores"
         lines.append(
             f"threads: {count} for each rank, {cores} for {ranks} rank{'s' if ranks > 1 else ''}"
-            f" ({THREADS})"
+            f" ({OMP_NUM_THREADS})"
         )
     elif (
-        variables.get(THREADS) == "1"
+        variables.get(OMP_NUM_THREADS) == "1"
         and "TORCHELASTIC_RUN_ID" in variables
         and count > 1
-        and on_host(ds_config)
+        and optimizer_on_cpu(ds_config)
     ):
         lines.append(
             f"threads: 1 for each rank, set by torchrun. The CPU optimizer could use {count}: start"
-            f" with {THREADS}={count}"
+            f" with {OMP_NUM_THREADS}={count}"
         )
-    return lines + hint_at_ranks(variables, min(own, whole_cores(limit)))
+    return lines + hint_at_ranks(variables, min(own, integer_cores(limit)))
 
 
 def hint_at_ranks(variables: Mapping[str, str], cores: int) -> list[str]:
-    """Return a line if a launcher has started one rank on several cores without a GPU, and nobody
-    has typed a number of ranks.
+    """Return a hint if a launcher started only one rank on a machine with several cores and no GPU.
+
+    There is no hint if the user set the number of ranks.
     """
     gpus = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     if cores < 2 or variables.get("WORLD_SIZE") != "1" or "LAUNCH_LOGS" in variables or gpus:
         return []
-    commands = [command_line(pid) for pid in (os.getppid(), parent(os.getppid())) if pid]
-    for launcher, flag, counts in LAUNCHERS:
+    commands = [command_line(pid) for pid in (os.getppid(), parent_pid(os.getppid())) if pid]
+    for launcher, flag, counts in LAUNCHER_RANK_FLAGS:
         typed = [
             word.partition("=")[0].replace("-", "_")
             for words in commands
@@ -91,33 +96,35 @@ def hint_at_ranks(variables: Mapping[str, str], cores: int) -> list[str]:
 
 
 def allocator_settings(variables: Mapping[str, str], exact_pins: bool) -> tuple[str, str]:
-    """Returns (variable, value) for torch's allocators: our settings, under the user's own of both
-    variables, which stay.
+    """Return (variable, value) for torch's allocators: the user's settings plus our defaults.
 
-    Memory grows in expandable segments, so that tensors of other sizes fit into what was freed;
-    with `exact_pins` page-locked blocks are not rounded up. torch 2.13 reads the old name last, and
-    its CUDA allocator (CUDAAllocatorConfig.h) reads the new one only where the old one is not set,
-    so with both set all goes into the old one.
+    The user's settings in both variables take precedence. Memory grows in expandable segments, so
+    that tensors of other sizes fit into freed memory. With `exact_pins`, page-locked blocks are not
+    rounded up.
+
+    torch 2.13 reads the old variable last, and its CUDA allocator (CUDAAllocatorConfig.h) reads the
+    new variable only if the old one is not set. If both are set, all settings are therefore merged
+    into the old variable.
     """
     said: dict[str, str] = {}
-    for variable in (NEW, OLD):
+    for variable in (ALLOC_CONF, CUDA_ALLOC_CONF):
         for item in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", variables.get(variable, "")):
             said[item.partition(":")[0].strip()] = item.strip()
     ours = {
-        key: f"{key}:{ROUNDED_UP_TO >> 20}"
+        key: f"{key}:{PINNED_ROUNDING_LIMIT >> 20}"
         for key in ("pinned_max_round_threshold_mb", "pinned_max_cached_size_mb")
         if exact_pins
     }
-    # CUDA's own allocator has no segments
+    # CUDA's own allocator has no segments.
     if said.get("backend", "backend:native") == "backend:native":
         ours |= {"expandable_segments": "expandable_segments:True"}
-    return OLD if OLD in variables else NEW, ",".join(
+    return CUDA_ALLOC_CONF if CUDA_ALLOC_CONF in variables else ALLOC_CONF, ",".join(
         [*said.values(), *(item for key, item in ours.items() if key not in said)]
     )
 
 
-def on_host(ds_config: dict[str, Any]) -> bool:
-    """Returns True if the optimizer computes on the CPU."""
+def optimizer_on_cpu(ds_config: dict[str, Any]) -> bool:
+    """Return True if the optimizer step runs on the CPU."""
     return (ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}).get(
         "device", "none"
     ) != "none"

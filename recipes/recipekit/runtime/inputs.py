@@ -1,58 +1,64 @@
-"""The inputs of a dry run: its tokenizer and local data, opened by the functions that a start
-calls.
-"""
+"""Input check of a dry run: the tokenizer and local data, opened by the functions of a start."""
 
 from dataclasses import replace
 
 from ..data.files import local_files
 from ..data.mixture import domains_of
 from ..data.processors import check_tokenizer, has_local_tokenizer
-from ..data.request import Request, request_of
+from ..data.request import Request, request_from_recipe
 from ..hosts.accounts import check_wandb_disabled, check_wandb_installed
-from ..plan import Plan
+from ..plan import RunPlan
+from ..spec.errors import ConfigError, Say
 from ..spec.mesh import Mesh
-from ..spec.refusal import Refusal, Say
-from ..tasks.find import task_called, with_numbers
-from .corpus import DataSource, check_tokens, open_data, open_held_out, opener
+from ..tasks.find import load_task, with_hyperparameters
+from .corpus import (
+    DataSource,
+    check_tokens,
+    corpus_opener,
+    open_data,
+    open_held_out,
+    request_of_plan,
+)
 
-READ = 2 << 20  # bytes of local data up to which a dry run makes the first step and the evaluation
+MAX_OPENED_BYTES = (
+    2 << 20
+)  # maximum bytes of local data for which a dry run reads the first step and the evaluation
 
 
-def check_inputs(plan: Plan, say: Say) -> None:
-    """Open the tokenizer and the local data of a plan as its start does, and make the first step of
-    small data.
+def check_inputs(plan: RunPlan, say: Say) -> None:
+    """Open the tokenizer and the local data of a plan in the same way as a start.
 
-    Raises `Refusal` with the words of the start. Files of the hub are not opened, and no tokens are
-    kept.
+    If the data are small, the first step and the evaluation are also read. Raises `ConfigError`
+    with the same messages as a start. Files on the hub are not opened, and no tokens are cached.
     """
     problems = check_wandb_disabled(plan.recipe.wandb, plan.command.typed)
     problems += check_wandb_installed(plan.recipe.wandb, plan.command.typed)
     if problems:
-        raise Refusal(problems)
-    needs_tokenizer = "tokenizer" in plan.recipe.facts.reads
+        raise ConfigError(problems)
+    needs_tokenizer = "tokenizer" in plan.recipe.task_spec.reads
     if needs_tokenizer and not has_local_tokenizer(plan.recipe.model, plan.recipe.tokenizer):
         return
 
-    # One rank reads the rows of all ranks. `off`: a question leaves no tokens behind.
+    # One rank reads the rows of all ranks. With `off`, a dry run caches no tokens.
     plan = replace(plan, mesh=Mesh(), recipe=replace(plan.recipe, token_cache="off"))
     request, task = (
-        request_of(plan.recipe),
-        with_numbers(task_called(plan.recipe.task), plan.recipe),
+        request_from_recipe(plan.recipe),
+        with_hyperparameters(load_task(plan.recipe.task), plan.recipe),
     )
     assert plan.model_config is not None, (
         "the plan of a dry run refuses a model without config.json"
     )
     processor = task.processor(request, plan.model_config)
-    if task.facts.of_tokens:
+    if task.spec.reads_tokens:
         check_tokens(processor, say)
     if not task.samples:
-        check_tokenizer(processor, request.task)  # data of the hub are not opened
+        check_tokenizer(processor, request.task)  # for hub data, which a dry run does not open
     if (size := local_bytes(request)) is None:
         return
-    opener(request, task, processor)(say)
-    if size > READ:
+    corpus = corpus_opener(request_of_plan(plan), task, processor)(say)
+    if size > MAX_OPENED_BYTES:
         return
-    source = DataSource(plan, task, processor)
+    source = DataSource(plan, task, processor, opened=corpus)
     stream = open_data(source, 0, None, say)
     try:
         if error := stream.error_ahead():
@@ -63,8 +69,9 @@ def check_inputs(plan: Plan, say: Say) -> None:
 
 
 def local_bytes(request: Request) -> int | None:
-    """Count the bytes of local data; None if there are none, or if a part of the data is not on
-    this machine.
+    """Return the size of the local data in bytes.
+
+    The result is None if there are no local data, or if some of the data are not on this machine.
     """
     domains = [
         domain

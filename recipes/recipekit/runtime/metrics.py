@@ -1,4 +1,4 @@
-"""The line of metrics.jsonl that a step leaves, and what the ranks have to add up for it."""
+"""A step's line in metrics.jsonl, and the counts that are summed over the ranks for this line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,97 +7,100 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data.sameness import DomainState, StreamState
-from ..model.flops import keys_seen
+from ..data.stream_state import DomainState, StreamState
+from ..model.flops import attended_keys
 from ..spec.task import MicroBatch
-from .facts import peak_memory
-from .prepare import Ready
+from .prepare import TrainingRun
+from .run_metadata import peak_memory
 
-# names of the extra counts of a step
-PEAKS, UNITS_AND_KEYS = "peak memory", "units and keys"
+# names of a step's extra counts
+PEAK_MEMORY, UNITS_AND_KEYS = "peak memory", "units and keys"
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The seconds of a step, and the part of them in which it waited for data."""
+    """The duration of a step and the part of it spent waiting for data, in seconds."""
 
     step: float
     data_wait: float
 
 
-def numbers_of_rank(ready: Ready, batches: list[MicroBatch]) -> dict[str, list[int]]:
-    """Return the extra counts that this rank adds to a step's sums over all ranks, for
-    `metrics_of`.
+def extra_counts_of_rank(run: TrainingRun, batches: list[MicroBatch]) -> dict[str, list[int]]:
+    """Return this rank's extra counts, which are summed over all ranks for `metrics_of`.
 
-    Each rank's peak memory of the steps before has its own place; then come the keys that the
-    queries of `batches` see.
+    Each rank has a separate slot for the peak memory of its previous steps. The other counts are
+    the number of units in `batches` and the number of keys that their queries attend to.
     """
-    peaks = [0] * ready.plan.mesh.world
-    peaks[ready.plan.command.rank] = peak_memory(ready.engine.device)
-    numbers = {PEAKS: peaks}
-    if ready.flops and ready.peak:
-        numbers[UNITS_AND_KEYS] = _flops_of(ready, batches)
+    peaks = [0] * run.plan.mesh.world
+    peaks[run.plan.command.rank] = peak_memory(run.engine.device)
+    numbers = {PEAK_MEMORY: peaks}
+    if run.flops and run.peak_flops:
+        numbers[UNITS_AND_KEYS] = _flops_counts(run, batches)
     return numbers
 
 
-def _flops_of(ready: Ready, batches: list[MicroBatch]) -> list[int]:
-    """What the FLOPs of a step depend on: its units, tokens or samples, those that only fill up
-    included; then the keys that the queries see.
+def _flops_counts(run: TrainingRun, batches: list[MicroBatch]) -> list[int]:
+    """Return the counts that determine a step's FLOPs.
+
+    The first count is the number of units (tokens or samples), including padding. The numbers of
+    keys that the queries attend to follow.
     """
-    assert ready.flops is not None
-    name = next(iter(ready.task.facts.inputs))
+    assert run.flops is not None
+    name = next(iter(run.task.spec.inputs))
     units = sum(
-        batch[name].numel() if ready.task.facts.of_tokens else len(batch[name]) for batch in batches
+        batch[name].numel() if run.task.spec.reads_tokens else len(batch[name]) for batch in batches
     )
-    return [units, *keys_seen(batches, ready.flops.per_key, ready.flops.both_ways)]
+    return [units, *attended_keys(batches, run.flops.per_key, run.flops.bidirectional)]
 
 
 def metrics_of(
-    ready: Ready,
+    run: TrainingRun,
     step: int,
     result: Mapping[str, Any],
     data_state: StreamState,
     times: StepTimes,
     lr: float | None,
 ) -> dict[str, Any]:
-    """Return the metrics of one step; a collective after the last step.
+    """Return the metrics of one step. After the run's last step this is a collective.
 
-    `result` is the result of `train_step`, and `lr` the learning rate that it was given.
+    `result` is the result of `train_step`, and `lr` is the learning rate that was passed to it.
     """
-    recipe = ready.plan.recipe
-    ready.epochs.report(data_state, ready.tracker.say)
-    last = step == ready.plan.last_step or bool(result["stop"])
-    unit = ready.task.facts.unit  # the keys of the other unit are absent
+    recipe = run.plan.recipe
+    run.epochs.report(data_state, run.tracker.say)
+    last = step == run.plan.last_step or bool(result["stop"])
+    unit = run.task.spec.unit  # metrics of the other unit are absent
     metrics = {
         "step": step,
         "loss": result["loss"],
         "grad_norm": result["grad_norm"],
-        "lr": ready.engine.optimizer.param_groups[0]["lr"] if lr is None else lr,
-        unit: ready.state["tokens"],
-        # data, forward, backward and update; an evaluation and a save come after it
+        "lr": run.engine.optimizer.param_groups[0]["lr"] if lr is None else lr,
+        unit: run.state["tokens"],
+        # data, forward, backward and update, without an evaluation or save that follows
         "step_s": times.step,
         f"{unit}_per_s": result["tokens"] / times.step,
         "data_wait_s": times.data_wait,
-        **ready.epochs.complete(data_state),
-        "peak_mem_bytes": largest_peak(ready.engine.device, result["extra"][PEAKS], exact=last),
+        **run.epochs.completed_epochs(data_state),
+        "peak_mem_bytes": max_peak_memory(
+            run.engine.device, result["extra"][PEAK_MEMORY], exact=last
+        ),
     }
     if recipe.batch_ramp:
         metrics |= {"global_batch": recipe.ramp.rows(step), f"step_{unit}": result["tokens"]}
     metrics |= result["means"]
-    if ready.sums.by_domain is not None:
-        metrics |= metrics_by_domain(ready.sums.by_domain, data_state["domains"], unit)
-    metrics |= metrics_of_rows(ready, data_state["domains"])
-    if ready.flops and ready.peak:
-        metrics["mfu"] = model_flops_utilization(ready, result["extra"], times.step)
+    if run.step_metrics.by_domain is not None:
+        metrics |= metrics_by_domain(run.step_metrics.by_domain, data_state["domains"], unit)
+    metrics |= metrics_of_rows(run, data_state["domains"])
+    if run.flops and run.peak_flops:
+        metrics["mfu"] = model_flops_utilization(run, result["extra"], times.step)
     return metrics
 
 
 def metrics_by_domain(
     sums: torch.Tensor, domains: Mapping[str, DomainState], unit: str
 ) -> dict[str, Any]:
-    """Return the mean loss of each corpus in this step, and its units in the whole run.
+    """Return each corpus's mean loss in this step and its number of units in the whole run.
 
-    `sums`: (2, domains), loss and count of each corpus.
+    `sums`: (2, domains), the loss and count of each corpus.
     """
     metrics: dict[str, Any] = {}
     for domain, loss, counted in zip(domains, *sums.tolist(), strict=True):
@@ -107,33 +110,35 @@ def metrics_by_domain(
     return metrics
 
 
-def metrics_of_rows(ready: Ready, domains: Mapping[str, DomainState]) -> dict[str, Any]:
-    """Return how many rows the run has left out: bad rows, empty rows and lost chats."""
+def metrics_of_rows(run: TrainingRun, domains: Mapping[str, DomainState]) -> dict[str, Any]:
+    """Return how many rows the run has skipped: bad rows, empty rows and discarded chats."""
     metrics: dict[str, Any] = {}
-    if ready.plan.recipe.bad_rows == "skip":
+    if run.plan.recipe.bad_rows == "skip":
         bad = sum(domain["bad"] for domain in domains.values())
-        metrics["bad_rows"] = ready.state.get("unusable", 0) + bad
+        metrics["bad_rows"] = run.state.get("unusable", 0) + bad
     if empty := sum(domain.get("empty", 0) for domain in domains.values()):
         metrics["empty_rows"] = empty
-    if ready.task.facts.chats:
+    if run.task.spec.chats:
         metrics |= chats_lost([domain.get("lost", []) for domain in domains.values()])
     return metrics
 
 
 def model_flops_utilization(
-    ready: Ready, extra: Mapping[str, list[int]], step_seconds: float
+    run: TrainingRun, extra: Mapping[str, list[int]], step_seconds: float
 ) -> float:
-    """Return the FLOPs of a step relative to what the devices could compute in its time."""
-    assert ready.flops is not None and ready.peak is not None
-    mesh = ready.plan.mesh
-    # The tensor-parallel and pipeline ranks count the same rows.
+    """Return a step's FLOPs divided by the peak FLOPs of all devices in the same time."""
+    assert run.flops is not None and run.peak_flops is not None
+    mesh = run.plan.mesh
+    # Ranks in the same tensor-parallel and pipeline groups count the same rows.
     units, *keys = (number // (mesh.tp * mesh.pp) for number in extra[UNITS_AND_KEYS])
-    return ready.flops.of_step(units, keys) / (ready.peak * mesh.world * step_seconds)
+    return run.flops.of_step(units, keys) / (run.peak_flops * mesh.world * step_seconds)
 
 
 def chats_lost(of_domains: list[list[int]]) -> dict[str, Any]:
-    """Return the metrics of lost chats: numbers of rows, and the share of the answers' text that
-    the template drops.
+    """Return the metrics of discarded chats.
+
+    They are the number of affected rows and the fraction of the answer text that the template
+    drops.
     """
     rows, cut, barren, said, dropped = (
         sum(column) for column in zip([0] * 5, *filter(None, of_domains), strict=True)
@@ -146,11 +151,12 @@ def chats_lost(of_domains: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def largest_peak(device: torch.device, before: list[int], exact: bool) -> int:
-    """The most that any rank has taken of its device: this rank until now, the others until the
-    step began (`before`).
+def max_peak_memory(device: torch.device, before: list[int], exact: bool) -> int:
+    """Return the highest peak device memory among the ranks.
 
-    `exact`: until now for all (a collective), for the last line of a run.
+    For this rank, the peak covers the run until now. For the other ranks it covers the time before
+    the step (`before`). With `exact`, the peak covers all ranks until now (a collective), for a
+    run's last line.
     """
     own = peak_memory(device)
     if exact:

@@ -1,4 +1,4 @@
-"""What happens once before the first step, and all that the loop then works with."""
+"""One-time preparation before the first step, and the values that the training loop uses."""
 
 import contextlib
 import os
@@ -11,63 +11,68 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints import load, save
+from ..checkpoints.disk_space import SpaceDemand
 from ..checkpoints.retention import Retention
-from ..checkpoints.room import Demand
-from ..checkpoints.state import State
+from ..checkpoints.state import TrainState
 from ..data.prefetch import Stream
-from ..data.sameness import StreamState
+from ..data.stream_state import StreamState
 from ..kernels.attention import VARLEN
-from ..kernels.deterministic import check_in_force
+from ..kernels.deterministic import check_active_settings
 from ..model.flops import Flops
-from ..plan import Plan
+from ..model.model_plan import planned_memory
+from ..plan import RunPlan
 from ..spec.devices import DEVICES
 from ..spec.engine import Engine
+from ..spec.errors import START_AGAIN, ConfigError, Say, config_error
 from ..spec.recipe import seconds_of
-from ..spec.refusal import START_AGAIN, Refusal, Say, refuse
-from ..spec.run_folder import CHECKPOINTS, put_aside, way_on
+from ..spec.run_folder import CHECKPOINTS, EARLIER_VERSIONS, continue_advice, move_run_aside
 from ..spec.step_names import step_folders
 from ..spec.task import MicroBatch, Task
-from ..track.summary import PLANNED
+from ..track.summary import PLANNED_MEMORY
 from ..track.tracking import NoTracker, Tracker, WandbRun, open_tracker
-from .agree import check_same_data, check_same_out, shared_problems
 from .corpus import DataSource, commits_of, open_data, open_held_out
-from .ending import begin
-from .engine import Loaded
+from .ending import rewrite_summary
+from .engine import TrainingModel
 from .epochs import Epochs
-from .facts import planned_memory, run_facts, step_flops, write_facts
 from .failure import Peers
 from .first_row import say_first_row
-from .start import start
+from .rank_consistency import check_same_data, check_same_run_folder, shared_problems
+from .run_metadata import (
+    changed_versions,
+    collect_run_metadata,
+    earlier_versions,
+    write_run_metadata,
+)
+from .start import initialize_distributed
+from .step_metrics import StepMetrics
 from .stopping import Stopper, grace_of
-from .sums import Sums
 
 
 @dataclass(frozen=True)
-class Ready:
-    """All that the loop works with, on one rank.
+class TrainingRun:
+    """The values that the training loop uses on one rank.
 
-    `flops` are the model's, `peak` those of a device in a second; without both there is no `mfu`.
+    `flops` are the model's FLOPs per step, and `peak_flops` are a device's FLOPs per second. If
+    either value is unknown, `mfu` is not reported.
     """
 
-    plan: Plan
+    plan: RunPlan
     task: Task
     engine: Engine
     stream: Stream
     held_out: list[MicroBatch]
-    state: State  # of the last step; the loop keeps it up to date
+    state: TrainState  # state after the last step; the loop updates it
     saver: save.Saver
     tracker: Tracker | NoTracker
     stopper: Stopper
     epochs: Epochs
-    sums: Sums = field(default_factory=Sums)
+    step_metrics: StepMetrics = field(default_factory=StepMetrics)
     flops: Flops | None = None
-    peak: float | None = None
+    peak_flops: float | None = None
 
 
-def join(plan: Plan, peers: Peers | None, say: Say) -> torch.device:
-    """Says what is about to run, joins the other ranks, and returns this rank's device (a
-    collective).
-    """
+def join_ranks(plan: RunPlan, peers: Peers | None, say: Say) -> torch.device:
+    """Log a run's plan, join the other ranks and return this rank's device (a collective)."""
     recipe, mesh = plan.recipe, plan.mesh
     for note in plan.notes:
         say(note)
@@ -85,32 +90,32 @@ def join(plan: Plan, peers: Peers | None, say: Say) -> torch.device:
         f"{plan.command.name} on {mesh.world} rank{'s' if mesh.world > 1 else ''} ({mesh}),"
         f" {strategy}, {rows}"
     )
-    device = start(plan, peers)
+    device = initialize_distributed(plan, peers)
     if recipe.deterministic:
         say(
             "deterministic, on every rank:"
-            f" {', '.join(f'{name} {value}' for name, value in check_in_force().items())}"
+            f" {', '.join(f'{name} {value}' for name, value in check_active_settings().items())}"
         )
     return device
 
 
-def find_checkpoint(plan: Plan, say: Say) -> Path | None:
-    """Finds the step folder to go on from, the same on every rank; the ranks share its verification
-    (a collective).
+def find_checkpoint(plan: RunPlan, say: Say) -> Path | None:
+    """Return the step folder to resume from, which is the same on every rank (a collective).
 
-    Without one, a run that is in OUT is put aside if the user asked for a new one.
+    The ranks share the work of verifying the folder. If there is no step folder and the user asked
+    for a new run, an existing run in OUT is moved aside.
     """
-    check_same_out(plan.out)
+    check_same_run_folder(plan.out)
     found: list[Any] = [None, False]
     if plan.resume_from is not None:
-        # none: it was stopped before its first save
+        # a run that stopped before its first save has no folders
         found = [
-            load.newest(plan.resume_from, say),
+            load.newest_verified(plan.resume_from, say),
             bool(step_folders(plan.resume_from / CHECKPOINTS)),
         ]
         dist.broadcast_object_list(found)
         if found[0] is None and (found[1] or plan.recipe.resume != "auto"):
-            raise refuse(
+            raise config_error(
                 f"resume from {plan.resume_from}",
                 "contains no complete checkpoint",
                 "give another folder, or start a new run with --resume never",
@@ -121,44 +126,48 @@ def find_checkpoint(plan: Plan, say: Say) -> Path | None:
         and plan.recipe.resume == "never"
         and plan.out.exists()
     ):
-        put_aside(plan.out)
+        move_run_aside(plan.out)
     dist.barrier()
     return found[0]
 
 
-def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
+def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> TrainingRun:
     """Open the data and the run folder of a loaded model (a collective).
 
-    Raises `Refusal`, on all ranks, if one of them cannot.
+    Raises `ConfigError`, on all ranks, if any rank cannot open them.
     """
     plan, coords = loaded.plan, loaded.groups.coords
     source = DataSource(
-        plan, loaded.task, loaded.processor, documents=VARLEN in loaded.built.attention
+        plan,
+        loaded.task,
+        loaded.processor,
+        documents=VARLEN in loaded.model_plan.attention,
+        opened=loaded.opened,
     )
     data_state = cast("StreamState | None", loaded.state["data"])
     stream = open_data(source, coords["dp"], data_state, say)
-    # Python aborts where it ends beside a thread that reads; `peers` is the first to see an
-    # exception, as in the loop
+    # Python aborts if it exits while a different thread is reading. As in the loop, `peers` must be
+    # the first to see an exception.
     with contextlib.ExitStack() as refused:
         refused.callback(stream.close)
         refused.enter_context(peers or contextlib.nullcontext())
         check_stream(stream, loaded, say)
         held_out = open_held_out(source, coords, stream.state, say)
-        facts = facts_of(loaded, stream)
+        facts = metadata_of_run(loaded, stream)
         saver = open_saver(loaded, say)
         stopper = Stopper(grace_of(seconds_of(plan.recipe.grace), os.environ))
 
         tracker, unwritable = open_run_folder(loaded, facts, stream, saver, stopper, say)
         refused.callback(tracker.close)
         if problems := shared_problems(unwritable):
-            raise Refusal(problems, START_AGAIN if loaded.state["step"] else 1)
+            raise ConfigError(problems, START_AGAIN if loaded.state["step"] else 1)
         saver.say, saver.flush_metrics = tracker.say, tracker.flush
         if peers:
-            peers.way_on = partial(way_on, plan.recipe.resume, plan.out)
+            peers.resume_hint = partial(continue_advice, plan.recipe.resume, plan.out)
             peers.last_words = partial(tracker.finish, 1)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
-    return Ready(
+    return TrainingRun(
         plan=plan,
         task=loaded.task,
         engine=loaded.engine,
@@ -169,51 +178,56 @@ def prepare(loaded: Loaded, peers: Peers | None, say: Say) -> Ready:
         tracker=tracker,
         stopper=stopper,
         epochs=loaded.epochs,
-        sums=loaded.sums,
+        step_metrics=loaded.step_metrics,
         flops=flops,
-        peak=peak,
+        peak_flops=peak,
     )
 
 
-def check_stream(stream: Stream, loaded: Loaded, say: Say) -> None:
-    """Raise `Refusal` on every rank if the ranks read other data, or if the first step cannot be
-    read; report the first row (a collective).
+def check_stream(stream: Stream, loaded: TrainingModel, say: Say) -> None:
+    """Check that all ranks read the same data and can read the first step (a collective).
+
+    Also log the first row. Raises `ConfigError` on every rank.
     """
     check_same_data(stream)
     if problems := shared_problems(stream.error_ahead()):
-        raise Refusal(problems)
-    say_first_row(stream, loaded.processor, loaded.task.facts, say)
+        raise ConfigError(problems)
+    say_first_row(stream, loaded.processor, loaded.task.spec, say)
 
 
-def facts_of(loaded: Loaded, stream: Stream) -> dict[str, Any]:
-    """Return the facts of the run for run.json."""
+def metadata_of_run(loaded: TrainingModel, stream: Stream) -> dict[str, Any]:
+    """Return the facts about the run that run.json records."""
     plan, recipe = loaded.plan, loaded.plan.recipe
     corpus = stream.state["identity"]["corpus"]
     commits = commits_of(recipe.model, recipe.model_revision, recipe.tokenizer, corpus)
-    return {**run_facts(plan, loaded.model_config, loaded.built, commits), "date": plan.day}
+    return {**collect_run_metadata(plan, loaded.built, commits), "date": plan.day}
 
 
 def open_run_folder(
-    loaded: Loaded,
+    loaded: TrainingModel,
     facts: dict[str, Any],
     stream: Stream,
     saver: save.Saver,
     stopper: Stopper,
     say: Say,
-) -> tuple[Tracker | NoTracker, Refusal | None]:
-    """Write run.json and open the record of the run on rank 0; return (this rank's tracker, why the
-    folder cannot be written).
+) -> tuple[Tracker | NoTracker, ConfigError | None]:
+    """Write run.json and open the tracker on rank 0. Return (this rank's tracker, error or None).
 
-    The refusal is for `shared_problems`: the other ranks would wait for this one.
+    The `ConfigError` explains why the folder cannot be written. It is returned for
+    `shared_problems` instead of raised, because the other ranks would wait for this rank.
     """
     plan, recipe, step = loaded.plan, loaded.plan.recipe, loaded.state["step"]
     rank0 = plan.command.rank == 0
     tracker: Tracker | NoTracker = NoTracker()
     try:
         if rank0:
-            save.put_aside_later(saver.folder, step, say)
-            facts[PLANNED] = planned_memory(plan)
-            write_facts(plan, facts, stream.files)
+            save.set_aside_later_steps(saver.folder, step, say)
+            facts[PLANNED_MEMORY] = planned_memory(loaded.model_plan)
+            entries = earlier_versions(plan.out, step, facts["versions"])
+            facts[EARLIER_VERSIONS] = entries
+            if note := changed_versions(entries, facts["versions"], step):
+                say(note)
+            write_run_metadata(plan, facts, stream.files)
         wandb = WandbRun(
             name=f"{plan.command.name}_{plan.mesh}",
             config=facts,
@@ -229,9 +243,9 @@ def open_run_folder(
             wandb=wandb if recipe.wandb else None,
         )
         if rank0:
-            begin(plan.out, step, recipe.steps)
+            rewrite_summary(plan.out, step, recipe.steps)
     except OSError as error:
-        return tracker, refuse(
+        return tracker, config_error(
             f"out = {plan.out}",
             f"cannot be written: {error.strerror}",
             "free space or choose another --out",
@@ -239,10 +253,10 @@ def open_run_folder(
     return tracker, None
 
 
-def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
-    """Returns what writes the run's checkpoints.
+def open_saver(loaded: TrainingModel, say: Say = print) -> save.Saver:
+    """Return the saver for the run's checkpoints.
 
-    Raises `Refusal` on every rank if the disk has no room for one (a collective).
+    Raises `ConfigError` on every rank if the disk has no room for a checkpoint (a collective).
     """
     recipe, folder = loaded.plan.recipe, loaded.plan.out / CHECKPOINTS
     retention = Retention(recipe.keep, recipe.keep_every, recipe.keep_best)
@@ -261,41 +275,31 @@ def open_saver(loaded: Loaded, say: Say = print) -> save.Saver:
     return saver
 
 
-def demand_of(loaded: Loaded) -> Demand:
-    """Return the steps that this start will save, and the bytes of the export if it writes one."""
+def demand_of(loaded: TrainingModel) -> SpaceDemand:
+    """Return the steps that this start will save, and the size of its export in bytes.
+
+    Without an export, the size is 0.
+    """
     recipe, first, last = loaded.plan.recipe, loaded.state["step"] + 1, loaded.plan.last_step
     steps = [step for step in range(first, last + 1) if step == last or recipe.saves_at(step)]
     if not recipe.export or last < recipe.steps:
-        return Demand(steps)
+        return SpaceDemand(steps)
     whole = recipe.adapt is None or recipe.merge
     numel = sum(
         tensor.numel for tensor in loaded.blueprint.tensors if whole or tensor.group is not None
     )
-    return Demand(steps, numel * loaded.dtype.itemsize)
+    return SpaceDemand(steps, numel * loaded.dtype.itemsize)
 
 
-def speed_limits(loaded: Loaded, device: str, say: Say) -> tuple[Flops | None, float | None]:
-    """(what a step of the model computes, what the `device` can compute in a second): of each None
-    where it is not known.
-    """
-    recipe = loaded.plan.recipe
+def speed_limits(loaded: TrainingModel, device: str, say: Say) -> tuple[Flops | None, float | None]:
+    """Return (FLOPs of a step, peak FLOPs per second of the `device`). Unknown values are None."""
     peak = DEVICES[device].flops if device in DEVICES else None
     if peak is None and loaded.engine.device.type != "cpu":
         say(
             f"peak unknown: {device} is not in recipekit/spec/devices.py, so metrics.jsonl has"
             " no mfu"
         )
-    flops = (
-        step_flops(
-            loaded.model_config,
-            loaded.built.attention,
-            recipe.model,
-            loaded.task.facts,
-            recipe.adapt,
-        )
-        if peak
-        else None
-    )
+    flops = loaded.model_plan.flops
     if peak and flops is None:
         say(
             "mfu unknown: a layer of this model mixes tokens in a way that recipekit/model/flops.py"

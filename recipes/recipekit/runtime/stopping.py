@@ -1,15 +1,16 @@
-"""Ends a run early and in order: after a signal, or when its launcher has gone.
+"""Orderly early stop of a run, after a signal or after its launcher has exited.
 
-A Python signal handler does not run while the main thread is blocked inside a collective, so a
-thread listens.
+Python does not run a signal handler while the main thread is blocked inside a collective, so a
+thread listens for signals.
 
-    SIGTERM, SIGINT, SIGHUP   a request, honoured at the next step boundary; repeats change nothing
+    SIGTERM, SIGINT, SIGHUP   a request: the run takes at most one more step after the current one,
+                              in which the ranks agree, and then saves; repeats change nothing
                               (launchers send several)
-    SIGUSR1, SIGUSR2, SIGXCPU the same: schedulers announce with them that the time is over
-    third Ctrl-C              presses at least a second apart: the rank ends at once, without a
-                              checkpoint
+    SIGUSR1, SIGUSR2, SIGXCPU the same: schedulers send these signals to announce the time limit
+    third Ctrl-C              if the presses are at least a second apart, the rank ends at once,
+                              without a checkpoint
     launcher gone             before a `Stopper` is active the rank ends at once; after that it is a
-                              request, as a signal is
+                              request, like a signal
 """
 
 import contextlib
@@ -23,125 +24,138 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, Self
 
-# a handler that a program has for one of these stays
-ANNOUNCED = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-STOPS = (signal.SIGTERM, signal.SIGINT, *ANNOUNCED)
-# Why a run stops -> its exit code
-REASONS = {number.name: 128 + number for number in STOPS} | {"launcher gone": 143, "bad data": 1}
-POLL = 0.5  # seconds between two looks at the launcher and at the clock
-# an environment variable: seconds between the scheduler's signal and its kill, set by `python -m
-# launch`
-GRANTED = "LAUNCH_GRACE"
-ENDING = 5.0  # of these seconds: for the stacks of a stuck rank, and for the end of its launcher
+# If the program already handles one of these signals, its handler stays.
+NOTICE_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *NOTICE_SIGNALS)
+# reason for a stop -> exit code
+STOP_REASONS = {number.name: 128 + number for number in STOP_SIGNALS} | {
+    "launcher gone": 143,
+    "bad data": 1,
+}
+STOP_POLL_SECONDS = 0.5  # seconds between two checks of the launcher and the clock
+# Environment variable, set by `python -m launch`: the seconds between the scheduler's signal and
+# the moment when the scheduler kills the job.
+GRACE_VARIABLE = "LAUNCH_GRACE"
+EXIT_RESERVE = (
+    5.0  # seconds of grace reserved for a stuck rank's stack dump and the launcher's exit
+)
 
 
 @dataclass(frozen=True)
 class Grace:
-    """The time in which a rank must reach a step boundary, after a stop was requested.
+    """The time within which a rank must reach a step boundary after a stop was requested.
 
-    `seconds` is fixed, or None: three times the slowest step so far, at least `least`, at most what
-    the scheduler grants. A stop waits for up to two steps: the one in progress and the next one,
-    with which the ranks agree on it. The first step of a start may compile kernels and has no step
-    before it, so it gets `first`.
+    `seconds` is a fixed time. If it is None, the grace time is three times the slowest step so far.
+    This time is at least `min_seconds`, and at most the time that the scheduler grants. A stop
+    waits for up to two steps: the current step and the next one, in which the ranks agree on the
+    stop. The first step of a start may compile kernels, and no step time is known yet, so it gets
+    `first_step_seconds`.
     """
 
     seconds: float | None = None
-    granted: float | None = None  # None: no limit is known
-    least: float = 25.0
-    first: float = 300.0
+    scheduler_grace: float | None = None  # None: the limit is unknown
+    min_seconds: float = 25.0
+    first_step_seconds: float = 300.0
 
     def after(self, slowest: float) -> float:
-        """Return the seconds if the slowest step so far took `slowest` seconds, 0 before the first
-        step.
+        """Return the grace time in seconds.
+
+        `slowest` is the time of the slowest step so far, or 0 before the first step.
         """
         if self.seconds is not None:
             return self.seconds
 
-        wanted = max(self.least, 3 * slowest) if slowest else max(self.least, self.first)
+        wanted = (
+            max(self.min_seconds, 3 * slowest)
+            if slowest
+            else max(self.min_seconds, self.first_step_seconds)
+        )
         return (
             wanted
-            if self.granted is None
-            else min(wanted, max(self.granted / 2, self.granted - ENDING))
+            if self.scheduler_grace is None
+            else min(wanted, max(self.scheduler_grace / 2, self.scheduler_grace - EXIT_RESERVE))
         )
 
 
 def grace_of(seconds: float | None, variables: Mapping[str, str]) -> Grace:
-    """Return the grace of a run from its `--grace` (None: auto) and from the environment variable
-    of its launcher.
+    """Return the grace time of a run.
+
+    `seconds` is the value of `--grace` (None: auto). `variables` contains the launcher's
+    environment variable.
     """
     try:
-        granted = float(variables.get(GRANTED, ""))
+        granted = float(variables.get(GRACE_VARIABLE, ""))
     except ValueError:
         return Grace(seconds)
     return Grace(seconds, granted if 0 < granted < math.inf else None)
 
 
 class Stopper:
-    """Turns signals and a gone launcher into `requested`, which the loop reads at each step
-    boundary.
+    """A request to stop, from a signal or a lost launcher, which the loop reads at step boundaries.
 
-    Once a stop is requested, a rank that reaches no further boundary and does not leave the `with`
-    within `grace` prints the stacks of its threads and ends with `exit_code`. Only the main thread
-    may enter. Save, finish tracking and destroy the process group inside the `with`: outside it the
-    next signal kills.
+    After a request, a rank must reach the next boundary or leave the `with` block within `grace`.
+    Otherwise the rank prints its threads' stacks and ends with `exit_code`. Only the main thread
+    may enter. Save, finish tracking and destroy the process group inside the `with` block, because
+    the next signal kills the process outside of the block.
     """
 
     def __init__(self, grace: Grace):
-        self.requested: str | None = None  # a key of REASONS
+        self.requested: str | None = None  # a key of STOP_REASONS
         self._grace = grace
-        self._slowest = 0.0  # seconds of the slowest step of this start
-        # time.monotonic() after which a requested stop counts as stuck
+        self._slowest = 0.0  # seconds of the slowest step in this start
+        # time.monotonic() after which a rank with a stop request counts as stuck
         self._boundary_due = self._request_due = 0.0
         self._pressed = 0.0
         self._presses = 0
 
     @property
     def exit_code(self) -> int:
-        """Returns 0, or the code that shows a shell why the run stopped."""
-        return REASONS[self.requested] if self.requested else 0
+        """Return 0, or the exit code that shows a shell why the run stopped."""
+        return STOP_REASONS[self.requested] if self.requested else 0
 
     def request(self, reason: str) -> None:
-        """Asks for a stop, from any thread; the first reason stays.
+        """Request a stop, from any thread. The first reason stays, even if a later one follows.
 
-        The loop passes on the reasons of other ranks.
+        The loop also passes the other ranks' reasons to this method.
         """
         if self.requested is None:
             self._request_due = time.monotonic() + self._grace.after(self._slowest)
             self.requested = reason
 
-    def step_took(self, seconds: float) -> None:
-        """Note how long a step took: later steps are expected to take no more than three times as
-        long.
-        """
+    def record_step_time(self, seconds: float) -> None:
+        """Record the time of a step. Later steps should take at most three times as long."""
         self._slowest = max(self._slowest, seconds)
 
     def boundary(self, next_within: float | None = None) -> None:
-        """Notes a step boundary: called after each optimizer step, and with `next_within` (seconds)
-        before work that may outlast `grace`, such as a save.
+        """Record a step boundary.
+
+        Call this method after each optimizer step. Also call it with `next_within` (seconds) before
+        work that may exceed `grace`, such as a save.
         """
         self._boundary_due = time.monotonic() + (
             self._grace.after(self._slowest) if next_within is None else next_within
         )
 
     def __enter__(self) -> Self:
-        # under nohup, which ignores SIGHUP, we ignore it too
+        # nohup ignores SIGHUP, so we ignore it as well
         numbers = {
             signal.SIGTERM,
             signal.SIGINT,
-            *(number for number in ANNOUNCED if _kills(number)),
+            *(number for number in NOTICE_SIGNALS if _has_default_action(number)),
         }
         self._stop_listening = _listen(numbers, self._python_handler, self._react)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop_listening()
 
-    def _python_handler(self, number: int, frame: Any) -> None:
-        """Does nothing: the thread reacts to the signal.
+    def _python_handler(self, number: int, frame: FrameType | None) -> None:
+        """Do nothing, because the thread reacts to the signal.
 
-        As SIGTERM's handler this method leads the launcher watch to its object.
+        This bound method is the handler of SIGTERM, so the launcher watch can reach its `Stopper`.
         """
 
     def _react(self, number: int | None) -> None:
@@ -150,11 +164,13 @@ class Stopper:
             self._pressed = now
             self._presses += 1
             if self._presses == 3:
-                leave(REASONS["SIGINT"], "third Ctrl-C: ended at once, without a checkpoint")
+                exit_process(
+                    STOP_REASONS["SIGINT"], "third Ctrl-C: ended at once, without a checkpoint"
+                )
         if number is not None:
             self.request(signal.Signals(number).name)
         if self.requested and now > max(self._boundary_due, self._request_due):
-            tell(
+            write_stderr(
                 f"stuck: no step boundary within {self._grace.after(self._slowest):g} s after"
                 f" {self.requested}. Stacks of all threads:"
             )
@@ -163,14 +179,15 @@ class Stopper:
 
 
 def ignore_stops() -> None:
-    """Ignore further requests to stop; for a process that is ending."""
-    for number in STOPS:
+    """Ignore further requests to stop in a process that is already ending."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _kills(number: signal.Signals) -> bool:
-    """Return True if nothing catches or ignores the signal, a handler in C such as faulthandler's
-    included.
+def _has_default_action(number: signal.Signals) -> bool:
+    """Return True if nothing catches or ignores the signal.
+
+    Handlers in C, such as the handlers of faulthandler, also catch a signal.
     """
     status = Path("/proc/self/status").read_text()
     masks = [
@@ -182,24 +199,25 @@ def _kills(number: signal.Signals) -> bool:
 
 
 def quiet_interrupts() -> None:
-    """Makes Ctrl-C end the process at once, with one line instead of a traceback, until a `Stopper`
-    is active.
+    """Make Ctrl-C end the process at once, with one line instead of a traceback.
+
+    This lasts until a `Stopper` is active.
     """
 
     def react(number: int | None) -> None:
         if number is not None:
-            leave(REASONS["SIGINT"], "interrupted before training began")
+            exit_process(STOP_REASONS["SIGINT"], "interrupted before training began")
 
     _listen({signal.SIGINT}, lambda number, frame: None, react)
 
 
 def start_launcher_watch() -> None:
-    """Notices, within a second, that the launcher of this rank has gone, so that no rank trains on
-    as an orphan.
+    """Watch this rank's launcher, so that no rank continues to train as an orphan.
 
-    Watched are the parent process and the `deepspeed` command above it, which a signal ends alone.
-    Call this function before slow imports. Without a launcher (no RANK, or a shell that set RANK by
-    hand) nothing is watched.
+    A missing launcher is noticed within a second. The watch covers the parent process and the
+    `deepspeed` command above it, because a signal may end only that command. Call this function
+    before slow imports. Without a launcher (no RANK, or a shell where a user set RANK) nothing is
+    watched.
     """
     launcher = os.getppid()
     if "RANK" not in os.environ or _command_name(launcher) in {
@@ -214,20 +232,20 @@ def start_launcher_watch() -> None:
         "ash",
     }:
         return
-    above = parent(launcher)
+    above = parent_pid(launcher)
     runner = above if above and _runs_deepspeed(above) else None
 
     def gone() -> int | None:
         if os.getppid() != launcher:
             return launcher
-        return runner if runner and parent(launcher) != runner else None
+        return runner if runner and parent_pid(launcher) != runner else None
 
     def watch() -> None:
         while (pid := gone()) is None:
-            time.sleep(POLL)
+            time.sleep(STOP_POLL_SECONDS)
         stopper = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
         if not isinstance(stopper, Stopper):
-            leave(REASONS["launcher gone"], f"the launcher (pid {pid}) has gone: ended")
+            exit_process(STOP_REASONS["launcher gone"], f"the launcher (pid {pid}) has gone: ended")
         else:
             stopper.request("launcher gone")
 
@@ -239,16 +257,17 @@ def _listen(
     handler: Callable[[int, Any], None],
     react: Callable[[int | None], None],
 ) -> Callable[[], None]:
-    """Calls `react(number)` in a thread for each signal, and `react(None)` every POLL seconds;
-    returns the call that ends the thread.
+    """Call `react(number)` in a thread for each signal, and `react(None)` every STOP_POLL_SECONDS.
+
+    Return the function that ends the thread.
     """
     reader, writer = socket.socketpair()
-    reader.settimeout(POLL)
+    reader.settimeout(STOP_POLL_SECONDS)
     writer.setblocking(False)
-    fd = writer.detach()  # a plain number: no garbage collection closes it
+    fd = writer.detach()  # a plain number, so garbage collection never closes it
     before = {number: signal.signal(number, handler) for number in numbers}
     for number in numbers:
-        # a signal that we only note cuts no system call of a library short
+        # A signal that we only record must not interrupt a library's system call.
         signal.siginterrupt(number, False)
     fd_before = signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
     listening = True
@@ -266,8 +285,8 @@ def _listen(
                 react(number)
 
     def forget_in_child() -> None:
-        # A forked worker must die of SIGTERM (multiprocessing ends workers so), and must not wake
-        # its parent's thread.
+        # A forked worker must die from SIGTERM, because multiprocessing ends workers this way. The
+        # worker must not wake its parent's thread.
         if listening:
             signal.set_wakeup_fd(-1)
             for number in numbers:
@@ -286,22 +305,23 @@ def _listen(
     return stop
 
 
-def leave(exit_code: int, text: str) -> NoReturn:
-    """Ends this process from any thread, whatever the other threads do."""
-    tell(text)
+def exit_process(exit_code: int, text: str) -> NoReturn:
+    """End this process from any thread, regardless of its other threads."""
+    write_stderr(text)
     os._exit(exit_code)
 
 
-def tell(text: str) -> None:
-    """Prints without Python's locks, which the main thread may hold; the reader of stderr may be
-    gone with the launcher.
+def write_stderr(text: str) -> None:
+    """Print without Python's locks, because the main thread may hold them.
+
+    The reader of stderr may have exited together with the launcher.
     """
     with contextlib.suppress(OSError):
         os.write(2, f"rank {os.environ.get('RANK', '0')}: {text}\n".encode())
 
 
-def parent(pid: int) -> int | None:
-    """Return the parent of a process; None if the process has gone."""
+def parent_pid(pid: int) -> int | None:
+    """Return a process's parent, or None if the process is gone."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -316,7 +336,7 @@ def _command_name(pid: int) -> str:
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the words of a process's command line; [] if the process has gone."""
+    """Return the words of a process's command line, or [] if the process is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -324,8 +344,9 @@ def command_line(pid: int) -> list[str]:
 
 
 def _runs_deepspeed(pid: int) -> bool:
-    """Returns True if the process is the `deepspeed` command: `python .../bin/deepspeed` or `python
-    -m deepspeed.launcher.runner`.
+    """Return True if the process is the `deepspeed` command.
+
+    This command is `python .../bin/deepspeed` or `python -m deepspeed.launcher.runner`.
     """
     if not (words := command_line(pid)):
         return False

@@ -1,1 +1,1 @@
-"""The ground floor: the description of a run, in light modules that import only each other."""
+"""The lowest layer: light modules that describe a run and import only each other."""

@@ -1,13 +1,13 @@
-"""What `accelerate launch` sets for a script, and what of it a recipe refuses."""
+"""`accelerate launch` settings that a recipe rejects."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .refusal import Problem, sentences
+from .errors import Problem, sentences
 
-# Variable that `accelerate launch` sets (1.15, utils/launch.py) -> (its flag, the values that
-# change nothing, what to do instead)
+# `accelerate launch` (1.15, utils/launch.py) sets these variables. Each maps to its flag, the
+# values that have no effect, and the advice.
 ACCELERATE = {
     "ACCELERATE_MIXED_PRECISION": (
         "mixed_precision",
@@ -62,8 +62,10 @@ ACCELERATE = {
 
 
 def check_accelerate(variables: Mapping[str, str]) -> list[Problem]:
-    """Refuses flags of `accelerate launch` that only a script with an Accelerator reads.
-    --use_deepspeed alone changes nothing.
+    """Return a problem for each `accelerate launch` flag that a recipe does not read.
+
+    Only scripts that create an Accelerator read these flags. --use_deepspeed alone is accepted
+    because it changes nothing.
     """
     rule = "applies to scripts that use an Accelerator, but a recipe starts DeepSpeed itself"
     return [
@@ -78,11 +80,10 @@ def check_accelerate(variables: Mapping[str, str]) -> list[Problem]:
 
 
 def check_launcher(variables: Mapping[str, str]) -> list[Problem]:
-    """Refuses the one process, without RANK, that `accelerate launch --num_processes 2` starts
-    where it sees fewer than two GPUs.
+    """Return a problem if `accelerate launch --num_processes 2` started one process without RANK.
 
-    accelerate 1.15 (simple_launcher) sets MASTER_PORT for that process, and does not have it
-    itself.
+    accelerate starts a single process if it sees fewer than two GPUs. Its simple_launcher (1.15)
+    sets MASTER_PORT for that process, but not for itself.
     """
     if "RANK" in variables or not {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= variables.keys():
         return []

@@ -1,4 +1,4 @@
-"""Arguments of `Recipe(...)`: their names, and the types of those that are no flags."""
+"""Checks of `Recipe(...)`'s arguments: their names, and the types of non-flag fields."""
 
 import dataclasses
 import os
@@ -8,10 +8,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .other_names import COMMAND_ONLY, advice, as_fields, nearest
-from .refusal import Problem
+from .errors import Problem
+from .foreign_flags import COMMAND_ONLY, as_fields, foreign_flag_advice, nearest_name
 
-# Fields that are no flags -> (their types, in words, for example)
+# Fields that are not flags: (accepted types, the types in words, an example).
 OBJECTS = {
     "ds_config": ((str, dict, os.PathLike), "a file name or a dict", 'ds_config="zero2.json"'),
     "adapt": (
@@ -31,51 +31,51 @@ OBJECTS = {
 def wrong_names(
     values: Collection[Any], fields: Mapping[str, Any], names: Collection[str]
 ) -> list[Problem]:
-    """Return a problem for each argument that is no field of `names`, with the line of the file
-    that has it.
+    """Return a problem for each argument that is not a field in `names`, with its file and line.
 
-    It is called by `Recipe.__new__`, whose caller is that file.
+    `Recipe.__new__` calls this function. The file that called Recipe is two frames up.
     """
     if not values and fields.keys() <= set(names):
         return []
 
     frame = sys._getframe(2)
-    # of dataclasses.replace
+    # Skip the frames of dataclasses.replace.
     while frame.f_back and frame.f_globals["__name__"] == dataclasses.__name__:
         frame = frame.f_back
     place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}: Recipe"
 
     problems = [
         Problem(
-            f"{place}({_short(value)})",
+            f"{place}({_short_repr(value)})",
             "every value requires the name of its field",
             "write NAME=VALUE",
         )
         for value in values
     ]
     for name in [name for name in fields if name not in names]:
-        fix = as_fields(advice(name)) or "recipes/recipekit/spec/recipe.py lists the fields"
+        fix = (
+            as_fields(foreign_flag_advice(name))
+            or "recipes/recipekit/spec/recipe.py lists the fields"
+        )
         if name in COMMAND_ONLY:
             fix = f"omit it, and write --{name} on the command line"
-        elif not advice(name) and (near := nearest(name, names)):
+        elif not foreign_flag_advice(name) and (near := nearest_name(name, names)):
             fix = f"did you mean {near}?"
         problems.append(
-            Problem(f"{place}({name}={_short(fields[name])})", "the field does not exist", fix)
+            Problem(f"{place}({name}={_short_repr(fields[name])})", "the field does not exist", fix)
         )
     return problems
 
 
 def wrong_objects(values: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each field of another type than it needs, of those fields that are no
-    flags.
-    """
+    """Return a problem for each non-flag field that has the wrong type."""
     found = []
     for name, (kinds, words, example) in OBJECTS.items():
         value = values[name]
         if not isinstance(value, kinds) or isinstance(value, type):
             found.append(
                 Problem(
-                    f"{name} = {_short(value)}",
+                    f"{name} = {_short_repr(value)}",
                     f"must be {words}, not {type(value).__name__}",
                     f"for example {example}",
                 )
@@ -83,5 +83,5 @@ def wrong_objects(values: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: object) -> str:
     return text if len(text := repr(value)) <= 40 else "..."

@@ -1,4 +1,4 @@
-"""The command line of a recipe: its flags are the fields of `Recipe`."""
+"""The command line of a recipe. Its flags are the fields of `Recipe`."""
 
 import argparse
 import dataclasses
@@ -13,44 +13,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .help_page import first_page, of_other_tasks, whole_page
-from .other_names import advice, nearest
+from .errors import ConfigError, Problem, config_error
+from .foreign_flags import foreign_flag_advice, nearest_name
+from .help_page import first_help_page, flags_of_other_tasks, full_help_page
 from .paths import run_folder
 from .recipe import AXES, Recipe, check_recipe, kinds_of_field
-from .refusal import Problem, Refusal, refuse
 from .shadows import shadows
 from .shipped import IS_WHEEL, recipes
 from .task_specs import TASKS
 
 
 @dataclass(frozen=True)
-class Command:
-    """Holds a recipe with its command line applied.
+class RunCommand:
+    """A recipe with its command line applied.
 
-    `typed` names the fields that the user typed; nothing changes those.
+    `typed` contains the names of the fields that the user typed. Their values are never changed.
     """
 
     recipe: Recipe
-    name: str  # of the recipe's file, without .py
-    folder: Path  # the recipe's file lies here
+    name: str  # file name of the recipe, without .py
+    folder: Path  # folder of the recipe's file
     typed: frozenset[str]
-    # split, subset and revisions of the recipe's file, if another data set or model was typed
+    # Split, subset and revisions from the recipe's file that do not apply because the user typed a
+    # different dataset or model.
     unused: dict[str, str] = field(default_factory=dict)
     tiny: bool = False
     dry_run: bool = False
     show: str = ""  # "json": a dry run prints the resolved JSON
     show_row: bool = False
-    device: str = ""  # a dry run says whether the states fit it
+    device: str = ""  # a dry run checks that the training states fit on this device
     world: int = 1
     rank: int = 0
     local_rank: int = 0
-    local_ranks: int = 0  # of this host; 0: the launcher does not tell
-    counted: int = 0  # steps of the recipe's epochs; 0: not known before the data are counted
+    local_ranks: int = 0  # ranks on this host; 0: the launcher does not set it
+    counted: int = 0  # steps in the recipe's epochs; 0: unknown until the data are counted
 
     @property
     def revisions(self) -> dict[str, str]:
-        """The revisions that the user asked for; a resume reads the commits of its first start
-        instead.
+        """Return the revisions that the user requested.
+
+        A resumed run instead reads the commits that its first start recorded.
         """
         return {
             "model_revision": self.recipe.model_revision,
@@ -58,15 +60,14 @@ class Command:
         }
 
     def fitted(self) -> tuple[Recipe, list[str]]:
-        """Return the recipe with its warm-up, decay and ramp fitted to its steps, and a line for
-        each change.
+        """Return the recipe with its schedule fitted to its steps, and one line per change.
 
-        A recipe with epochs has `counted` steps. Steps that the user typed replace the epochs of
-        the recipe's file.
+        The fitted fields are warm-up, decay and ramp. A recipe with epochs has `counted` steps.
+        Steps that the user typed replace the epochs in the recipe's file.
         """
         recipe, typed, lines = self.recipe, self.typed, list[str]()
         if type(recipe.epochs) not in (int, float) or recipe.epochs <= 0:
-            return recipe.shortened(typed)
+            return recipe.fit_to_steps(typed)
         other_data = self.tiny and "dataset" not in typed
         if "epochs" not in typed and ("steps" in typed or other_data):
             why = "--tiny uses built-in data" if other_data else f"--steps {recipe.steps} is typed"
@@ -77,15 +78,14 @@ class Command:
             recipe = dataclasses.replace(recipe, epochs=0.0)
         else:
             recipe, typed = dataclasses.replace(recipe, steps=self.counted), typed | {"steps"}
-        recipe, more = recipe.shortened(typed)
+        recipe, more = recipe.fit_to_steps(typed)
         return recipe, lines + more
 
     @property
     def out(self) -> Path:
         """Return the run folder.
 
-        Trials have folders of their own, apart from the run's. Raise `Refusal` as `run_folder`
-        does.
+        A --tiny run has its own default folder. Raise the same `ConfigError` as `run_folder`.
         """
         return run_folder(
             str(self.recipe.out), f"runs/{self.name}{'_tiny' if self.tiny else ''}", self.dry_run
@@ -93,22 +93,24 @@ class Command:
 
 
 def recipe_of(path: Path) -> Recipe:
-    """Returns the `RECIPE` of a recipe's file; importing the file starts nothing.
+    """Return the `RECIPE` of a recipe's file. The import does not start a run.
 
-    Raises `Refusal` if there is none.
+    Raise `ConfigError` if the file is missing, cannot be imported or sets no RECIPE.
     """
     if not path.is_file():
         rule = "is a folder" if path.is_dir() else "the file does not exist on this host"
-        raise refuse(f"--recipe {path}", rule, _nearest_file(path) or "give a file of recipes/")
+        raise config_error(
+            f"--recipe {path}", rule, _nearest_file(path) or "give a file of recipes/"
+        )
     if hidden := shadows(str(path.resolve().parent)):
-        raise Refusal([Problem(*problem) for problem in hidden])
+        raise ConfigError([Problem(*problem) for problem in hidden])
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
-        # not by an importer: its cache takes two files for the same if their sizes are equal and
-        # both were written in one second
+        # Do not use an importer, because its cache treats two files as identical if they have equal
+        # sizes and were written in the same second.
         exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-    except Refusal:
+    except ConfigError:
         raise
     except (
         SyntaxError,
@@ -120,7 +122,7 @@ def recipe_of(path: Path) -> Recipe:
         LookupError,
         OSError,
     ) as error:
-        raise refuse(
+        raise config_error(
             f"--recipe {path}",
             f"cannot be imported: {type(error).__name__}: {error}",
             "correct the file",
@@ -129,11 +131,11 @@ def recipe_of(path: Path) -> Recipe:
         return one_recipe(module.RECIPE, path)
     other = next((name for name, value in vars(module).items() if isinstance(value, Recipe)), "")
     fix = f"rename {other} to RECIPE" if other else "give a file of recipes/"
-    raise refuse(f"--recipe {path}", "sets no RECIPE = Recipe(...)", fix)
+    raise config_error(f"--recipe {path}", "sets no RECIPE = Recipe(...)", fix)
 
 
-def one_recipe(value: Any, path: Path) -> Recipe:
-    """Return the RECIPE of a recipe's file. Raise `Refusal` if it is no Recipe."""
+def one_recipe(value: object, path: Path) -> Recipe:
+    """Return `value`, the RECIPE of a recipe's file. Raise `ConfigError` if it is not a Recipe."""
     if isinstance(value, Recipe):
         return value
     kind, fix = type(value).__name__, "write RECIPE = Recipe(...)"
@@ -145,13 +147,11 @@ def one_recipe(value: Any, path: Path) -> Recipe:
         kind, fix = "the class Recipe", "write RECIPE = Recipe(...), with the fields in parentheses"
     elif isinstance(value, dict):
         fix = "write RECIPE = Recipe(**RECIPE), or Recipe(NAME=VALUE, ...)"
-    raise refuse(f"{path.name}: RECIPE", f"must be a Recipe, not {kind}", fix)
+    raise config_error(f"{path.name}: RECIPE", f"must be a Recipe, not {kind}", fix)
 
 
 def _nearest_file(missing: Path) -> str:
-    """Suggest the recipe's file that was probably meant by one that is not there; "" if none is
-    near.
-    """
+    """Return a suggestion for the intended recipe file, or "" if no file name is close."""
     beside = {file.stem: file for file in sorted(missing.parent.glob("*.py"))}
     near = difflib.get_close_matches(missing.stem, recipes() | beside, 1)
     if not near:
@@ -161,27 +161,27 @@ def _nearest_file(missing: Path) -> str:
     return f"did you mean {meant}?"
 
 
-OF_DRY_RUNS = {  # flag -> why a real run has none
+DRY_RUN_FLAGS = {  # flag -> why it does not apply to a real run
     "device": "a real run has the devices that it sees",
     "show": "a real run writes the resolved JSON into its run folder",
     "world": "a real run has the ranks its launcher starts",
 }
 
 
-def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
-    """Reads the command line into a `Command`; has no side effect.
+def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> RunCommand:
+    """Parse the command line into a `RunCommand`, without side effects.
 
-    Raises `Refusal` (exit code 2) with every mistake.
+    Flags are the plain fields of `Recipe`, written with `-` or `_`. World size and rank come from
+    WORLD_SIZE, RANK and LOCAL_RANK, which every launcher sets; without these variables the job has
+    one rank. The number of ranks on this host comes from LOCAL_WORLD_SIZE (torchrun, `python -m
+    launch`) or LOCAL_SIZE (deepspeed).
 
-    Flags are the plain fields of `Recipe`, with `-` or `_`. World size and rank are read from
-    WORLD_SIZE, RANK and LOCAL_RANK, which every launcher sets; without them the job is one rank.
-    The ranks of this host are LOCAL_WORLD_SIZE (torchrun, `python -m launch`) or LOCAL_SIZE
-    (deepspeed).
+    Raise `ConfigError` (exit code 2) that lists every mistake.
     """
     recipe = one_recipe(recipe, path)
     parser = _parser_of(vars(recipe), path)
     words = sys.argv[1:] if argv is None else argv
-    if page := _help_asked(words):
+    if page := _requested_help_page(words):
         _show_help(page, vars(recipe), path, parser)
     flags = [item.name for item in dataclasses.fields(recipe) if "help" in item.metadata]
     given = parser.read(words)
@@ -191,13 +191,13 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
     if "deepspeed_config" in given:
         changes["ds_config"] = given["deepspeed_config"]
     changed, unused = dataclasses.replace(
-        recipe, **_switched_off(changes), **changes
+        recipe, **_disabled_by_recompute(changes), **changes
     ).for_other_data(recipe, frozenset(changes))
     if parser.problems:
-        raise Refusal(
-            parser.problems + check_recipe(changed.shortened(frozenset(changes))[0]), exit_code=2
+        raise ConfigError(
+            parser.problems + check_recipe(changed.fit_to_steps(frozenset(changes))[0]), exit_code=2
         )
-    return Command(
+    return RunCommand(
         recipe=changed,
         name=path.stem,
         folder=path.resolve().parent,
@@ -216,10 +216,9 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> Command:
 
 
 def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
-    """Return the parser of a recipe's flags, in groups by subject; `values` are those of its
-    fields.
-    """
+    """Return the parser for a recipe's flags, grouped by subject. `values` are the field values."""
     parser = _Parser(path.name)
+    task_help = TASKS[values["task"]].flag_help if values["task"] in tuple(TASKS) else {}
     trial = parser.group("try it")
     trial.add_argument(
         "--help",
@@ -279,7 +278,7 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
                 group,
                 item.name,
                 kinds_of_field(item)[0],
-                item.metadata["help"],
+                task_help.get(item.name, item.metadata["help"]),
                 values[item.name],
                 item.metadata.get("choices", ()),
             )
@@ -287,30 +286,30 @@ def _parser_of(values: Mapping[str, Any], path: Path) -> "_Parser":
     return parser
 
 
-def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
-    """Return the number of ranks, and note each flag that must not be combined with another."""
+def _checked_world(parser: "_Parser", values: dict[str, Any]) -> int:
+    """Return the number of ranks, and record a problem for each invalid flag combination."""
     world = int(os.environ.get("WORLD_SIZE") or 1)
-    if "device" in given and not given["device"].strip():
+    if "device" in values and not values["device"].strip():
         parser.wrong(
             "--device ''",
             "must not be empty or blank",
             "name a device, for example --device H200. Check the variables of your shell",
         )
-    for name in given.keys() & OF_DRY_RUNS if not given["dry_run"] else ():
-        parser.wrong(f"--{name}", "requires --dry_run", OF_DRY_RUNS[name])
-    if "world" in given:
-        world = given["world"]
+    for name in values.keys() & DRY_RUN_FLAGS if not values["dry_run"] else ():
+        parser.wrong(f"--{name}", "requires --dry_run", DRY_RUN_FLAGS[name])
+    if "world" in values:
+        world = values["world"]
         if world < 1:
             parser.wrong(f"--world {world}", "must be at least 1", "use --world 1 or more")
-    if {"steps", "epochs"} <= given.keys():
-        where = f"--epochs {given['epochs']:g} with --steps {given['steps']}"
+    if {"steps", "epochs"} <= values.keys():
+        where = f"--epochs {values['epochs']:g} with --steps {values['steps']}"
         parser.wrong(
             where,
             "cannot be combined: a run is limited by steps or by epochs",
             "use only one of them",
         )
-    if "activation_checkpointing" in given and given.get("recompute_every", -1) >= 0:
-        switch, every = given["activation_checkpointing"], given["recompute_every"]
+    if "activation_checkpointing" in values and values.get("recompute_every", -1) >= 0:
+        switch, every = values["activation_checkpointing"], values["recompute_every"]
         if switch != (every > 0):
             where = (
                 f"--{'' if switch else 'no-'}activation_checkpointing with --recompute_every"
@@ -321,7 +320,7 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
                 "contradict each other: one switches recomputation on, the other switches it off",
                 "leave one of them out",
             )
-    if given["dry_run"] and given["show_row"]:
+    if values["dry_run"] and values["show_row"]:
         parser.wrong(
             "--show_row with --dry_run",
             "cannot be combined: each prints its own output and exits",
@@ -330,9 +329,11 @@ def _checked_world(parser: "_Parser", given: dict[str, Any]) -> int:
     return world
 
 
-def _switched_off(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field to change in the recipe's file because a typed flag switches recomputation
-    off, which two fields switch on.
+def _disabled_by_recompute(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recipe field to override if a typed flag disables recomputation.
+
+    Either of two fields can enable recomputation, so the field that was not typed must be disabled
+    as well.
     """
     if changes.get("activation_checkpointing") is False and "recompute_every" not in changes:
         return {"recompute_every": 0}
@@ -341,22 +342,24 @@ def _switched_off(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _help_asked(words: list[str]) -> str:
-    """Return which page of the help a command line asks for: "first" or "all"; "" if none.
+def _requested_help_page(args: list[str]) -> str:
+    """Return the help page that the command line requests: "first", "all" or "".
 
-    Raise `Refusal` for other pages.
+    Raise `ConfigError` for any other page.
     """
-    asked = [index for index, word in enumerate(words) if re.fullmatch(r"-h|--help(=.*)?", word)]
+    asked = [index for index, word in enumerate(args) if re.fullmatch(r"-h|--help(=.*)?", word)]
     if not asked:
         return ""
-    page = words[asked[0]].partition("=")[2] or next(iter(words[asked[0] + 1 :]), "first")
+    page = args[asked[0]].partition("=")[2] or next(iter(args[asked[0] + 1 :]), "first")
     if page.startswith("-"):
         page = "first"
     if page not in ("first", "all"):
-        raise Refusal(
+        raise ConfigError(
             [
                 Problem(
-                    f"--help {shown(page)}", "the page does not exist", "use --help or --help all"
+                    f"--help {quote_value(page)}",
+                    "the page does not exist",
+                    "use --help or --help all",
                 )
             ],
             exit_code=2,
@@ -365,28 +368,28 @@ def _help_asked(words: list[str]) -> str:
 
 
 def _show_help(page: str, values: Mapping[str, Any], path: Path, parser: "_Parser") -> NoReturn:
-    """Print a page of the help, once for each host, and end."""
+    """Print a help page, once per host, and exit."""
     task = values["task"] if values["task"] in tuple(TASKS) else Recipe.task
     adapted = values["adapt"] is not None
-    hidden = of_other_tasks(task, adapted)
+    hidden = flags_of_other_tasks(task, adapted)
     groups = {
         title: [action for action in group._group_actions if action.dest not in hidden]
         for title, group in parser.titles.items()
     }
     if page == "all":
-        text = whole_page(str(path), task, groups)
+        text = full_help_page(str(path), task, groups)
     else:
         degrees = [values[axis] for axis in AXES if type(values[axis]) is int]
-        text = first_page(str(path), task, values["engine"], adapted, math.prod(degrees), groups)
+        text = first_help_page(
+            str(path), task, values["engine"], adapted, math.prod(degrees), groups
+        )
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(text, end="")
     raise SystemExit(0)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Collects every mistake of a command line in `problems`, where argparse would end at the
-    first.
-    """
+    """Argument parser that collects all mistakes in `problems` instead of exiting at the first."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, allow_abbrev=False, add_help=False)
@@ -404,12 +407,12 @@ class _Parser(argparse.ArgumentParser):
         name: str,
         kind: type,
         about: str,
-        default: Any,
+        default: object,
         choices: tuple[str, ...] = (),
     ) -> None:
-        """Adds a flag to the help's `group` that sets `name`.
+        """Add a flag for the field `name` to the help group `group`.
 
-        `read` returns only the flags that were typed.
+        `read` returns only the flags that the user typed.
         """
         about += f" (default: {default})" if default != "" else ""
         if kind is bool:
@@ -426,14 +429,14 @@ class _Parser(argparse.ArgumentParser):
                 value = kind(text)
             except ValueError:
                 self.wrong(
-                    f"--{name} {shown(text)}",
+                    f"--{name} {quote_value(text)}",
                     f"must be a {'whole ' if kind is int else ''}number",
                     f"use a number, for example --{name} {default}",
                 )
                 return None
             if choices and value not in choices:
                 self.wrong(
-                    f"--{name} {shown(text)}",
+                    f"--{name} {quote_value(text)}",
                     "is not known",
                     f"use --{name} {' or '.join(choices)}",
                 )
@@ -441,7 +444,8 @@ class _Parser(argparse.ArgumentParser):
             return value
 
         metavar = "|".join(choices) or {int: "N", float: "X", str: "TEXT"}[kind]
-        # `nargs`: argparse would end at a flag without its value
+        # `nargs` lets parsing continue after a flag whose value is missing, where argparse would
+        # exit.
         self.group(group).add_argument(
             f"--{name}",
             metavar=metavar,
@@ -453,13 +457,13 @@ class _Parser(argparse.ArgumentParser):
         )
 
     def read(self, argv: list[str]) -> dict[str, Any]:
-        """Reads the words of a command line; returns {name: value} of every flag that is right."""
+        """Parse the arguments and return {name: value} for every valid flag."""
         spelled = {name.replace("_", "-"): name for name in self._option_string_actions}
         words: list[str] = []
         for word in argv:
             name, equals, value = word.partition("=")
             if re.match(r"-[\d.]", word) and words and words[-1] in self._option_string_actions:
-                words[-1] += f"={word}"  # a negative number: argparse takes -1e-3 for a flag
+                words[-1] += f"={word}"  # argparse reads a negative number as a flag
             elif word.startswith("--"):
                 words.append(
                     self._switch(spelled.get(name.replace("_", "-"), name), equals + value)
@@ -467,7 +471,7 @@ class _Parser(argparse.ArgumentParser):
             else:
                 words.append(word)
         found, unknown = self.parse_known_args(words)
-        for flag, *values in _with_values(unknown):
+        for flag, *values in _group_flag_values(unknown):
             if flag.startswith("-"):
                 self.wrong(
                     " ".join([flag, *values]), "is not a flag of this command", self._meant(flag)
@@ -487,8 +491,9 @@ class _Parser(argparse.ArgumentParser):
         }
 
     def _switch(self, flag: str, value: str) -> str:
-        """Return `flag` with its `=value`; --flag or --no-flag if a switch has =True or =False, as
-        `wandb agent` writes them.
+        """Return `flag` with its `=value`, or --flag or --no-flag if it is a switch.
+
+        `wandb agent` writes switches as =True and =False.
         """
         switch = isinstance(
             self._option_string_actions.get(flag), argparse.BooleanOptionalAction
@@ -501,7 +506,7 @@ class _Parser(argparse.ArgumentParser):
         self.problems.append(Problem(where, rule, fix))
 
     def error(self, message: str) -> Any:
-        raise Refusal(
+        raise ConfigError(
             [
                 *self.problems,
                 Problem("command line", message, f"list the flags with: python {self.prog} --help"),
@@ -511,12 +516,12 @@ class _Parser(argparse.ArgumentParser):
 
     def _meant(self, flag: str) -> str:
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
-        if known := advice(name):
+        if known := foreign_flag_advice(name):
             return known
         spelled = {
             option.lstrip("-").replace("-", "_"): option for option in self._option_string_actions
         }
-        near = nearest(name, spelled)
+        near = nearest_name(name, spelled)
         return (
             f"did you mean {spelled[near]}?"
             if near
@@ -524,17 +529,15 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-def shown(text: str) -> str:
-    """Return a value as a message shows it: in quotes if it is blank, or has a character that does
-    not print.
-    """
+def quote_value(text: str) -> str:
+    """Return a value as messages show it: quoted if blank or with unprintable characters."""
     return text if text.strip() and text.isprintable() else repr(text)
 
 
-def _with_values(words: list[str]) -> list[list[str]]:
-    """Groups words: each flag with the words that follow it up to the next flag."""
+def _group_flag_values(args: list[str]) -> list[list[str]]:
+    """Group each flag with the arguments that follow it, up to the next flag."""
     found: list[list[str]] = []
-    for word in words:
+    for word in args:
         if found and not word.startswith("-") and found[-1][0].startswith("-"):
             found[-1].append(word)
         else:

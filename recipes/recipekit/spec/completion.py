@@ -1,4 +1,4 @@
-"""Tab completion of `recipekit` in bash and zsh: a script with the names of this version."""
+"""Tab completion for `recipekit` in bash and zsh: a script that contains this version's names."""
 
 from dataclasses import fields
 
@@ -30,13 +30,13 @@ _recipekit() {
 }
 complete -F _recipekit recipekit
 """
-# zsh then takes functions of bash
+# These lines let zsh run bash completion functions.
 ZSH = "autoload -Uz compinit bashcompinit\ncompinit\nbashcompinit\n"
 LINT = ("--recipe", "--world", "--json-only", "--filled-by", "--fix")
 
 
 def script(shell: str, commands: tuple[str, ...]) -> str:
-    """Return the completion script of a shell, for its start-up file or for `eval`."""
+    """Return a shell's completion script, to be put into its start-up file or passed to `eval`."""
     flags = [f"--{field.name}" for field in fields(Recipe) if "help" in field.metadata]
     names = {
         "commands": commands,

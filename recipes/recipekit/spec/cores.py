@@ -1,6 +1,6 @@
-"""CPU cores that this process may use: its affinity and the CPU limits of its cgroups.
+"""CPU cores that this process may use, given its affinity and its cgroups' CPU limits.
 
-Imports nothing heavy.
+This module imports nothing heavy.
 """
 
 import contextlib
@@ -8,26 +8,28 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path("/")
+FILESYSTEM_ROOT = Path("/")
 
 
-def usable_cores(root: Path = ROOT) -> int:
-    """Return how many cores this process may keep busy, at least 1."""
-    return min(len(os.sched_getaffinity(0)), whole_cores(cpu_limit(root)))
+def usable_cores(root: Path = FILESYSTEM_ROOT) -> int:
+    """Return the number of cores that this process can keep busy, at least 1."""
+    return min(len(os.sched_getaffinity(0)), integer_cores(cpu_limit(root)))
 
 
-def whole_cores(limit: float) -> int:
-    """Return a limit as whole cores, at least 1: with one thread more than the limit, the kernel
-    stops all threads for a while.
+def integer_cores(limit: float) -> int:
+    """Return a CPU limit rounded down to whole cores, at least 1.
+
+    If the process used even one thread more than the limit, the kernel would periodically pause all
+    its threads.
     """
     return max(1, int(min(limit, 1 << 20)))
 
 
-def cpu_limit(root: Path = ROOT) -> float:
-    """Return the cores that the cgroups of this process allow (quota / period, versions 1 and 2);
-    infinity without a limit.
+def cpu_limit(root: Path = FILESYSTEM_ROOT) -> float:
+    """Return the cores that this process's cgroups allow (quota / period), or infinity.
 
-    Kubernetes, Docker and systemd set such limits. A limit of any parent group also holds.
+    Both cgroup versions, 1 and 2, are supported. Kubernetes, Docker and systemd set such limits. A
+    parent group's limit also applies.
     """
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -39,9 +41,9 @@ def cpu_limit(root: Path = ROOT) -> float:
 
 
 def _limits(mounts: Path, line: str) -> Iterator[float]:
-    """Yield the limits of a group and of its parents.
+    """Yield the CPU limits of a group and its parents.
 
-    `line` is of /proc/self/cgroup: ID:CONTROLLERS:PATH, without controllers in version 2.
+    `line` is a line of /proc/self/cgroup: ID:CONTROLLERS:PATH. Version 2 lists no controllers.
     """
     _, controllers, path = line.split(":", 2)
     if controllers and "cpu" not in controllers.split(","):
@@ -49,10 +51,10 @@ def _limits(mounts: Path, line: str) -> Iterator[float]:
     for mount in (
         (mounts / controllers, mounts / "cpu") if controllers else (mounts, mounts / "unified")
     ):
-        # inside a container the path may be the host's, while the mount shows the container's own
-        # group
-        for group in [mount, *(mount / part for part in _parts(path))]:
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+        # Inside a container, the path may be the host's path although the mount shows the
+        # container's group.
+        for group in [mount, *(mount / part for part in _cgroup_paths(path))]:
+            with contextlib.suppress(OSError, ValueError):  # the file is missing or contains "max"
                 quota, period = map(int, (group / "cpu.max").read_text().split())
                 yield quota / period
             with contextlib.suppress(OSError, ValueError):
@@ -63,8 +65,8 @@ def _limits(mounts: Path, line: str) -> Iterator[float]:
                     yield quota / period
 
 
-def _parts(path: str) -> Iterator[str]:
-    """Yield a group's path and its parents, without the root: a/b yields a, a/b."""
+def _cgroup_paths(path: str) -> Iterator[str]:
+    """Yield a group's path and its parents, without the root: a/b yields a, then a/b."""
     names = [name for name in path.split("/") if name]
     for end in range(1, len(names) + 1):
         if ".." not in names:

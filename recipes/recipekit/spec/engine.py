@@ -1,6 +1,4 @@
-"""Names what the loop, the tasks, the checkpoints and the export call of the engine that trains a
-model.
-"""
+"""Interface between a training engine and the loop, the tasks, the checkpoints and the export."""
 
 from __future__ import annotations
 
@@ -14,46 +12,50 @@ if TYPE_CHECKING:  # light: importing torch takes seconds
 
 
 class Engine(Protocol):
-    """Holds a model with its optimizer.
+    """A model with its optimizer.
 
-    Every rank has one, and calls it in the same order as the others.
+    Every rank has an engine, and all ranks must call its methods in the same order.
 
-    A step is one `backward` and one `step` for each of its micro-batches, which `accumulate`
-    counts. The engine divides each loss by their number and takes the mean of the gradients over
-    the data-parallel ranks; with the last micro-batch it clips them and changes the weights.
+    A step consists of one `backward` and one `step` call per micro-batch. `accumulate` sets the
+    number of micro-batches. The engine divides each loss by this number and averages the gradients
+    over the data-parallel ranks. On the last micro-batch it clips the gradients and updates the
+    weights.
     """
 
     device: torch.device
     module: nn.Module
     optimizer: Any  # has `param_groups`
-    micro_batches: int  # of a step, under a pipeline
+    micro_batches: int  # per step, under a pipeline
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any: ...
+    def __call__(self, *inputs: object, **named: object) -> Any: ...
     def backward(self, loss: torch.Tensor) -> Any: ...
     def step(self) -> Any: ...
     def train(self) -> Any: ...
     def eval(self) -> Any: ...
     def destroy(self) -> None: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
-    # of the steps from here on, on this rank; called between two steps
+    # Set the number of micro-batches per step on this rank from the next step on. Must be called
+    # between two steps.
     def accumulate(self, micro_batches: int) -> None: ...
     def is_gradient_accumulation_boundary(self) -> bool: ...
     def get_global_grad_norm(self) -> Any: ...
 
-    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...  # a whole step of a pipeline
+    def train_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...  # a full pipeline step
     def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...
 
-    # Calls a function once a step, between the last backward pass and the optimizer: every gradient
-    # is there, summed over the ranks (where the optimizer takes it so) and not yet clipped, and no
-    # weight has changed. What is added later acts earlier.
+    # Register a function that is called once per step, between the last backward pass and the
+    # optimizer. At that point all gradients are complete but not yet clipped, and no weight has
+    # changed. The gradients are summed over the ranks if the optimizer expects summed gradients.
+    # Functions are called in reverse order of registration.
     before_step: Callable[[Callable[[], None]], None]
-    # Calls a function once a step, after the optimizer, with whether the weights have changed: no
-    # where a gradient overflowed.
+    # Register a function that is called once per step, after the optimizer. Its argument is True if
+    # the weights have changed. The weights do not change if a gradient overflowed.
     after_step: Callable[[Callable[[bool], None]], None]
-    # (step folder, blueprint, layout, whether a copy is to be written later) -> what this rank
-    # wrote, or is to write, and where: (None, file) or (value, file). A collective; it raises what
-    # a disk raises only when it has taken part in all of it.
+    # (step folder, blueprint, layout, whether a copy is written later) -> (value, file) for each
+    # file of this rank. The value is None if the file is already written; otherwise the caller must
+    # write it. This is a collective operation, so a rank must raise a disk error only after it has
+    # taken part in every collective.
     save_states: Callable[[Path, Any, Any, bool], list[tuple[Any, Path]]]
-    # (step folder, blueprint, layout, whether a step has been taken): restores what `save_states`
-    # saved in this layout (a collective)
+    # (step folder, blueprint, layout, whether a step has been taken): restore the states that
+    # `save_states` saved in this layout. This is a collective operation.
     load_states: Callable[[Path, Any, Any, bool], None]

@@ -1,24 +1,25 @@
-"""The pages of `--help` and `--help all`: the flags of one task.
+"""The pages that `--help` and `--help all` print: the flags of one task.
 
-Also the format of the help of subcommands.
+The module also formats the help of subcommands.
 """
 
 import argparse
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-from .task_specs import TASKS, own_fields
+from .task_specs import TASKS, task_fields
 
-# The flags of the first page. Between these groups come the columns of the task and what chooses
-# the layout.
-DATA = ("tiny", "dry_run", "model", "dataset")
-BATCH = ("seq_len", "micro_batch", "global_batch", "steps", "epochs", "lr")
-OUTPUTS = ("eval_every", "save_every", "out", "wandb")
-LARGEST_HOST = 8  # ranks
-WIDTH = 120  # columns, at most
+# Flags on the first page. The task's columns and the layout flags are inserted between these
+# groups.
+DATA_FLAGS = ("tiny", "dry_run", "model", "dataset")
+BATCH_FLAGS = ("seq_len", "micro_batch", "global_batch", "steps", "epochs", "lr")
+OUTPUT_FLAGS = ("eval_every", "save_every", "out", "wandb")
+MAX_EXAMPLE_RANKS = 8  # ranks
+WIDTH = 120  # maximum number of columns
 
 
-def first_page(
+def first_help_page(
     file: str,
     task: str,
     engine: str,
@@ -26,20 +27,29 @@ def first_page(
     ranks: int,
     groups: Mapping[str, Sequence[argparse.Action]],
 ) -> str:
-    """Return an example and the flags that the recipe's task uses most; `groups` are all its flags
-    by subject.
+    """Return an example and the most commonly used flags of the recipe's task.
+
+    `groups` contains all of the recipe's flags by subject.
     """
     facts = TASKS[task]
     layout = ("deepspeed_config",) if engine == "deepspeed" else ("engine", "precision")
     adapter = ("merge",) if adapted else ()
-    names = (*DATA, *facts.columns, *facts.first, *BATCH, *layout, *OUTPUTS, *adapter)
+    names = (
+        *DATA_FLAGS,
+        *facts.columns,
+        *facts.first_help_flags,
+        *BATCH_FLAGS,
+        *layout,
+        *OUTPUT_FLAGS,
+        *adapter,
+    )
     actions = {action.dest: action for group in groups.values() for action in group}
     shown = [actions[name] for name in names if name in actions]
 
     starter = "torchrun --nproc_per_node" if engine != "deepspeed" else "deepspeed --num_gpus"
     start = (
         f"{starter} {max(2, ranks)}"
-        if ranks <= LARGEST_HOST
+        if ranks <= MAX_EXAMPLE_RANKS
         else "python -m launch --hostfile HOSTS"
     )
     examples = {
@@ -61,20 +71,20 @@ def first_page(
     return "\n".join(lines) + "\n"
 
 
-def whole_page(file: str, task: str, groups: Mapping[str, Sequence[argparse.Action]]) -> str:
-    """Return all flags of the recipe's task, by subject."""
+def full_help_page(file: str, task: str, groups: Mapping[str, Sequence[argparse.Action]]) -> str:
+    """Return all flags of the recipe's task, grouped by subject."""
     lines = [f"{task}: {TASKS[task].about}. All flags by subject (- and _ are equivalent):", ""]
     for title, actions in groups.items():
         lines += [f"{title}:", _flags(actions)]
     return "\n".join([*lines, f"The most used flags: python {file} --help"]) + "\n"
 
 
-def of_other_tasks(task: str, adapted: bool) -> set[str]:
-    """Return the flags that a recipe of this task cannot use."""
-    others = {name for name, tasks in own_fields().items() if task not in tasks}
+def flags_of_other_tasks(task: str, adapted: bool) -> set[str]:
+    """Return the flags that a recipe for this task cannot use."""
+    others = {name for name, tasks in task_fields().items() if task not in tasks}
     return (
         others
-        | (TASKS[task].lacks.keys() & {"tp", "pp", "sp", "ep"})
+        | (TASKS[task].unsupported.keys() & {"tp", "pp", "sp", "ep"})
         | (set() if adapted else {"merge"})
     )
 
@@ -88,7 +98,7 @@ def _flags(actions: Sequence[argparse.Action]) -> str:
 
 
 class CommandFormatter(argparse.RawDescriptionHelpFormatter):
-    """One line for each flag of a subcommand where it fits, with one of its two spellings."""
+    """Help formatter for subcommands: one spelling and, where possible, one line per flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(
@@ -111,7 +121,7 @@ class CommandFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Shows one spelling of each flag: `--[no-]wandb`."""
+    """Help formatter that shows one spelling of each flag, for example `--[no-]wandb`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(
@@ -126,6 +136,17 @@ class _Formatter(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if isinstance(action, argparse.BooleanOptionalAction):
             return f"--[no-]{action.dest}"
-        return " ".join(
+        text = " ".join(
             [", ".join(action.option_strings), *([str(action.metavar)] if action.metavar else [])]
         )
+        return _break_choices(text, self._width - self._current_indent)
+
+
+def _break_choices(text: str, width: int) -> str:
+    """Break a flag with its choices, `--flag a|b|c`, into lines of at most `width` columns."""
+    lines = [""]
+    for part in re.split(r"(?<=[|])", text):
+        if len(lines[-1]) + len(part) > width and lines[-1]:
+            lines.append(" " * 6)
+        lines[-1] += part
+    return "\n".join(lines)

@@ -1,6 +1,4 @@
-"""The Hugging Face hub: its cache on this machine, whether it can be reached, and its errors in
-plain words.
-"""
+"""The Hugging Face Hub: its local cache, a reachability check and readable errors."""
 
 import contextlib
 import functools
@@ -16,42 +14,43 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from .errors import ConfigError, Problem, config_error
 from .paths import local_path
-from .refusal import Problem, Refusal, refuse
 
 T = TypeVar("T")
 
-# attempts to connect, a second apart, and seconds for each, before the hub counts as away
+# Number of connection attempts, made one second apart, and the timeout of each in seconds. If all
+# attempts fail, the hub is considered unreachable.
 HUB_ATTEMPTS, HUB_PATIENCE = 3, 5.0
 
-# how a pointer of Git LFS begins, and how long it may be
-POINTER, POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
+# First bytes of a Git LFS pointer file, and its maximum size.
+LFS_POINTER, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/v1", 1024
 
 
-def check_pointer(file: Path, begin: bytes) -> None:
-    """Raise `Refusal` for a file whose first bytes are a pointer of Git LFS: a clone has it instead
-    of a file that was not fetched.
+def check_lfs_pointer(file: Path, first_bytes: bytes) -> None:
+    """Raise `ConfigError` if the first bytes of a file are a Git LFS pointer.
+
+    A clone contains such a pointer instead of every file that was not fetched.
     """
-    if begin.startswith(POINTER):
-        raise refuse(
+    if first_bytes.startswith(LFS_POINTER):
+        raise config_error(
             str(file), "is a Git LFS pointer, not the file itself", "fetch the file: git lfs pull"
         )
 
 
 @functools.cache
-def hub_is_away(attempts: int = 0, patience: float = 0) -> bool:
-    """Try to connect to the hub; return True if that fails.
+def hub_is_unreachable(attempts: int = 0, patience: float = 0) -> bool:
+    """Return True if a connection to the hub fails.
 
-    The defaults are `HUB_ATTEMPTS` and `HUB_PATIENCE` seconds.
-
-    The hub's own client needs a minute of retries for each file to find out (huggingface_hub 2.4).
+    The defaults are `HUB_ATTEMPTS` and `HUB_PATIENCE` seconds. Without this check, the hub's own
+    client (huggingface_hub 2.4) needs a minute of retries per file to find out.
     """
-    from urllib.request import getproxies  # heavy, and a plan needs neither
+    from urllib.request import getproxies  # a heavy import, which a dry run does not need
 
     from huggingface_hub import constants
 
     hub = urlsplit(constants.ENDPOINT)
-    # offline there is no hub; with a proxy only the proxy can say
+    # Offline mode never connects. Behind a proxy, only the proxy can reach the hub.
     if constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():
         return constants.HF_HUB_OFFLINE
     for attempt in range(attempts or HUB_ATTEMPTS):
@@ -66,8 +65,9 @@ def hub_is_away(attempts: int = 0, patience: float = 0) -> bool:
 
 
 def shorten_retries() -> None:
-    """Print one short line for each retry of huggingface_hub 2.4, which prints two and does not say
-    who it is.
+    """Shorten huggingface_hub 2.4's retry log to one line per retry that names the hub.
+
+    Without this filter, each retry prints two lines that do not name the program that prints them.
     """
     why = ""
 
@@ -91,9 +91,10 @@ def shorten_retries() -> None:
     logging.getLogger("huggingface_hub.utils._http").addFilter(shorten)
 
 
-def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> Refusal:
-    """Explains, as a refusal, why `name` could not be read from the hub or a folder; `kind` is the
-    page's prefix, `datasets/` for a dataset.
+def hub_error(where: str, name: str, error: BaseException, kind: str = "") -> ConfigError:
+    """Return a config error that explains why `name` cannot be read from the hub or a folder.
+
+    `kind` is the prefix in the page's address, for example `datasets/`.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -105,7 +106,7 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
     names = {type(link).__name__ for link in chain}
     if Path(name).expanduser().exists() or not is_hub_id(name):
         exists = Path(name).expanduser().exists()
-        return refuse(
+        return config_error(
             where,
             (
                 text
@@ -115,7 +116,7 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
             "check the path",
         )
     if any(isinstance(link, GatedRepoError) for link in chain) or "gated" in text:
-        return refuse(
+        return config_error(
             where,
             "is gated, and this machine is not logged in with an account that may read it",
             f"ask for access at {page}, then run: hf auth login",
@@ -124,7 +125,7 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
         any(isinstance(link, RepositoryNotFoundError) for link in chain)
         or "DatasetNotFoundError" in names
     ):
-        return refuse(
+        return config_error(
             where,
             f"does not exist at {page}, or is private or gated",
             "check the name. If it is right, run: hf auth login",
@@ -134,16 +135,20 @@ def hub_refusal(where: str, name: str, error: BaseException, kind: str = "") -> 
             f"connect to the network and unset HF_HUB_OFFLINE, or give a local folder. If {page}"
             " asks for it, run: hf auth login"
         )
-        return refuse(where, "is not in the local cache, and the hub cannot be reached", fix)
-    return refuse(where, text, f"see {page}")
+        return config_error(where, "is not in the local cache, and the hub cannot be reached", fix)
+    return config_error(where, text, f"see {page}")
 
 
 def ask_for_model(
-    name: str, revision: str, fetch: Callable[[bool], T], is_away: Callable[[], bool] = hub_is_away
+    name: str,
+    revision: str,
+    fetch: Callable[[bool], T],
+    is_away: Callable[[], bool] = hub_is_unreachable,
 ) -> T:
-    """Return `fetch(local_files_only)`, which reads files of a model from the hub or its cache.
+    """Return `fetch(local_files_only)`, which reads a model's files from the hub or its cache.
 
-    Raises `Refusal` if the hub does not give them. A start and a dry run refuse with these words.
+    Raise `ConfigError` if the files cannot be read. A real run and a dry run show the same
+    messages.
     """
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -158,24 +163,24 @@ def ask_for_model(
     try:
         return fetch(away)
     except GatedRepoError:
-        raise refuse(
+        raise config_error(
             where,
             f"is gated: you must accept its licence at {page}",
             "then log in with: hf auth login",
         ) from None
     except RevisionNotFoundError:
-        raise refuse(
+        raise config_error(
             f"--model_revision {revision}",
             f"{page} does not have this branch, tag or commit",
             f"see {page}/commits/main",
         ) from None
     except RepositoryNotFoundError:
         rule = f"the folder does not exist, and {page} does not exist or is private"
-        raise refuse(
+        raise config_error(
             where, rule, "check the path or the name, or log in with: hf auth login"
         ) from None
     except HFValidationError:
-        raise refuse(
+        raise config_error(
             where,
             "the folder does not exist, and the name is not a hub id (ORG/NAME)",
             "check the path",
@@ -191,15 +196,15 @@ def ask_for_model(
             f"the folder does not exist, the model is not in the cache {cache_folder()}{at}, and"
             f" {why}"
         )
-        raise refuse(where, rule, f"check the path, or {not_cached(name, revision)}") from None
+        raise config_error(
+            where, rule, f"check the path, or {not_cached(name, revision)}"
+        ) from None
 
 
 def published_config(name: str, revision: str) -> bytes | None:
-    """Download the config.json of a model, and nothing else; None if it has none.
+    """Download only a model's config.json, or return None if the model has no such file.
 
-    The cache does not change.
-
-    Raises `Refusal` as `ask_for_model` does.
+    The cache does not change. Raise the same `ConfigError` as `ask_for_model`.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -219,7 +224,7 @@ def published_config(name: str, revision: str) -> bytes | None:
             except EntryNotFoundError:
                 return None
 
-    return ask_for_model(name, revision, fetch, partial(hub_is_away, 1, 2.0))
+    return ask_for_model(name, revision, fetch, partial(hub_is_unreachable, 1, 2.0))
 
 
 def is_hub_id(name: str) -> bool:
@@ -234,10 +239,10 @@ def is_hub_id(name: str) -> bool:
 # The cache
 # --------------------------------------------------------------------------------------------------
 
-MODELS, DATASETS = "models", "datasets"  # kinds of repositories, as the cache spells them
+MODELS, DATASETS = "models", "datasets"  # kinds of repositories, spelled as in the cache
 
 
-# Folders that programs write to and whose value they take as it is
+# Variables that name folders to which programs write. These programs do not expand ~ or $.
 UNEXPANDED = (
     "XDG_CACHE_HOME",
     "TORCH_EXTENSIONS_DIR",
@@ -249,10 +254,10 @@ UNEXPANDED = (
 
 
 def check_variables(environment: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each variable that names a cache and is empty, an address or a path that
-    no library expands.
+    """Return a problem for each cache variable with an unusable value.
 
-    Libraries read an empty one as the current folder, and s3://bucket as a folder named s3:.
+    A value is unusable if it is empty, an address, or a path that the libraries do not expand.
+    Libraries interpret an empty value as the current folder, and s3://bucket as a folder named s3:.
     """
     names = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_DATASETS_CACHE"]
     names += ["XDG_CACHE_HOME"] if "HF_HOME" not in environment else []
@@ -268,8 +273,8 @@ def check_variables(environment: Mapping[str, str]) -> list[Problem]:
         where = f"{name} = {value}"
         try:
             path = str(local_path(where, value))
-        except Refusal as refusal:
-            problems += refusal.problems
+        except ConfigError as error:
+            problems += error.problems
             continue
         if name in UNEXPANDED and value.startswith(("~", "$")):
             problems.append(
@@ -284,8 +289,9 @@ def check_variables(environment: Mapping[str, str]) -> list[Problem]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the hub's cache, by the rule of huggingface_hub 2.4 (`constants.py`),
-    whose import a plan does not need.
+    """Return the hub's cache folder, by the rule of huggingface_hub 2.4 (`constants.py`).
+
+    The rule is repeated here so that a dry run does not have to import that package.
     """
     default_home = os.path.join(os.path.expanduser("~"), ".cache")
     home = os.environ.get(
@@ -299,16 +305,15 @@ def cache_folder() -> Path:
 
 
 def repository(name: str, kind: str = MODELS) -> Path:
-    """Return the folder that the cache has, or would have, for a repository."""
+    """Return a repository's folder in the cache, whether or not it exists."""
     return cache_folder() / f"{kind}--{name.replace('/', '--')}"
 
 
 def snapshot_of(name: str, revision: str = "", kind: str = MODELS) -> Path | None:
-    """Return the cached files of a repository at a branch, tag or commit, "" for main; None if the
-    cache has no such files.
+    """Return a repository's cached files at a branch, tag or commit ("" for main).
 
-    The name of the folder is the commit. Files of the snapshot may be missing, because a download
-    may take some files only.
+    Return None if the files are not cached. The name of the returned folder is the commit. The
+    snapshot may be incomplete, because a download can select individual files.
     """
     folder, revision = repository(name, kind), revision or "main"
     if not is_hub_id(name):
@@ -322,22 +327,24 @@ def snapshot_of(name: str, revision: str = "", kind: str = MODELS) -> Path | Non
 
 
 def commit_of(name: str, revision: str = "", kind: str = MODELS) -> str | None:
-    """Return the commit of the cached files of a repository; None if they are not cached or `name`
-    is a folder.
+    """Return the commit of a repository's cached files.
+
+    Return None if the files are not cached or if `name` is a folder.
     """
     found = None if Path(name).is_dir() else snapshot_of(name, revision, kind)
     return found.name if found else None
 
 
 def is_offline(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return True if the user forbids to ask the hub, by the rule of huggingface_hub 2.4."""
+    """Return True if the user has disabled the hub, by huggingface_hub 2.4's rule."""
     value = environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in ("1", "ON", "YES", "TRUE")
 
 
 def not_cached(name: str, revision: str = "", kind: str = MODELS) -> str:
-    """Return the end of a message about a repository that is not in the cache: what is there, and
-    how to fill it.
+    """Return the end of a message that a repository is not cached.
+
+    The text names the commits that are cached and the command that downloads the repository.
     """
     others = sorted(path.name for path in repository(name, kind).glob("snapshots/*"))
     of_kind = "--repo-type dataset " if kind == DATASETS else ""

@@ -1,19 +1,20 @@
-"""Lays out the ranks of a job: its data, tensor, pipeline, sequence and expert parallel degrees."""
+"""The layout of a job's ranks: data, tensor, pipeline, sequence and expert parallel degrees."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .refusal import Problem, Refusal
+from .errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Holds the degrees of a job.
+    """The parallel degrees of a job.
 
-    `world = pp * dp * sp * tp`; ep ranks are taken out of the dp ranks.
+    `world = pp * dp * sp * tp`. The ep ranks are a subset of the dp ranks.
 
-    Ranks are laid out as DeepSpeed's `PipeModelDataParallelTopology` does: pipeline slowest, then
-    data, then sequence, tensor fastest, so that tensor peers are neighbours on one host.
+    The axes have the same order as in DeepSpeed's `PipeModelDataParallelTopology`: pipeline varies
+    slowest, then data, then sequence, and tensor varies fastest. Tensor-parallel peers are
+    therefore neighbours on one host.
     """
 
     dp: int = 1
@@ -27,7 +28,7 @@ class Mesh:
         return self.pp * self.dp * self.sp * self.tp
 
     def __str__(self) -> str:
-        """Names the run, for example `dp2_tp2`; degrees of 1 are left out, except dp."""
+        """Return a short name, for example `dp2_tp2`. Degrees of 1 are omitted, except dp."""
         parts = [f"dp{self.dp}"]
         parts += [
             f"{axis}{degree}"
@@ -37,15 +38,16 @@ class Mesh:
         return "_".join(parts)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Returns the coordinate of `rank` on each axis: {"pp", "dp", "sp", "tp"}."""
+        """Return the coordinate of `rank` on each axis: {"pp", "dp", "sp", "tp"}."""
         rest, tp_rank = divmod(rank, self.tp)
         rest, sp_rank = divmod(rest, self.sp)
         pp_rank, dp_rank = divmod(rest, self.dp)
         return {"pp": pp_rank, "dp": dp_rank, "sp": sp_rank, "tp": tp_rank}
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Lists the groups of ranks that differ only on `axes`, each sorted; every rank is in
-        exactly one group.
+        """Return the groups of ranks that differ only on `axes`, each sorted.
+
+        Every rank is in exactly one group.
         """
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
@@ -55,9 +57,9 @@ class Mesh:
 
 
 def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) -> Mesh:
-    """Makes the mesh of `world` ranks with the given degrees; dp takes what is left.
+    """Return the mesh for `world` ranks with the given degrees; the remaining factor becomes dp.
 
-    Raises `Refusal` if the degrees do not fit.
+    Raise `ConfigError` if the degrees do not fit `world`.
     """
     problems = [
         Problem(f"{name} = {degree}", "must be at least 1", f"use --{name} 1")
@@ -65,7 +67,7 @@ def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) ->
         if degree < 1
     ]
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
     used = tp * pp * sp
     if world % used:
         product = " * ".join(
@@ -79,11 +81,11 @@ def make_mesh(world: int, tp: int = 1, pp: int = 1, sp: int = 1, ep: int = 1) ->
             f"choose degrees whose product is {' or '.join(fits)}, or start a multiple of {used}"
             " ranks"
         )
-        raise Refusal([Problem(f"{product} = {used}", rule, fix)])
+        raise ConfigError([Problem(f"{product} = {used}", rule, fix)])
     dp = world // used
     if dp % ep:
         fits = [str(degree) for degree in range(1, dp + 1) if dp % degree == 0]
-        raise Refusal(
+        raise ConfigError(
             [
                 Problem(
                     f"ep = {ep}",
@@ -99,25 +101,24 @@ def fit_degrees(
     world: int,
     degrees: dict[str, int],
     typed: frozenset[str],
-    whole: dict[str, tuple[int, ...]] | None = None,
+    divisible: dict[str, tuple[int, ...]] | None = None,
 ) -> dict[str, int]:
-    """Lowers degrees until they fit `world`: sp gives way first, then ep, pp and tp, each to the
-    largest that fits.
+    """Lower the degrees just enough to fit `world`: sp first, then ep, pp and tp.
 
-    `whole`: axis -> further numbers that its degree has to divide (0 stands for an unknown number,
-    which every degree divides). A degree in `typed` is never changed. `--tiny` uses this;
-    `make_mesh` refuses degrees that still do not fit.
+    `divisible` maps an axis to further numbers that its degree must divide. The number 0 means
+    unknown and accepts every degree. A degree in `typed` is never changed. `--tiny` uses this
+    function. If the degrees still do not fit, `make_mesh` raises an error.
     """
     kept = {axis for axis, degree in degrees.items() if axis in typed or degree < 1}
     fitted = {axis: max(1, degree) if axis in kept else 1 for axis, degree in degrees.items()}
-    for axis in ("tp", "pp", "ep", "sp"):  # in reverse order of giving way
+    for axis in ("tp", "pp", "ep", "sp"):  # the axis lowered last comes first
         for degree in range(degrees[axis], 0, -1) if axis not in kept else ():
             trial = fitted | {axis: degree}
             dp, left = divmod(world, trial["tp"] * trial["pp"] * trial["sp"])
             if (
                 not left
                 and dp % trial["ep"] == 0
-                and all(number % degree == 0 for number in (whole or {}).get(axis, ()))
+                and all(number % degree == 0 for number in (divisible or {}).get(axis, ()))
             ):
                 fitted = trial
                 break
@@ -127,12 +128,11 @@ def fit_degrees(
 def fit_batch(
     dp: int, micro_batch: int, global_batch: int, typed: frozenset[str]
 ) -> tuple[int, int]:
-    """Returns (micro_batch, global_batch) such that `dp` ranks share the global batch evenly; a
-    field in `typed` never changes.
+    """Return (micro_batch, global_batch) such that `dp` ranks can share the global batch evenly.
 
-    The global batch is raised to the next number that fits. A global batch that was typed stays,
-    and the micro-batch is lowered to the largest that fits. Numbers that still do not fit are
-    refused later.
+    Fields in `typed` are never changed. The global batch is raised to the next number that fits. If
+    the global batch was typed, the micro-batch is instead lowered to the largest number that fits.
+    Numbers that still do not fit raise an error later.
     """
     if micro_batch < 1:
         return micro_batch, global_batch
@@ -146,19 +146,20 @@ def fit_batch(
     return micro_batch, global_batch
 
 
-def nearest_worlds(world: int, step: int, works: Callable[[int], bool]) -> list[int]:
-    """Find the nearest numbers of ranks below and above `world` for which `works` is true.
+def nearest_worlds(world: int, step: int, is_valid: Callable[[int], bool]) -> list[int]:
+    """Return the rank counts nearest to `world`, below and above, for which `is_valid` is true.
 
-    Only multiples of `step`, the product of the degrees, can work. It also bounds the search above.
+    Only multiples of `step`, the product of the degrees, can be valid. `step` also limits the
+    upward search.
     """
     below = next(
-        (ranks for ranks in range((world - 1) // step * step, 0, -step) if works(ranks)), None
+        (ranks for ranks in range((world - 1) // step * step, 0, -step) if is_valid(ranks)), None
     )
     above = next(
         (
             ranks
             for ranks in range((world // step + 1) * step, max(64, 2 * (world + step)) + 1, step)
-            if works(ranks)
+            if is_valid(ranks)
         ),
         None,
     )

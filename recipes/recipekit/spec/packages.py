@@ -1,5 +1,6 @@
-"""Looks for the packages that a run needs, before one of them is imported. Imports nothing
-heavy.
+"""Checks that a run's packages are installed. They run before any package is imported.
+
+This module imports nothing heavy.
 """
 
 import importlib.metadata
@@ -9,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .refusal import Refusal, exit_refused, refuse
+from .errors import ConfigError, config_error, exit_with_error
 from .shipped import IS_WHEEL
 from .utf8 import use_utf8
 
-# Import names of what requirements.txt installs, without wandb (a run can do without it) and
-# matplotlib (draws after a run).
-NEEDED = (
+# Import names of the packages in requirements.txt, except wandb, which is optional, and matplotlib,
+# which plots after a run.
+REQUIRED_PACKAGES = (
     *(
         "torch",
         "deepspeed",
@@ -29,48 +30,51 @@ NEEDED = (
     ),
     *("hjson", "pyarrow", "jinja2", "pydantic", "numpy", "rich", "cpuinfo"),
 )
-ROOT = Path(__file__).resolve().parents[3]
+REPOSITORY_ROOT = Path(__file__).resolve().parents[3]
 
 
-def pins() -> list[str]:
-    """Return the lines NAME==VERSION of requirements.txt; an installed wheel has them in its
-    metadata.
-    """
+def pinned_requirements() -> list[str]:
+    """Return the NAME==VERSION lines of requirements.txt or of an installed wheel's metadata."""
     if IS_WHEEL:
         return importlib.metadata.requires("recipekit") or []
-    return [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
+    return [
+        line
+        for line in (REPOSITORY_ROOT / "requirements.txt").read_text().splitlines()
+        if "==" in line
+    ]
 
 
-def check_packages(needed: Sequence[str] = NEEDED) -> None:
-    """Raises `Refusal` if this Python lacks a package that a run imports."""
-    # a folder alone is no package
+def check_packages(packages: Sequence[str] = REQUIRED_PACKAGES) -> None:
+    """Raise `ConfigError` if a package that a run imports is not installed in this Python."""
+    # A folder without files does not count as a package.
     missing = [
         name
-        for name in needed
+        for name in packages
         if (spec := importlib.util.find_spec(name)) is None or spec.origin is None
     ]
     if not missing:
         return
     if IS_WHEEL:
-        raise refuse(
+        raise config_error(
             sys.executable,
             f"has no {', '.join(missing)}",
-            f"{shlex.quote(sys.executable)} -m pip install {' '.join(pins())}",
+            f"{shlex.quote(sys.executable)} -m pip install {' '.join(pinned_requirements())}",
         )
-    activate = ROOT / ".venv" / "bin" / "activate"
+    activate = REPOSITORY_ROOT / ".venv" / "bin" / "activate"
     found = f". {shlex.quote(str(activate))}" if activate.exists() else ""
     fix = f"activate the environment first: {found or 'make setup, then . .venv/bin/activate'}"
-    if sys.prefix == str(ROOT / ".venv"):  # something has gone from the environment
+    if sys.prefix == str(REPOSITORY_ROOT / ".venv"):  # a package was removed from this environment
         fix = f"{shlex.quote(sys.executable)} -m pip install -r requirements.txt"
-    raise refuse(sys.executable, f"has no {', '.join(missing)}", fix)
+    raise config_error(sys.executable, f"has no {', '.join(missing)}", fix)
 
 
-def require_packages(needed: Sequence[str] = NEEDED) -> None:
-    """End a tool with exit code 1 and a message if packages are missing; called before the tool
-    imports them.
+def require_packages(packages: Sequence[str] = REQUIRED_PACKAGES) -> None:
+    """Exit with code 1 and a message if packages are missing.
+
+    A tool must call this function before it imports the packages.
     """
     try:
         use_utf8()
-        check_packages(needed)
-    except Refusal as refusal:
-        exit_refused(refusal)
+        check_packages(packages)
+    except ConfigError as error:
+        exit_with_error(error)

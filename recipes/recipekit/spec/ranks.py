@@ -1,6 +1,6 @@
-"""Rank and world of this process, by the variables of the program that started it.
+"""Rank and world size of this process, from the variables that its launcher set.
 
-Imports nothing heavy.
+This module imports nothing heavy.
 """
 
 import contextlib
@@ -13,23 +13,26 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .refusal import Problem, Refusal, refuse
+from .errors import ConfigError, Problem, config_error
 from .starters import RANK_ONLY, SRUN, STARTERS, Starter
 
-# steps of Slurm from here on are the batch script, the shell of salloc, and the like
-RESERVED = 0xFFFFFF00
-# below the ports that Linux gives to connections, and below 29500
+# Slurm reserves step numbers from this one upward for the batch script, salloc's shell and others.
+FIRST_RESERVED_STEP = 0xFFFFFF00
+# This range is below Linux's ephemeral ports and below 29500.
 FIRST_PORT, NUM_PORTS = 20000, 9000
-LAUNCH = "python -m launch recipes/NAME.py (launch/README.md), which starts the ranks of all hosts"
-LAUNCHERS = ("CROSS_SIZE", "GROUP_WORLD_SIZE")  # of deepspeed and of torchrun
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
-NUMBERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+LAUNCH_FIX = (
+    "python -m launch recipes/NAME.py (launch/README.md), which starts the ranks of all hosts"
+)
+LAUNCHER_COUNT_VARIABLES = ("CROSS_SIZE", "GROUP_WORLD_SIZE")  # set by deepspeed and torchrun
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Rank and world of a process that a scheduler started; `address` is "" if its variables do not
-    give it.
+class ProcessRank:
+    """Rank and world size of a process that a scheduler started.
+
+    `address` is "" if the scheduler's variables do not contain rank 0's address.
     """
 
     starter: Starter
@@ -41,30 +44,32 @@ class Place:
 
 
 def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list[str]:
-    """Set RANK, WORLD_SIZE and what belongs to them for a process of srun or mpirun; return a line
-    about it.
+    """Set RANK, WORLD_SIZE and related variables for a process of srun or mpirun.
 
-    Variables that a launcher or the user has set stay; blank ones are removed, as if they were not
-    set. `joined`: the process has its process group already. Raises `Refusal` if the variables
-    contradict each other, or if this process would train without the others.
+    Return a line that reports the rank, or [] if no variable was set. Variables that a launcher or
+    the user has set are kept. Blank variables are removed, as if they were not set. `joined` is
+    True if the process is already in its process group.
+
+    Raise `ConfigError` if the variables contradict each other, or if this process would train
+    without the others.
     """
-    for name in (*NUMBERS, *MEETING):
+    for name in (*RANK_VARIABLES, *RENDEZVOUS_VARIABLES):
         if name in variables and not variables[name].strip():
             del variables[name]
-    place = place_of(variables)
+    place = process_rank_of(variables)
     if "RANK" in variables or place is None:
         if (
-            problems := check_given(variables, joined)
+            problems := check_launcher_variables(variables, joined)
             or check_launchers(variables, place)
-            or check_alone(variables, place)
+            or check_smaller_job(variables, place)
         ):
-            raise Refusal(problems)
+            raise ConfigError(problems)
         return []
     if problems := check_numbers(variables):
-        raise Refusal(problems)
-    _check_task(place, variables)
+        raise ConfigError(problems)
+    _check_process_rank(place, variables)
 
-    numbers = _numbers_of(place, variables)
+    numbers = _rank_variables(place, variables)
     variables.update(numbers)
     if place.local_ranks:
         variables.setdefault("LOCAL_WORLD_SIZE", str(place.local_ranks))
@@ -74,47 +79,50 @@ def take_rank(variables: MutableMapping[str, str], joined: bool = False) -> list
     ]
 
 
-def _check_task(place: Place, variables: Mapping[str, str]) -> None:
-    """Raise `Refusal` if a task has the world of another job, or a terminal of its own."""
+def _check_process_rank(place: ProcessRank, variables: Mapping[str, str]) -> None:
+    """Raise `ConfigError` for a different job's world size, or for the terminal of srun --pty."""
     where = f"{place.starter.name}, rank {place.rank} of {place.world}"
     given = variables.get("WORLD_SIZE", str(place.world))
     if given != str(place.world):
-        raise refuse(where, f"contradicts WORLD_SIZE = {given}", "unset WORLD_SIZE")
+        raise config_error(where, f"contradicts WORLD_SIZE = {given}", "unset WORLD_SIZE")
     if _has_terminal(variables):
-        fix = f"start the terminal with srun --pty --ntasks=1, or use {LAUNCH}"
-        raise refuse(
+        fix = f"start the terminal with srun --pty --ntasks=1, or use {LAUNCH_FIX}"
+        raise config_error(
             where, "srun --pty gives a terminal to one of its tasks and ends the others", fix
         )
 
 
-def _numbers_of(place: Place, variables: Mapping[str, str]) -> dict[str, str]:
+def _rank_variables(place: ProcessRank, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables with which this process joins the others.
 
-    Raises `Refusal` if the rank on this host or the host of rank 0 is not known.
+    Raise `ConfigError` if the rank on this host or the host of rank 0 is unknown.
     """
     where = f"{place.starter.name}, rank {place.rank} of {place.world}"
     local_rank = variables.get("LOCAL_RANK") or place.local_rank
     if local_rank is None:
-        fix = f"set LOCAL_RANK for each process, or use {LAUNCH}"
-        raise refuse(where, "its variables do not give the rank on this host", fix)
+        fix = f"set LOCAL_RANK for each process, or use {LAUNCH_FIX}"
+        raise config_error(where, "its variables do not give the rank on this host", fix)
     address = variables.get("MASTER_ADDR") or place.address
     if not address:
-        fix = f"set MASTER_ADDR to the first host and MASTER_PORT for all ranks, or use {LAUNCH}"
-        raise refuse(where, "its variables do not give the host of rank 0", fix)
+        fix = (
+            f"set MASTER_ADDR to the first host and MASTER_PORT for all ranks, or use {LAUNCH_FIX}"
+        )
+        raise config_error(where, "its variables do not give the host of rank 0", fix)
     return {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world),
         "LOCAL_RANK": str(local_rank),
         "MASTER_ADDR": address,
-        "MASTER_PORT": variables.get("MASTER_PORT") or str(_port(place.starter, variables)),
+        "MASTER_PORT": variables.get("MASTER_PORT")
+        or str(_rendezvous_port(place.starter, variables)),
     }
 
 
-def place_of(variables: Mapping[str, str]) -> Place | None:
-    """Return rank and world of a process that is one of several; None if it is the only one, or if
-    no scheduler started it.
+def process_rank_of(variables: Mapping[str, str]) -> ProcessRank | None:
+    """Return the rank and world size of a process that is one of several.
 
-    Raises `Refusal` if a variable says that there are several processes, and none says how many.
+    Return None if the process is the only one, or if no scheduler started it. Raise `ConfigError`
+    if a variable shows that there are several processes but no variable contains their number.
     """
     known = False
     for starter in STARTERS:
@@ -122,7 +130,7 @@ def place_of(variables: Mapping[str, str]) -> Place | None:
             variables.get(name, "") for name in (starter.rank, _world_name(starter, variables))
         ]
         if starter.local_rank and starter.local_rank not in variables and starter.name == "mpiexec":
-            continue  # the other mpiexec
+            continue  # the variable belongs to a different mpiexec
         if not all(number.isdecimal() for number in numbers) or (
             starter is SRUN and not _is_step(variables)
         ):
@@ -131,9 +139,9 @@ def place_of(variables: Mapping[str, str]) -> Place | None:
         rank, world = map(int, numbers)
         if world > 1:
             return (
-                _of_srun(rank, world, variables)
+                _srun_process_rank(rank, world, variables)
                 if starter is SRUN
-                else _of_other(starter, rank, world, variables)
+                else _mpi_process_rank(starter, rank, world, variables)
             )
     if (
         not known
@@ -142,9 +150,9 @@ def place_of(variables: Mapping[str, str]) -> Place | None:
     ):
         fix = (
             "set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, or"
-            f" use {LAUNCH}"
+            f" use {LAUNCH_FIX}"
         )
-        raise refuse(
+        raise config_error(
             f"{name} = {variables[name]}",
             "this process is one of several, and no variable gives their number",
             fix,
@@ -152,18 +160,19 @@ def place_of(variables: Mapping[str, str]) -> Place | None:
     return None
 
 
-def check_given(variables: Mapping[str, str], joined: bool) -> list[Problem]:
-    """Refuse variables of a launcher that contradict each other or are left over: the run would
-    wait for ranks that nobody starts.
+def check_launcher_variables(variables: Mapping[str, str], joined: bool) -> list[Problem]:
+    """Return problems for launcher variables that are contradictory or left over from a past job.
+
+    With such variables, the run would wait for ranks that nobody starts.
     """
     if wrong := check_numbers(variables):
         return wrong
-    numbers = {name: variables[name] for name in NUMBERS if variables.get(name, "")}
+    numbers = {name: variables[name] for name in RANK_VARIABLES if variables.get(name, "")}
     world, rank = int(numbers.get("WORLD_SIZE", "1")), int(numbers.get("RANK", "0"))
     if world > 1 and "RANK" not in numbers:
         fix = (
             f"unset WORLD_SIZE to train on 1 rank (a dry run takes --world {world}), or start the"
-            f" ranks with {LAUNCH}"
+            f" ranks with {LAUNCH_FIX}"
         )
         return [
             Problem(
@@ -181,17 +190,17 @@ def check_given(variables: Mapping[str, str], joined: bool) -> list[Problem]:
                 f"RANK = {rank}", rule, "unset RANK to train on 1 rank, or let a launcher set both"
             )
         ]
-    missing = [name for name in MEETING if not variables.get(name)]
+    missing = [name for name in RENDEZVOUS_VARIABLES if not variables.get(name)]
     if world > 1 and missing and not joined:
         rule = f"{' and '.join(missing)} must be set, or the ranks cannot meet"
-        fix = f"unset RANK and WORLD_SIZE to train on 1 rank, or use {LAUNCH}"
+        fix = f"unset RANK and WORLD_SIZE to train on 1 rank, or use {LAUNCH_FIX}"
         return [Problem(f"RANK = {rank}, WORLD_SIZE = {world}", rule, fix)]
     return []
 
 
 def check_numbers(variables: Mapping[str, str]) -> list[Problem]:
-    """Refuse variables of a launcher that are no numbers, or of no number that a job can have."""
-    numbers = {name: variables[name] for name in NUMBERS if variables.get(name, "")}
+    """Return a problem for each launcher variable that is out of range or not a number."""
+    numbers = {name: variables[name] for name in RANK_VARIABLES if variables.get(name, "")}
     return [
         Problem(
             f"{name} = {text[:20]}{'...' if len(text) > 20 else ''}",
@@ -199,16 +208,21 @@ def check_numbers(variables: Mapping[str, str]) -> list[Problem]:
             f"unset {name}",
         )
         for name, text in numbers.items()
-        if not text.isdecimal() or len(text) > 9 or (text == "0" and name in NUMBERS[::3])
+        if not text.isdecimal() or len(text) > 9 or (text == "0" and name in RANK_VARIABLES[::3])
     ]
 
 
-def check_alone(variables: Mapping[str, str], place: Place | None) -> list[Problem]:
-    """Refuse a process of srun or mpirun with the RANK of a smaller job: each process would train
-    by itself.
+def check_smaller_job(variables: Mapping[str, str], place: ProcessRank | None) -> list[Problem]:
+    """Return a problem for an srun or mpirun process whose RANK belongs to a smaller job.
+
+    Otherwise each process would train separately.
     """
     world = int(variables.get("WORLD_SIZE", "1"))
-    if place is None or world >= place.world or any(name in variables for name in LAUNCHERS):
+    if (
+        place is None
+        or world >= place.world
+        or any(name in variables for name in LAUNCHER_COUNT_VARIABLES)
+    ):
         return []
     name, world_name = place.starter.name, _world_name(place.starter, variables)
     left_over = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables]
@@ -225,19 +239,19 @@ def check_alone(variables: Mapping[str, str], place: Place | None) -> list[Probl
     ]
 
 
-def check_launchers(variables: Mapping[str, str], place: Place | None) -> list[Problem]:
-    """Refuse several launchers under srun or mpirun, each of which starts a run of its own.
+def check_launchers(variables: Mapping[str, str], place: ProcessRank | None) -> list[Problem]:
+    """Return a problem if srun or mpirun started several launchers, which start separate runs.
 
-    LAUNCHERS hold the number of launchers that have found each other.
+    LAUNCHER_COUNT_VARIABLES contain the number of launchers that have found each other.
     """
-    launchers = next(filter(None, map(variables.get, LAUNCHERS)), None)
+    launchers = next(filter(None, map(variables.get, LAUNCHER_COUNT_VARIABLES)), None)
     if place is None or launchers != "1" or _has_terminal(variables):
         return []
     name, count = place.starter.name, place.world
     rule = f"has started {count} launchers, and each would start a separate run"
     fix = (
         f"start one launcher with {name} -n 1, start the recipe itself with {name} -n RANKS, or use"
-        f" {LAUNCH}"
+        f" {LAUNCH_FIX}"
     )
     return [
         Problem(
@@ -251,10 +265,13 @@ def _world_name(starter: Starter, variables: Mapping[str, str]) -> str:
 
 
 def _is_step(variables: Mapping[str, str]) -> bool:
-    """Return True for a task of srun. A batch script is one process, whatever SLURM_NTASKS is."""
+    """Return True for an srun task.
+
+    A batch script is a single process, even if SLURM_NTASKS is larger than 1.
+    """
     step = variables.get("SLURM_STEP_ID", "")
     if step.isdecimal():
-        return int(step) < RESERVED
+        return int(step) < FIRST_RESERVED_STEP
     return variables.get("SLURM_PROCID") != "0"
 
 
@@ -262,38 +279,42 @@ def _has_terminal(variables: Mapping[str, str]) -> bool:
     return "SLURM_PTY_PORT" in variables and variables.get(SRUN.world, "1") != "1"
 
 
-def _of_srun(rank: int, world: int, variables: Mapping[str, str]) -> Place:
-    """Return the place of a task of srun.
+def _srun_process_rank(rank: int, world: int, variables: Mapping[str, str]) -> ProcessRank:
+    """Return the rank of an srun task.
 
-    Raises `Refusal` if the tasks of a host do not have neighbouring ranks.
+    Raise `ConfigError` if the tasks on a host do not have consecutive ranks.
     """
-    tasks = _expanded(
+    tasks = _tasks_per_host(
         variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE", "")
     )
     host, local_rank = (
-        _number(variables.get("SLURM_NODEID", "0")),
-        _number(variables.get("SLURM_LOCALID")),
+        _parse_number(variables.get("SLURM_NODEID", "0")),
+        _parse_number(variables.get("SLURM_LOCALID")),
     )
     if sum(tasks) != world or host is None or host >= len(tasks):
-        return Place(SRUN, rank, world, local_rank, None, "")
+        return ProcessRank(SRUN, rank, world, local_rank, None, "")
     first = sum(tasks[:host])
-    # all ranks of this host, so that its first one refuses with the others
+    # Check all ranks on this host, so that the host's first rank also raises the error.
     here = variables.get("SLURM_GTIDS", "")
     neighbours = not here or here == ",".join(map(str, range(first, first + tasks[host])))
     if not neighbours or (local_rank is not None and first + local_rank != rank):
         fix = "start it with srun --distribution=block"
-        raise refuse(f"srun, rank {rank}", "the ranks of a host must be neighbours", fix)
+        raise config_error(f"srun, rank {rank}", "the ranks of a host must be neighbours", fix)
     nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
     address = "127.0.0.1" if len(tasks) == 1 else _first_address(nodes)
-    return Place(SRUN, rank, world, local_rank, tasks[host], address)
+    return ProcessRank(SRUN, rank, world, local_rank, tasks[host], address)
 
 
-def _of_other(starter: Starter, rank: int, world: int, variables: Mapping[str, str]) -> Place:
-    """Return the place of a process of mpirun and the like, whose variables give no address: "" for
-    several hosts.
+def _mpi_process_rank(
+    starter: Starter, rank: int, world: int, variables: Mapping[str, str]
+) -> ProcessRank:
+    """Return the rank of a process started by mpirun or a similar program.
+
+    The variables of these programs contain no address. If the job has several hosts, the address is
+    "".
     """
-    local_rank = _number(variables.get(starter.local_rank))
-    local_ranks = _number(variables.get(starter.local_ranks))
+    local_rank = _parse_number(variables.get(starter.local_rank))
+    local_ranks = _parse_number(variables.get(starter.local_ranks))
     if starter.hosts and variables.get(starter.hosts) == "1":
         local_ranks = world
     if (
@@ -305,23 +326,24 @@ def _of_other(starter: Starter, rank: int, world: int, variables: Mapping[str, s
             "the ranks of a host must be neighbours, as many on each host. This is rank"
             f" {local_rank} of {local_ranks} here"
         )
-        raise refuse(
+        raise config_error(
             f"{starter.name}, rank {rank} of {world}",
             rule,
             "start it with --map-by slot, and as many ranks on each host",
         )
-    return Place(
+    return ProcessRank(
         starter, rank, world, local_rank, local_ranks, "127.0.0.1" if local_ranks == world else ""
     )
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
 
 
-def _expanded(tasks: str) -> list[int]:
-    """Return the number of tasks on each host: 2(x2),1 means 2, 2 and 1; [] if the text has another
-    form.
+def _tasks_per_host(tasks: str) -> list[int]:
+    """Return the number of tasks on each host, or [] if the text has a different format.
+
+    For example, 2(x2),1 means 2, 2 and 1.
     """
     found: list[int] = []
     for part in tasks.split(","):
@@ -332,8 +354,9 @@ def _expanded(tasks: str) -> list[int]:
 
 
 def _first_address(nodes: str) -> str:
-    """Return the first host of Slurm's list, such as n[01-04,7],m1: its name, or the address in
-    Slurm if the name has none.
+    """Return the first host in a Slurm list such as n[01-04,7],m1.
+
+    The result is the host's name, or the address from Slurm if the name cannot be resolved.
     """
     if not (first := re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)):
         return ""
@@ -349,9 +372,10 @@ def _first_address(nodes: str) -> str:
     return found[1] if (found := re.search(r"\bNodeAddr=(\S+)", told)) else name
 
 
-def _port(starter: Starter, variables: Mapping[str, str]) -> int:
-    """Return the port on which the ranks of a job meet: every rank computes the same, and another
-    job of the host another.
+def _rendezvous_port(starter: Starter, variables: Mapping[str, str]) -> int:
+    """Return the port on which a job's ranks meet.
+
+    Every rank computes the same port. Different jobs on a host compute different ports.
     """
     job = (
         f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}"
@@ -365,8 +389,9 @@ def _port(starter: Starter, variables: Mapping[str, str]) -> int:
 
 
 def _common_parent(starter: Starter) -> str:
-    """Return the process that started all ranks of this host: the nearest ancestor without the
-    variable of the rank.
+    """Return the process that started all ranks of this host.
+
+    This is the nearest ancestor without the rank variable.
     """
     process = os.getppid()
     while process > 1:

@@ -1,4 +1,4 @@
-"""A recipe is data: one frozen dataclass, and the command line made from its fields."""
+"""The `Recipe` dataclass, whose fields also define the command-line flags, and its checks."""
 
 import dataclasses
 import math
@@ -10,23 +10,29 @@ from types import UnionType
 from typing import Any, get_args
 
 from .arguments import wrong_names, wrong_objects
-from .phases import Ramp, check_ramp, check_rates, cut, ramp_of, shorter
-from .refusal import Problem, Refusal
-from .task_specs import PACKED, TASKS, Facts, Plans
+from .errors import ConfigError, Problem
+from .schedules import Ramp, check_ramp, check_rates, fit_warmup_and_decay, ramp_of, truncate_ramp
+from .task_specs import PACKED, TASKS, Plans, TaskSpec
 
 
-def _say(help: str, default: Any, **more: Any) -> Any:
-    """A field with its help text, shown by `--help` under its `group`, which the fields after it
-    share.
+def _flag_field(help: str, default: object, **more: object) -> Any:
+    """Return a dataclass field that carries its flag's help text.
+
+    `--help` lists the flag under its `group`. A field without `group` belongs to the same group as
+    the preceding field.
     """
     return field(default=default, metadata={"help": help, **more})
 
 
 ENGINES = ("deepspeed", "ddp", "fsdp2")
-# Fields whose empty value is documented: none, the default folder, or the model's own.
-# fields about a repository
-OWN = {"dataset": ("split", "subset", "dataset_revision"), "model": ("model_revision",)}
-EMPTY_HAS_A_MEANING = (
+# Fields that describe the repository of a dataset or model.
+REPOSITORY_FIELDS = {
+    "dataset": ("split", "subset", "dataset_revision"),
+    "model": ("model_revision",),
+}
+# Fields that document a meaning for the empty value: no value, the default folder, or the model's
+# default.
+MAY_BE_EMPTY = (
     "subset",
     "model_revision",
     "dataset_revision",
@@ -48,335 +54,347 @@ MAY_BE_ZERO = (
     ),
     *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs", "recompute_every"),
 )  # numbers that must not be negative
-FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has another name
+FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has a different name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
-LONGEST_NAME = 255  # bytes in the name of a file
-LARGEST = (1 << 63) - 1  # of whole numbers: torch, numpy and pyarrow keep them in 64 bits
-MOST_RANKS = 1 << 16  # of a degree: the search for numbers of ranks that fit takes as many trials
+MAX_NAME_LENGTH = 255  # maximum bytes in a file name
+MAX_INT = (1 << 63) - 1  # largest integer, because torch, numpy and pyarrow store 64 bits
+MAX_RANKS = 1 << 16  # largest parallel degree; the search for valid world sizes ends here
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run.
+    """Configuration of one training run.
 
     Every plain field (number, string, switch) is a command-line flag of the same name.
     """
 
-    def __new__(cls, *values: Any, **fields: Any) -> "Recipe":
-        """Raise `Refusal` for values without a name, and for names that are no fields."""
+    def __new__(cls, *values: object, **fields: object) -> "Recipe":
+        """Raise `ConfigError` for positional values and for unknown field names."""
         if problems := wrong_names(values, fields, cls.__dataclass_fields__):
-            raise Refusal(problems)
+            raise ConfigError(problems)
         return super().__new__(cls)
 
-    model: str = _say("Model to train: a Hub id or a local folder.", "", group="model")
-    model_revision: str = _say(
+    model: str = _flag_field("Model to train: a Hub id or a local folder.", "", group="model")
+    model_revision: str = _flag_field(
         "Branch, tag or commit of the model and its tokenizer on the Hub. If empty, main is used.",
         "",
     )
-    dataset: str = _say(
+    dataset: str = _flag_field(
         "Training data: Hub id, local files (path, glob or comma-separated list), URLs of JSONL or"
         " Parquet files, or builtin. For a mixture, write NAME=DATASET@WEIGHT;"
         " NAME=DATASET@WEIGHT.",
         "builtin",
         group="data",
     )
-    subset: str = _say(
+    subset: str = _flag_field(
         "Subset (configuration) of the dataset, as its dataset card lists it. If empty, the default"
         " subset is used.",
         "",
     )
-    split: str = _say("Split of the dataset. A local file counts as the split train.", "train")
-    dataset_revision: str = _say(
+    split: str = _flag_field(
+        "Split of the dataset. A local file counts as the split train.", "train"
+    )
+    dataset_revision: str = _flag_field(
         "Branch, tag or commit of the dataset on the Hub. If empty, main is used.", ""
     )
-    text_field: str = _say("Column that contains the text of each document.", "text")
-    bad_rows: str = _say(
+    text_field: str = _flag_field("Column that contains the text of each document.", "text")
+    bad_rows: str = _flag_field(
         "Action on an unreadable row or file. stop: save and end the run. skip: skip it and"
         " count it.",
         "stop",
         choices=("stop", "skip"),
     )
-    retry_s: float = _say(
+    retry_s: float = _flag_field(
         "Seconds to keep retrying a failing data server before the run stops.", 600.0
     )
-    token_cache: str = _say(
+    token_cache: str = _flag_field(
         "Folder that caches tokenised data. auto: local data only, next to the datasets cache. off:"
         " no cache.",
         "auto",
     )
-    messages_field: str = _say("Column that contains the messages of each chat.", "messages")
-    prompt_field: str = _say(
+    messages_field: str = _flag_field("Column that contains the messages of each chat.", "messages")
+    prompt_field: str = _flag_field(
         "Column that contains the prompt of each pair, as text or messages. If empty, both answers"
         " begin with the prompt.",
         "prompt",
     )
-    chosen_field: str = _say(
+    chosen_field: str = _flag_field(
         "Column that contains the preferred answer of each pair, as text or messages.", "chosen"
     )
-    rejected_field: str = _say(
+    rejected_field: str = _flag_field(
         "Column that contains the rejected answer of each pair, as text or messages.", "rejected"
     )
-    image_field: str = _say(
+    image_field: str = _flag_field(
         "Column that contains the image, as an encoded file (PNG, JPEG, ...) or as rows of pixels.",
         "image",
     )
-    label_field: str = _say(
+    label_field: str = _flag_field(
         "Column that contains the class of the image, as an integer from 0.", "label"
     )
-    mask_rate: float = _say(
+    mask_rate: float = _flag_field(
         "Fraction of tokens to mask, between 0 and 1. Masked tokens are sampled again in each"
         " epoch.",
         0.15,
     )
-    whole_words: bool = _say("Mask whole words: either all tokens of a word or none.", False)
-    augment: str = _say(
+    whole_words: bool = _flag_field("Mask whole words: either all tokens of a word or none.", False)
+    augment: str = _flag_field(
         "Augmentation of training images. crop: random crop and random mirroring. none: center"
         " crop.",
         "crop",
         choices=("crop", "none"),
     )
-    threads: int = _say(
+    threads: int = _flag_field(
         "Threads on each rank that decode and augment images. The number does not change the data.",
         2,
     )
-    task: str = _say(
+    task: str = _flag_field(
         " ".join(("Training task.", *(f"{name}: {facts.about}." for name, facts in TASKS.items()))),
         "pretrain",
         choices=tuple(TASKS),
     )
-    tokenizer: str = _say(
+    tokenizer: str = _flag_field(
         "Tokenizer: a Hub id, a folder, or bytes (the built-in byte-level tokenizer). If empty, the"
         " model's own tokenizer is used.",
         "",
         group="model",
     )
-    init: str = _say(
+    init: str = _flag_field(
         "Initial weights. pretrained: the published weights. random: sampled from the seed and each"
         " parameter's name.",
         "pretrained",
         choices=("pretrained", "random"),
     )
-    num_labels: int = _say(
+    num_labels: int = _flag_field(
         "Number of classes. 0 keeps the model's number. A missing head, or one of another size, is"
         " randomly initialised.",
         0,
     )
-    attention: str = _say(
+    attention: str = _flag_field(
         "Attention implementation. varlen: separates packed documents without a mask. auto: varlen"
         " if it is exact for the model, otherwise sdpa; the log gives the reason. sdpa, eager and"
         " flash_attention_2 are implemented in transformers.",
         "auto",
         choices=("auto", "varlen", "sdpa", "eager", "flash_attention_2"),
     )
-    loss: str = _say(
+    loss: str = _flag_field(
         "Cross-entropy implementation. chunked: computes the logits in chunks, to save memory."
         " whole: full logits. auto: chunked if exact, otherwise whole.",
         "auto",
         choices=("auto", "chunked", "whole"),
     )
-    compile: str = _say(
+    compile: str = _flag_field(
         "Use torch.compile for the loss and the layers. If whole layers cannot be compiled, only"
         " their norms and rotary embeddings are. auto: on if the GPU supports it.",
         "auto",
         choices=("auto", "on", "off"),
     )
-    beta: float = _say(
+    beta: float = _flag_field(
         "DPO beta. A larger value keeps the model closer to the reference model.", 0.1
     )
-    activation_checkpointing: bool = _say(
+    activation_checkpointing: bool = _flag_field(
         "Recompute the activations of every layer in the backward pass, to save memory. The same as"
         " --recompute_every 1.",
         False,
     )
-    recompute_every: int = _say(
+    recompute_every: int = _flag_field(
         "Recompute the activations of every N-th layer in the backward pass, to save memory. 1"
         " recomputes every layer, 0 none.",
         0,
     )
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
-    engine: str = _say(
+    engine: str = _flag_field(
         "Training engine: DeepSpeed, or PyTorch's DDP or FSDP2. DDP and FSDP2 read no JSON.",
         "deepspeed",
         choices=ENGINES,
         group="layout",
     )
-    precision: str = _say(
+    precision: str = _flag_field(
         "Compute precision of ddp and fsdp2. Weights stay fp32. Use fp16 for GPUs without bf16.",
         "bf16",
         choices=("bf16", "fp32", "fp16"),
     )
-    tp: int = _say(
+    tp: int = _flag_field(
         "Tensor-parallel degree: ranks over which the weights of each layer are split. 1"
         " disables it.",
         1,
     )
-    pp: int = _say(
+    pp: int = _flag_field(
         "Pipeline-parallel degree: ranks over which the sequence of layers is split. 1"
         " disables it.",
         1,
     )
-    sp: int = _say(
+    sp: int = _flag_field(
         "Sequence-parallel degree, for long rows. Each rank holds 1/sp of each row and of the"
         " attention heads. 1 disables it.",
         1,
     )
-    ep: int = _say(
+    ep: int = _flag_field(
         "Expert-parallel degree. Each data-parallel rank holds 1/ep of the experts of a layer. 1"
         " disables it.",
         1,
     )
-    pipeline_schedule: str = _say(
+    pipeline_schedule: str = _flag_field(
         "Order of the micro-batches in the pipeline. Used only if pp > 1.",
         "1f1b",
         choices=("1f1b", "dualpipev"),
     )
-    # for a model that publishes no plans, or others: see tasks.facts.Plans
+    # Plans for a model that publishes none, or to replace the published plans. See
+    # `task_specs.Plans`.
     pp_plan: dict | None = None  # module name -> "first", "split" or "last"
     tp_plan: dict | None = None  # module name -> a tensor-parallel style of transformers
-    tp_local: dict | None = None  # class of a module -> names of its attributes that tp divides
-    no_decay: tuple = ()  # names of parameters that do not decay, besides vectors
-    # name of parameters -> factor of their learning rate; `*` stands for any characters
+    tp_local: dict | None = None  # class of a module -> its attributes that are divided by tp
+    no_decay: tuple = ()  # names of parameters without weight decay, in addition to vectors
+    # Parameter name -> learning-rate factor. `*` matches any characters.
     lr_scale: dict | None = None
-    # names of weights that Muon takes for its matrices, in place of all in the layers
+    # Names of the weights that Muon treats as matrices. If empty, all matrices in the layers.
     matrices: tuple = ()
 
-    seq_len: int = _say("Tokens per row (maximum sequence length).", 1024, group="batch")
-    micro_batch: int = _say("Rows per forward pass on each data-parallel rank.", 1)
-    global_batch: int = _say("Rows per optimizer step, summed over all ranks.", 8)
-    batch_ramp: str = _say(
+    seq_len: int = _flag_field("Tokens per row (maximum sequence length).", 1024, group="batch")
+    micro_batch: int = _flag_field("Rows per forward pass on each data-parallel rank.", 1)
+    global_batch: int = _flag_field("Rows per optimizer step, summed over all ranks.", 8)
+    batch_ramp: str = _flag_field(
         "Global batches of later steps, as STEP:ROWS. For example, 501:512, 2001:1024 sets 512 rows"
         " from step 501 and 1024 from step 2001.",
         "",
     )
 
-    steps: int = _say(
+    steps: int = _flag_field(
         "Total number of optimizer steps in the schedule.", 1000, group="schedule and optimizer"
     )
-    epochs: float = _say(
+    epochs: float = _flag_field(
         "Number of passes over local data. Sets the run length instead of --steps. 0 uses --steps.",
         0.0,
     )
-    lr: float = _say("Peak learning rate.", 3e-4)
-    min_lr: float = _say("Final learning rate of the cosine, linear and wsd schedules.", 0.0)
-    warmup_steps: int = _say("Number of linear warm-up steps. 0 disables warm-up.", 0)
-    schedule: str = _say(
+    lr: float = _flag_field("Peak learning rate.", 3e-4)
+    min_lr: float = _flag_field("Final learning rate of the cosine, linear and wsd schedules.", 0.0)
+    warmup_steps: int = _flag_field("Number of linear warm-up steps. 0 disables warm-up.", 0)
+    schedule: str = _flag_field(
         "Learning rate schedule after the warm-up. wsd: constant until the last --decay_steps"
         " steps, so that you can extend the run.",
         "cosine",
         choices=("cosine", "linear", "constant", "wsd"),
     )
-    decay_steps: int = _say(
+    decay_steps: int = _flag_field(
         "Number of final steps in which the wsd schedule lowers the learning rate, usually a tenth"
         " of --steps. Other schedules require 0.",
         0,
     )
-    layer_decay: float = _say(
+    layer_decay: float = _flag_field(
         "Layer-wise learning rate decay: lr of a layer = lr * layer_decay^(1 + number of layers"
         " above it). 1 disables it.",
         1.0,
     )
-    weight_decay: float = _say(
+    weight_decay: float = _flag_field(
         "AdamW weight decay of matrices. Vectors (norms, biases) are not decayed. 0 disables it.",
         0.1,
     )
-    beta1: float = _say("AdamW beta1: decay rate of the mean of gradients.", 0.9)
-    beta2: float = _say("AdamW beta2: decay rate of the mean of squared gradients.", 0.95)
-    eps: float = _say("AdamW epsilon, added to the denominator.", 1e-8)
-    gradient_clipping: float = _say(
+    beta1: float = _flag_field("AdamW beta1: decay rate of the mean of gradients.", 0.9)
+    beta2: float = _flag_field("AdamW beta2: decay rate of the mean of squared gradients.", 0.95)
+    eps: float = _flag_field("AdamW epsilon, added to the denominator.", 1e-8)
+    gradient_clipping: float = _flag_field(
         "Maximum gradient norm. Larger gradients are scaled down to it. 0 disables clipping.", 1.0
     )
 
-    eval_every: int = _say(
+    eval_every: int = _flag_field(
         "Steps between evaluations on held-out rows. 0 disables evaluation. The metric step_s"
         " excludes evaluations.",
         0,
         group="evaluation, checkpoints, export",
     )
-    eval_rows: int = _say("Number of held-out rows in each evaluation.", 64)
-    save_every: int = _say(
+    eval_rows: int = _flag_field("Number of held-out rows in each evaluation.", 64)
+    save_every: int = _flag_field(
         "Steps between checkpoints. 0 saves only at the end. The metric step_s excludes saves.", 0
     )
-    keep: int = _say("Number of most recent checkpoints to keep. 0 keeps all.", 2)
-    keep_every: int = _say(
+    keep: int = _flag_field("Number of most recent checkpoints to keep. 0 keeps all.", 2)
+    keep_every: int = _flag_field(
         "Also save a checkpoint at every N-th step and never remove it. 0 disables this.", 0
     )
-    keep_best: bool = _say(
+    keep_best: bool = _flag_field(
         "Also keep the checkpoint with the lowest eval_loss. Only steps with an evaluation count.",
         False,
     )
-    deterministic: bool = _say(
+    deterministic: bool = _flag_field(
         "Make results bit-identical on the same GPUs, at some cost in speed. See"
         " recipes/CHECKPOINTS.md.",
         False,
     )
-    save_in_background: bool = _say(
+    save_in_background: bool = _flag_field(
         "Continue training while a checkpoint is written. This needs host memory for a copy of the"
         " training states.",
         False,
     )
-    stop_at: int = _say(
+    stop_at: int = _flag_field(
         "Save a checkpoint and stop at this step. The schedule does not change. 0 runs to the end.",
         0,
     )
-    export: bool = _say("Write Hugging Face safetensors to OUT/hf when the run is complete.", True)
-    merge: bool = _say(
+    export: bool = _flag_field(
+        "Write Hugging Face safetensors to OUT/hf when the run is complete.", True
+    )
+    merge: bool = _flag_field(
         "Export the model with the LoRA adapter merged into its weights, instead of the adapter. A"
         " finished run exports to OUT/hf_merged.",
         False,
     )
-    seed: int = _say("Random seed for initial weights, data order and dropout.", 0, group="run")
-    out: str = _say(
+    seed: int = _flag_field(
+        "Random seed for initial weights, data order and dropout.", 0, group="run"
+    )
+    out: str = _flag_field(
         "Run folder. It may contain $VAR, {job_id} and {wandb_run_id}. If empty, runs/<recipe>, or"
         " runs/<recipe>_tiny with --tiny.",
         "",
     )
-    resume: str = _say(
+    resume: str = _flag_field(
         "Checkpoint to resume from: a run or step folder. auto: the run in OUT, if there is one."
         " never: start from scratch.",
         "auto",
     )
-    wandb: bool = _say(
+    wandb: bool = _flag_field(
         "Log the run to Weights & Biases. If you are not logged in, the run is recorded offline.",
         True,
         group="tracking",
     )
-    project: str = _say("Name of the Weights & Biases project.", "deepspeed-recipes")
-    wandb_artifact: bool = _say(
+    project: str = _flag_field("Name of the Weights & Biases project.", "deepspeed-recipes")
+    wandb_artifact: bool = _flag_field(
         "Upload OUT/hf to Weights & Biases as an artifact when the run is complete.", False
     )
-    grace: str | float = _say(
+    grace: str | float = _flag_field(
         "Seconds in which each rank must reach the end of its step after a stop request. "
         "auto: three times the slowest step, but at least 25 and at most the scheduler's limit.",
         "auto",
         group="run",
     )
 
-    # model -> model, for example LoRA; called before DeepSpeed sees the model
+    # Function that maps a model to a model, for example to add LoRA. It is called before DeepSpeed
+    # receives the model.
     adapt: Callable[[Any], Any] | None = None
 
     @property
     def labels(self) -> int:
-        """How many outputs the head has; 0: as many as the model's config.json says."""
-        return self.facts.labels or self.num_labels
+        """Return the number of outputs of the head, or 0 if the model's config.json decides."""
+        return self.task_spec.labels or self.num_labels
 
     @property
     def recompute(self) -> int:
-        """Return N if every N-th layer is recomputed in the backward pass, 0 if no layer is."""
+        """Return N if every N-th layer is recomputed in the backward pass, or 0 if no layer is."""
         return self.recompute_every or int(self.activation_checkpointing)
 
     def saves_at(self, step: int) -> bool:
-        """Return True if a checkpoint is due at a step; one is also saved where a run ends."""
+        """Return True if a checkpoint is due at `step`.
+
+        This method does not count the checkpoint that a run also saves at its end.
+        """
         return any(number and step % number == 0 for number in (self.save_every, self.keep_every))
 
     @property
-    def most_checkpoints(self) -> int:
-        """How many checkpoints a run has at a time, at most: a new one is complete before an old
-        one is removed.
+    def max_checkpoints(self) -> int:
+        """Return the maximum number of checkpoints that exist at the same time.
+
+        A new checkpoint is completed before an old one is removed.
         """
-        if not (self.stop_at or self.steps):  # the start counts them
+        if not (self.stop_at or self.steps):  # a recipe with epochs counts its steps at the start
             return self.keep or 1
-        before = (self.stop_at or self.steps) - 1  # steps that may be saved in addition to the last
+        before = (self.stop_at or self.steps) - 1  # steps that may be saved before the last
         numbers = [number for number in (self.save_every, self.keep_every) if number]
         saves = 1 + sum(before // number for number in numbers)
         saves -= before // math.lcm(*numbers) if len(numbers) == 2 else 0
@@ -390,16 +408,18 @@ class Recipe:
 
     @property
     def ramp(self) -> Ramp:
-        """How many rows each step has."""
+        """Return the ramp that sets the number of rows per step."""
         return ramp_of(self.global_batch, self.batch_ramp)
 
-    def shortened(self, typed: frozenset[str]) -> tuple["Recipe", list[str]]:
-        """Fits warm-up, decay and ramp, where the user has not typed them, to the `--steps` of a
-        trial; returns a line for each, too.
+    def fit_to_steps(self, typed: frozenset[str]) -> tuple["Recipe", list[str]]:
+        """Fit warm-up, decay and ramp to `--steps`. Return the recipe and one line per change.
+
+        If `steps` was not typed, the recipe is unchanged. Fields that the user typed are never
+        changed.
         """
         if "steps" not in typed or self.steps < 1 or check_kinds(vars(self)):
             return self, []
-        fitted: dict[str, Any] = shorter(
+        fitted: dict[str, Any] = fit_warmup_and_decay(
             self.schedule, self.steps, self.warmup_steps, self.decay_steps, typed
         )
         lines = [
@@ -415,7 +435,7 @@ class Recipe:
             )
         if (
             "batch_ramp" not in typed
-            and (left := cut(self.batch_ramp, self.steps)) != self.batch_ramp
+            and (left := truncate_ramp(self.batch_ramp, self.steps)) != self.batch_ramp
         ):
             fitted["batch_ramp"] = left
             lines.append(
@@ -426,17 +446,17 @@ class Recipe:
     def for_other_data(
         self, file: "Recipe", typed: frozenset[str]
     ) -> tuple["Recipe", dict[str, str]]:
-        """Take the default split, subset and revision, unless typed, for a typed data set or model
-        that is not the `file`'s.
+        """Reset split, subset and revision to defaults if a different dataset or model was typed.
 
-        Return the recipe and the values of the recipe's file that do not apply.
+        `file` is the recipe as written in its file. Fields that the user typed keep their values.
+        Return the new recipe, and the file's values that no longer apply.
         """
         others = [
             field
-            for field in OWN
+            for field in REPOSITORY_FIELDS
             if field in typed and getattr(self, field) != getattr(file, field)
         ]
-        names = [name for field in others for name in OWN[field] if name not in typed]
+        names = [name for field in others for name in REPOSITORY_FIELDS[field] if name not in typed]
         defaults = {name: _default_of(name) for name in names}
         changed = {
             name: default for name, default in defaults.items() if getattr(file, name) != default
@@ -445,7 +465,7 @@ class Recipe:
 
     @property
     def plans(self) -> Plans:
-        """What the recipe says of its model's modules."""
+        """Return the recipe's plans for the model's modules and parameters."""
         cut = self.pp_plan or {}, self.tp_plan or {}, self.tp_local or {}
         return Plans(
             *cut,
@@ -456,26 +476,28 @@ class Recipe:
         )
 
     @property
-    def facts(self) -> Facts:
-        """The facts of its task; where it names none, which `check_recipe` refuses, those of the
-        default.
+    def task_spec(self) -> TaskSpec:
+        """Return the spec of the recipe's task, or the default task's spec if the name is unknown.
+
+        `check_recipe` reports an unknown name.
         """
         return TASKS[self.task if self.task in tuple(TASKS) else Recipe.task]
 
 
 def check_recipe(recipe: Recipe) -> list[Problem]:
-    """Refuses every value of the recipe that no layout could make right."""
+    """Return a problem for each value that is wrong in every layout."""
     problems = check_kinds(vars(recipe)) + check_values(vars(recipe))
 
-    # What follows compares numbers, so a field that is refused already has its default there.
+    # The checks below compare numbers, so a field that already has a problem is reset to its
+    # default first.
     refused = {problem.where.partition(" = ")[0] for problem in problems}
     recipe = dataclasses.replace(
         recipe, **{name: _default_of(name) for name in refused & Recipe.__dataclass_fields__.keys()}
     )
-    values, facts, adapted = vars(recipe), recipe.facts, recipe.adapt is not None
+    values, facts, adapted = vars(recipe), recipe.task_spec, recipe.adapt is not None
     return [
         *problems,
-        *_check_row(recipe.seq_len, facts),
+        *_check_row_length(recipe.seq_len, facts),
         *_check_counts(values),
         *_check_grace(recipe.grace),
         *_check_ranges(values),
@@ -490,7 +512,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         ),
         *check_ramp(recipe.batch_ramp, recipe.steps),
         *(_check_packed(values) if facts.rows == PACKED else []),
-        *check_lacks(facts, {axis: values[axis] for axis in AXES}, adapted),
+        *check_unsupported(facts, {axis: values[axis] for axis in AXES}, adapted),
         *_check_adapted_stages(recipe.pp, adapted),
         *_check_rates(recipe.lr_scale or {}, recipe.layer_decay, adapted),
         *_check_exports(values),
@@ -502,9 +524,9 @@ def _default_of(name: str) -> Any:
     return Recipe.__dataclass_fields__[name].default
 
 
-def _check_row(seq_len: int, facts: Facts) -> list[Problem]:
-    """Refuse a row without a target."""
-    if seq_len != 1 or "seq_len" not in facts.reads or facts.masked:
+def _check_row_length(seq_len: int, task_spec: TaskSpec) -> list[Problem]:
+    """Return a problem if a row is too short to contain a target."""
+    if seq_len != 1 or "seq_len" not in task_spec.reads or task_spec.labels_in_place:
         return []
     rule = (
         "a row of one token has no target, because each token is predicted from the tokens"
@@ -514,7 +536,7 @@ def _check_row(seq_len: int, facts: Facts) -> list[Problem]:
 
 
 def _check_counts(values: Mapping[str, Any]) -> list[Problem]:
-    """Refuse counts that are too small."""
+    """Return a problem for each count that is too small."""
     problems = []
     for name in ("seq_len", "micro_batch", "global_batch", "steps", "eval_rows", "threads"):
         value, from_epochs = values[name], name == "steps" and values["epochs"]
@@ -532,7 +554,7 @@ def _check_counts(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _check_grace(grace: str | float) -> list[Problem]:
-    """Refuse a grace that is no time."""
+    """Return a problem if `grace` is neither auto nor a positive number of seconds."""
     try:
         seconds_of(grace)
     except ValueError:
@@ -547,7 +569,7 @@ def _check_grace(grace: str | float) -> list[Problem]:
 
 
 def _check_ranges(values: Mapping[str, Any]) -> list[Problem]:
-    """Refuse rates and fractions out of their range."""
+    """Return a problem for each rate or fraction that is out of range."""
     problems = []
     for name in ("lr", "eps", "retry_s", "beta"):
         value = values[name]
@@ -568,7 +590,7 @@ def _check_ranges(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _check_steps(values: Mapping[str, Any]) -> list[Problem]:
-    """Refuse a stop after the last step, and the choice of a best step without evaluations."""
+    """Return problems for a stop after the last step and for `keep_best` without evaluations."""
     problems = []
     stop_at, steps = values["stop_at"], values["steps"]
     if stop_at > steps > 0:
@@ -583,19 +605,19 @@ def _check_steps(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _check_packed(values: Mapping[str, Any]) -> list[Problem]:
-    """Refuse several rows of packed documents where FlashAttention would not separate them."""
+    """Return a problem if FlashAttention would not separate the documents in packed rows."""
     attention, micro_batch, sp = values["attention"], values["micro_batch"], values["sp"]
     if attention != "flash_attention_2" or micro_batch <= 1 or sp != 1:
         return []
-    # transformers 5.22.2 looks for documents in position_ids only where there is one row
-    # (_is_packed_sequence)
+    # transformers 5.22.2 detects documents from position_ids only if the batch has a single row
+    # (_is_packed_sequence).
     rule = "FlashAttention separates packed documents only if the micro-batch has one row"
     where = f"micro_batch = {micro_batch} with attention = flash_attention_2"
     return [Problem(where, rule, "use --micro_batch 1, or --attention sdpa")]
 
 
 def _check_adapted_stages(pp: int, adapted: bool) -> list[Problem]:
-    """Refuse an adapter under pipeline parallelism."""
+    """Return a problem if an adapter is combined with pipeline parallelism."""
     if pp <= 1 or not adapted:
         return []
     rule = "an adapter wraps the whole model, and a pipeline stage holds only part of it"
@@ -603,7 +625,7 @@ def _check_adapted_stages(pp: int, adapted: bool) -> list[Problem]:
 
 
 def _check_exports(values: Mapping[str, Any]) -> list[Problem]:
-    """Refuse uploads and merges of an export that the run does not make."""
+    """Return a problem for each upload or merge of an export that the run does not write."""
     problems = []
     for needed in ("wandb", "export") if values["wandb_artifact"] else ():
         if not values[needed]:
@@ -617,10 +639,10 @@ def _check_exports(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def check_values(values: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each value of a recipe that is empty, blank or too large to plan with.
+    """Return a problem for each recipe value that is empty, blank or too large.
 
-    Libraries read an empty path as the current folder. The usual cause is a variable of the shell
-    that is not set.
+    Libraries interpret an empty path as the current folder. The usual cause is an unset shell
+    variable.
     """
     found = []
     for name, value in values.items():
@@ -628,7 +650,7 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
         if (
             isinstance(value, str)
             and not value.strip()
-            and not (value == "" and name in EMPTY_HAS_A_MEANING)
+            and not (value == "" and name in MAY_BE_EMPTY)
         ):
             examples = {
                 "model": "ORG/NAME or a folder",
@@ -643,16 +665,16 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
             isinstance(value, str)
             and name in PATHS
             and (long := max(re.split("[/,;]", value), key=len))
-            and len(os.fsencode(long)) > LONGEST_NAME
+            and len(os.fsencode(long)) > MAX_NAME_LENGTH
         ):
             rule = (
                 f"has a file name of {len(os.fsencode(long))} bytes, but file systems allow at most"
-                f" {LONGEST_NAME}"
+                f" {MAX_NAME_LENGTH}"
             )
             found.append(
                 Problem(f"{flag} = {value[:30]}...", rule, f"use a shorter path for --{flag}")
             )
-        most = MOST_RANKS if name in AXES else LARGEST
+        most = MAX_RANKS if name in AXES else MAX_INT
         if type(value) is int and abs(value) > most:
             fix = f"for example --{flag} {_default_of(name)}"
             found.append(Problem(f"{flag} = {value}", f"must be at most {most}", fix))
@@ -660,9 +682,7 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> list[Problem]:
-    """Refuses factors of learning rates that are none, and those of layers where an adapter is
-    trained.
-    """
+    """Return problems for invalid learning-rate factors and for `layer_decay` with an adapter."""
     found = [
         Problem(
             f"lr_scale of {name!r} = {factor!r}",
@@ -696,23 +716,26 @@ def _check_rates(scales: dict[str, Any], layer_decay: float, adapted: bool) -> l
 AXES = ("tp", "pp", "sp", "ep")
 
 
-def check_lacks(facts: Facts, degrees: Mapping[str, int], adapted: bool = False) -> list[Problem]:
-    """Refuses the parallel degrees, and the adapter, that a task does not have."""
+def check_unsupported(
+    task_spec: TaskSpec, degrees: Mapping[str, int], adapted: bool = False
+) -> list[Problem]:
+    """Return a problem for each unsupported degree, and for an adapter if it is unsupported."""
     found = [
-        Problem(f"{axis} = {degree}", facts.lacks[axis], f"use --{axis} 1")
+        Problem(f"{axis} = {degree}", task_spec.unsupported[axis], f"use --{axis} 1")
         for axis, degree in degrees.items()
-        if degree > 1 and axis in facts.lacks
+        if degree > 1 and axis in task_spec.unsupported
     ]
     return found + (
-        [Problem("adapt", facts.lacks["adapt"], "remove adapt from the recipe")]
-        if adapted and "adapt" in facts.lacks
+        [Problem("adapt", task_spec.unsupported["adapt"], "remove adapt from the recipe")]
+        if adapted and "adapt" in task_spec.unsupported
         else []
     )
 
 
 def check_kinds(values: dict[str, Any]) -> list[Problem]:
-    """Refuses fields of another type than declared, numbers that are not finite, words that are not
-    among the choices; `values`: vars(recipe).
+    """Return problems for wrong types, infinite or NaN numbers, and unknown choices.
+
+    `values` is vars(recipe).
     """
     problems = wrong_objects(values)
     for item in dataclasses.fields(Recipe):
@@ -747,7 +770,7 @@ def check_kinds(values: dict[str, Any]) -> list[Problem]:
 
 
 def kinds_of_field(item: dataclasses.Field[Any]) -> tuple[type, ...]:
-    """Return the types that a field of a recipe takes; its flag is read as the first one."""
+    """Return the types that a recipe's field accepts. The flag's value is parsed as the first."""
     if isinstance(item.type, UnionType):
         return get_args(item.type)
     assert isinstance(item.type, type)
@@ -755,8 +778,9 @@ def kinds_of_field(item: dataclasses.Field[Any]) -> tuple[type, ...]:
 
 
 def seconds_of(grace: str | float) -> float | None:
-    """Return `--grace` in seconds, None for auto. Raises `ValueError` for other texts and
-    numbers.
+    """Return `--grace` in seconds, or None for auto.
+
+    Raise `ValueError` for any other text, and for numbers that are not positive and finite.
     """
     if grace == "auto":
         return None

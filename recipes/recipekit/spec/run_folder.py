@@ -1,6 +1,4 @@
-"""Names what lies in a run folder, decides whether a command may go on with it, and puts one
-aside.
-"""
+"""Files in a run folder, and the checks that decide whether a command may resume the run."""
 
 import contextlib
 import hashlib
@@ -12,34 +10,47 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .phases import written
+from .errors import ConfigError, Problem, config_error
 from .recipe import Recipe
-from .refusal import Problem, Refusal, refuse
+from .schedules import format_ramp
 from .step_names import MANIFEST, newest_complete, step_folders, step_of
-from .task_specs import own_fields
+from .task_specs import task_fields
 
-# Names in a run folder.
-FACTS = "run.json"  # everything that made the run (runtime/facts.py)
+# Names in a run folder
+RUN_JSON = "run.json"  # the full configuration and versions of the run (runtime/run_metadata.py)
+EARLIER_VERSIONS = "earlier_versions"  # in run.json: package versions of starts before a change
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
-METRICS = "metrics.jsonl"  # a line for each step
-# keys of such a line that training decides
-NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens", "samples", "global_batch", "eval_loss")
-COMMITS = "commits"  # a key of FACTS: what was read from the hub, at which commits
-# digests of what was read, so that a resume can name a file that has changed
+METRICS = "metrics.jsonl"  # one line per step
+# Keys of a metrics line that are reproducible because they depend only on training.
+REPRODUCIBLE_KEYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "samples",
+    "global_batch",
+    "eval_loss",
+)
+MODEL_PLAN = "model_plan"  # key of FACTS: decisions about the model (model/model_plan.py)
+COMMITS_KEY = "commits"  # key of FACTS: commits of the Hub repositories that the run read
+# Digests of the data files that the run read, so that a resume can name a changed file.
 DATA_FILES = "data_files.json"
-CHECKPOINTS = "checkpoints"  # a folder for each kept step, and LATEST
-# in CHECKPOINTS: the name of the newest complete step folder, as stock DeepSpeed reads it
+CHECKPOINTS = "checkpoints"  # a folder per saved step, and the LATEST file
+# File in CHECKPOINTS that contains the name of the newest complete step folder, as stock DeepSpeed
+# expects.
 LATEST = "latest"
 EXPORT = "hf"  # the trained model as Hugging Face files
-MERGED = "hf_merged"  # the same with its adapter merged, written by --merge after the run
+MERGED = "hf_merged"  # EXPORT with the adapter merged, written by --merge after the run
 
-ADAPTER_CONFIG = "adapter_config.json"  # in an export: it is an adapter
+ADAPTER_CONFIG = "adapter_config.json"  # exists only in the export of an adapter
 MERGE = "recipekit convert to-hf --merge"
 
-OF_NORMS = ", which its BatchNorm took its statistics of"
-# is part of a run whose model has BatchNorm: its rows are normalised together
-STATISTICS = "micro_batch"
-# What a run is made of: a run folder is continued only if these are the same.
+BATCH_NORM_REASON = ", which its BatchNorm took its statistics of"
+# Part of the identity only if the model has BatchNorm, because BatchNorm normalises the rows of a
+# micro-batch together.
+BATCH_NORM_FIELD = "micro_batch"
+# Fields that identify a run. A run folder can be resumed only if all of them are equal.
 IDENTITY = (
     *("model", "model_revision", "init", "dataset", "subset", "split", "dataset_revision"),
     *("text_field", "messages_field", "image_field", "label_field", "augment"),
@@ -57,21 +68,30 @@ IDENTITY = (
     ),
     *("weight_decay", "beta1", "beta2", "eps", "gradient_clipping"),
 )
-ADAPTER = "adapter"  # in a run's identity: the config of its adapter; None without one
+ADAPTER_KEY = "adapter"  # key of a run's identity: its adapter's config, or None without an adapter
 NO_VALUES: Mapping[str, str] = {}
-# values of a run that has the other one
+# Values that nobody typed: `steps` in a run with epochs, and `epochs` in a run with steps.
 _NOT_TYPED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("steps", "epochs"), (0, None))
-# where fewer steps are typed (`Recipe.shortened`)
-LOWERED = ("warmup_steps", "decay_steps", "batch_ramp")
-# and of these where its task reads them
-OF_TASKS = ("prompt_field", "chosen_field", "rejected_field", "beta", "mask_rate", "whole_words")
+# Fields that `Recipe.fit_to_steps` lowers if the user types fewer steps.
+SHORTENED_FIELDS = ("warmup_steps", "decay_steps", "batch_ramp")
+# Further identity fields, each used only for the tasks that read it.
+TASK_IDENTITY = (
+    "prompt_field",
+    "chosen_field",
+    "rejected_field",
+    "beta",
+    "mask_rate",
+    "whole_words",
+)
 
 
-def without_base(export: Path) -> bool:
-    """Return True if exported files are an adapter of randomly initialised weights: a run then
-    names no base model.
+def has_random_base(export: Path) -> bool:
+    """Return True if the export is an adapter on randomly initialised weights.
+
+    The config of such an adapter names no base model.
     """
-    # no adapter, or a damaged one, which its readers refuse
+    # The export is not an adapter, or it is damaged. Code that reads the export raises an error for
+    # a damaged one.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return (
             json.loads((export / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path", "")
@@ -80,15 +100,16 @@ def without_base(export: Path) -> bool:
     return False
 
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY_FOLDER = Path(__file__).resolve().parents[3]
 
 
-def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[Problem]:
-    """Refuse a run folder that cannot be made, or that would mix with `read`, (what, resolved
-    path), or with the repository.
+def check_out_folder(out: Path, is_blank: bool, inputs: list[tuple[str, Path]]) -> list[Problem]:
+    """Return problems for a run folder that cannot be created or overlaps other folders.
 
-    Files of a run inside a folder of data are data for the next start, and `--resume never` moves a
-    run folder with all that it contains. `is_blank`: an empty value was typed.
+    `inputs` contains (description, resolved path) pairs. The run folder must not overlap these
+    paths or the repository, because run files inside a data folder would become data at the next
+    start. `--resume never` moves a run folder with everything in it. `is_blank` is True if the user
+    typed an empty value.
     """
     where, fix = f"out = {out}", "set --out to a separate folder"
     if is_blank:
@@ -108,8 +129,8 @@ def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[P
         )
         return [Problem(where, rule, "set --out to a folder that you can write to")]
     problems, out = [], out.resolve()
-    for what, path in [*read, ("the repository", REPOSITORY)]:
-        inside = path.is_dir() and path != REPOSITORY and path in out.parents
+    for what, path in [*inputs, ("the repository", REPOSITORY_FOLDER)]:
+        inside = path.is_dir() and path != REPOSITORY_FOLDER and path in out.parents
         if relation := (
             "is"
             if out == path
@@ -124,7 +145,7 @@ def check_out(out: Path, is_blank: bool, read: list[tuple[str, Path]]) -> list[P
 
 
 def check_writable(out: Path) -> list[Problem]:
-    """Refuse a run folder that the start could not write; leaves no file behind."""
+    """Return a problem if the run folder is not writable. No file is left behind."""
     there = next(
         folder for folder in (out.absolute(), *out.absolute().parents) if os.path.exists(folder)
     )
@@ -136,7 +157,7 @@ def check_writable(out: Path) -> list[Problem]:
 
 
 def unwritable(out: Path, error: OSError) -> Problem:
-    """Return the problem of a run folder that cannot be written."""
+    """Return the problem for a run folder that cannot be written."""
     return Problem(
         f"out = {out}",
         f"cannot be written: {error.strerror}",
@@ -152,68 +173,72 @@ def find_resume(
     typed: frozenset[str] = frozenset(),
     unused: Mapping[str, str] = NO_VALUES,
 ) -> Path | None:
-    """Returns the folder to go on from, or None for a new run.
+    """Return the folder to resume from, or None for a new run.
 
-    Raises `Refusal` with every difference to the run in `out`.
+    `unused` contains the recipe file's split and subset if they belong to a different dataset.
+    Older runs recorded these values, so a resume accepts them.
 
-    Older runs recorded the `unused` split and subset of the recipe's file, which belong to another
-    data set.
+    Raise a `ConfigError` that lists every difference from the run in `out`.
     """
     if recipe.resume == "never":
         return None
-    now = identity(recipe, model_config)
+    now = run_identity(recipe, model_config)
     if recipe.resume != "auto":
-        return _chosen(recipe.resume, recipe.micro_batch, recipe.stop_at or recipe.steps, out, now)
+        return _resume_folder(
+            recipe.resume, recipe.micro_batch, recipe.stop_at or recipe.steps, out, now
+        )
     if is_damaged(out):
-        raise _damaged(out)
+        raise _damaged_run(out)
     if (before := _saved_identity(out)) is None:
         _check_no_checkpoints(out)
         return None
-    now |= _statistics(recipe.micro_batch, before)
+    now |= _batch_norm_identity(recipe.micro_batch, before)
     others = [
         name for name in now if before.get(name) not in (now[name], unused.get(name, now[name]))
     ]
     others.sort(key=lambda name: name not in typed)  # the flags that the user typed come first
-    # what was lowered with steps will be again
+    # The start fits these fields to the steps again, so compare only those that the user typed.
     if "steps" in others or (recipe.epochs and not recipe.steps):
-        others = [name for name in others if name in typed or name not in LOWERED]
+        others = [name for name in others if name in typed or name not in SHORTENED_FIELDS]
     if not others:
         return out
 
-    accepts = "" if STATISTICS in others else f"accept the differences with --resume {out}, "
+    accepts = "" if BATCH_NORM_FIELD in others else f"accept the differences with --resume {out}, "
     ways = f"start a new run with --out NEW, {accepts}or put the old run aside with --resume never"
     _check_tiny(tiny, out, ways)
-    raise _other_run(out, {name: (now[name], before.get(name)) for name in others}, ways)
+    raise _different_run(out, {name: (now[name], before.get(name)) for name in others}, ways)
 
 
 def _check_tiny(tiny: bool, out: Path, ways: str) -> None:
-    """Raise `Refusal` if only one of this command and the run in `out` has --tiny."""
-    if tiny == facts_of_run(out).get("recipe", {}).get("tiny", tiny):
+    """Raise `ConfigError` if only one of this command and the run in `out` uses --tiny."""
+    if tiny == read_run_json(out).get("recipe", {}).get("tiny", tiny):
         return
     if tiny:
         where, rule, other = "--tiny", "was started without it", "omit it"
     else:
         where, rule, other = "no --tiny", "was started with --tiny", "add --tiny"
-    raise refuse(where, f"the run in {out} {rule}", f"{other} to resume that run, {ways}")
+    raise config_error(where, f"the run in {out} {rule}", f"{other} to resume that run, {ways}")
 
 
-def _other_run(out: Path, differences: Mapping[str, tuple[Any, Any]], ways: str) -> Refusal:
-    """Return the refusal to resume a run that is another one.
+def _different_run(
+    out: Path, differences: Mapping[str, tuple[Any, Any]], fixes: str
+) -> ConfigError:
+    """Return the config error for a command that differs from the run in `out`.
 
-    `differences`: field -> its value in this command, and in the run in `out`.
+    `differences` maps each field to a pair: its value in this command and its value in the run.
     """
-    own = {*IDENTITY, *OF_TASKS, STATISTICS} - {"lr_scale"}  # fields that are flags
+    own = {*IDENTITY, *TASK_IDENTITY, BATCH_NORM_FIELD} - {"lr_scale"}  # fields that are flags
     flags = shlex.join(
         word
         for name, (_, before) in differences.items()
         if name in own and before not in _NOT_TYPED.get(name, (None, ""))
         for word in (f"--{name}", str(before))
     )
-    first = f"resume with {flags}, {ways}" if flags else ways
+    first = f"resume with {flags}, {fixes}" if flags else fixes
 
     shown = lambda value: "nothing" if value in ("", None) else value  # noqa: E731
-    taken = {STATISTICS: OF_NORMS}
-    return Refusal(
+    taken = {BATCH_NORM_FIELD: BATCH_NORM_REASON}
+    return ConfigError(
         [
             Problem(
                 f"{name} = {shown(now)}",
@@ -226,30 +251,31 @@ def _other_run(out: Path, differences: Mapping[str, tuple[Any, Any]], ways: str)
 
 
 def _check_no_checkpoints(out: Path) -> None:
-    """Raise `Refusal` if `out` has checkpoints: without run.json nothing shows that they are of
-    this command.
+    """Raise `ConfigError` if `out` contains checkpoints.
+
+    Without run.json, nothing shows that this command wrote them.
     """
-    folders = [out / CHECKPOINTS, out]  # also a step folder that was copied to the wrong place
+    folders = [out / CHECKPOINTS, out]  # detect a step folder in the wrong place as well
     if not (found := [step for folder in folders for step in step_folders(folder)]):
         return
     newest = next((step for folder in folders if (step := newest_complete(folder))), None)
     ways = "put them aside with --resume never, or choose another folder with --out"
-    rule = f"has checkpoints, such as {(newest or found[-1]).name}, but no {FACTS}"
-    raise refuse(
+    rule = f"has checkpoints, such as {(newest or found[-1]).name}, but no {RUN_JSON}"
+    raise config_error(
         f"out = {out}", rule, f"continue with --resume {newest}, {ways}" if newest else ways
     )
 
 
 def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
-    """Raise `Refusal` with every difference between an adapter's config and the config in `out`,
-    the run to resume.
+    """Raise `ConfigError` if the adapter config `now` differs from the one in `out`.
 
-    Only `--resume auto` is checked. A run folder older than this check states no adapter, and the
-    run continues. A field that one of two versions of peft lacks counts as off.
+    The error lists every difference. Only `--resume auto` is checked. Run folders that predate this
+    check contain no adapter config, so they are resumed unchecked. Missing and false values count
+    as equal, because a peft version may lack a field.
     """
-    if resume != "auto" or ADAPTER not in (saved := _saved_identity(out) or {}):
+    if resume != "auto" or ADAPTER_KEY not in (saved := _saved_identity(out) or {}):
         return
-    before, found = saved[ADAPTER], now
+    before, found = saved[ADAPTER_KEY], now
     accept = (
         f"accept the difference with --resume {out}, or put the old run aside with --resume never"
     )
@@ -260,8 +286,11 @@ def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
         rule = (
             f"the run in {out} {'has an adapter of peft' if before else 'has no adapter of peft'}"
         )
-        raise refuse(f"adapt {'makes one' if found else 'makes no adapter of peft'}", rule, ways)
-    # json keeps the order of patterns: peft takes the first one that matches a module
+        raise config_error(
+            f"adapt {'makes one' if found else 'makes no adapter of peft'}", rule, ways
+        )
+    # json preserves the order of the patterns, which matters because peft uses the first matching
+    # pattern.
     stated = lambda config, name: json.dumps(config.get(name) or None)  # noqa: E731
     names = [name for name in {**found, **before} if stated(found, name) != stated(before, name)]
     problems = [
@@ -273,34 +302,37 @@ def check_adapter(now: dict[str, Any] | None, resume: str, out: Path) -> None:
         for number, name in enumerate(names)
     ]
     if problems:
-        raise Refusal(problems)
+        raise ConfigError(problems)
 
 
-def _statistics(micro_batch: int, before: dict[str, Any]) -> dict[str, int]:
-    """Returns what a run is made of besides, if the one before it was made of its micro-batch,
-    too.
-    """
-    return {STATISTICS: micro_batch} if STATISTICS in before else {}
+def _batch_norm_identity(micro_batch: int, before: dict[str, Any]) -> dict[str, int]:
+    """Return the micro-batch if the saved run's identity includes it, otherwise {}."""
+    return {BATCH_NORM_FIELD: micro_batch} if BATCH_NORM_FIELD in before else {}
 
 
-def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[str, Any]) -> Path:
+def _resume_folder(
+    resume: str, micro_batch: int, last_step: int, out: Path, now: dict[str, Any]
+) -> Path:
     """Return the run or step folder that `--resume PATH` names.
 
-    Raises `Refusal` if its model or, with BatchNorm, its micro-batch is another one, if `out` holds
-    another run, or if it is the finished run of another command.
+    Raise `ConfigError` if the saved run has a different model or, with BatchNorm, a different
+    micro-batch. Raise it also if `out` contains a different run, or if PATH is a finished run of a
+    different command.
     """
     chosen = Path(resume)
     is_run = (chosen / CHECKPOINTS).is_dir()
     if not is_run and not (chosen / MANIFEST).is_file():
         fix = f"set --resume to runs/NAME or runs/NAME/{CHECKPOINTS}/step_00000010"
-        raise refuse(f"resume = {resume}", "must be a run folder or one of its step folders", fix)
-    checkpoints = (out / CHECKPOINTS).resolve()  # a link in there may lead anywhere
+        raise config_error(
+            f"resume = {resume}", "must be a run folder or one of its step folders", fix
+        )
+    checkpoints = (out / CHECKPOINTS).resolve()  # links in this folder may point anywhere
     inside = chosen.resolve() == out.resolve() or checkpoints in (
         chosen.resolve().parent,
         chosen.absolute().parent.resolve(),
     )
-    if not inside and (out / FACTS).exists() and not _same_beginning(resume, out):
-        raise refuse(
+    if not inside and (out / RUN_JSON).exists() and not _same_first_start(resume, out):
+        raise config_error(
             f"out = {out}",
             f"already contains a different run than {resume}",
             "choose a new folder with --out NEW",
@@ -309,18 +341,18 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
     same = "model_config" if "model_config" in now else "model"
     if before and before.get(same) != now[same]:
         rule = f"the checkpoint in {chosen} is from another model, {before.get('model')}"
-        raise refuse(
+        raise config_error(
             f"model = {now['model']}",
             rule,
             f"use --model {before.get('model')}, or start a new run with --out NEW",
         )
-    if before and before.get(STATISTICS, micro_batch) != micro_batch:
-        rule = f"the checkpoint in {chosen} has {before[STATISTICS]}{OF_NORMS}"
-        raise refuse(
-            f"{STATISTICS} = {micro_batch}",
+    if before and before.get(BATCH_NORM_FIELD, micro_batch) != micro_batch:
+        rule = f"the checkpoint in {chosen} has {before[BATCH_NORM_FIELD]}{BATCH_NORM_REASON}"
+        raise config_error(
+            f"{BATCH_NORM_FIELD} = {micro_batch}",
             rule,
-            f"resume with --{STATISTICS} {before[STATISTICS]}, or start a new run from its export"
-            " with --out NEW",
+            f"resume with --{BATCH_NORM_FIELD} {before[BATCH_NORM_FIELD]}, or start a new run from"
+            " its export with --out NEW",
         )
     if before:
         _check_not_finished(last_step, chosen, before, now)
@@ -330,14 +362,15 @@ def _chosen(resume: str, micro_batch: int, last_step: int, out: Path, now: dict[
 def _check_not_finished(
     last: int, chosen: Path, before: dict[str, Any], now: dict[str, Any]
 ) -> None:
-    """Raise `Refusal` if the checkpoint of another run leaves no step to train: its steps are not
-    the steps of this command.
+    """Raise `ConfigError` if a different command's checkpoint leaves no steps to train.
+
+    Such a checkpoint has already reached this command's last step.
     """
     step = _newest_step(chosen)
     others = [
         name
         for name in now
-        if name not in ("steps", "epochs", *LOWERED) and before.get(name) != now[name]
+        if name not in ("steps", "epochs", *SHORTENED_FIELDS) and before.get(name) != now[name]
     ]
     if not last or step < last or not others:
         return
@@ -350,7 +383,7 @@ def _check_not_finished(
     weights = f"--model {run / EXPORT}"
     if not (run / EXPORT).is_dir():
         weights = f"--model NEW_FOLDER after recipekit convert to-hf {run} NEW_FOLDER"
-    raise refuse(
+    raise config_error(
         f"resume = {chosen}",
         rule,
         f"use --steps {step + 1} or more, or start from its weights with {weights}",
@@ -358,8 +391,9 @@ def _check_not_finished(
 
 
 def _newest_step(chosen: Path) -> int:
-    """Return the number of the newest step folder of a run folder, or of a step folder under any
-    name; 0 without one.
+    """Return the number of the newest step in a run folder, or of a step folder with any name.
+
+    Return 0 if the folder contains no step.
     """
     if (chosen / CHECKPOINTS).is_dir():
         return max(
@@ -370,8 +404,8 @@ def _newest_step(chosen: Path) -> int:
     return step_of(chosen.name) or 0
 
 
-def way_on(resume: str, out: Path) -> str:
-    """Says how to go on with a run that ended early, as the end of a line."""
+def continue_advice(resume: str, out: Path) -> str:
+    """Return advice, for the end of a line, on how to resume a run that ended early."""
     if (newest := newest_complete(out / CHECKPOINTS)) is None:
         start = (
             "starts from the beginning"
@@ -385,80 +419,89 @@ def way_on(resume: str, out: Path) -> str:
     return f"the same command with --resume auto resumes from step {step}"
 
 
-def _same_beginning(resume: str, out: Path) -> bool:
-    """Returns True if this very command began the run in `out` and that run ended before its first
-    checkpoint: beginning again loses nothing.
+def _same_first_start(resume: str, out: Path) -> bool:
+    """Return True if this command started the run in `out` and the run has no checkpoint yet.
+
+    Starting such a run again loses nothing.
     """
-    before = facts_of_run(out).get("recipe", {}).get("resume")
+    before = read_run_json(out).get("recipe", {}).get("resume")
     return before == resume and not step_folders(out / CHECKPOINTS)
 
 
 def _saved_identity(run: Path) -> dict[str, Any] | None:
-    """Return the identity of the run in a folder; None if its run.json is missing or damaged.
+    """Return the identity of the run in a folder, or None if run.json is missing or damaged.
 
-    A field that is younger than the run had its default.
+    Fields that were added after the run started have their defaults.
     """
-    defaults = {name: Recipe.__dataclass_fields__[name].default for name in (*IDENTITY, *OF_TASKS)}
-    found = facts_of_run(run).get("identity")
+    defaults = {
+        name: Recipe.__dataclass_fields__[name].default for name in (*IDENTITY, *TASK_IDENTITY)
+    }
+    found = read_run_json(run).get("identity")
     return defaults | found if found is not None else None
 
 
-def facts_of_run(run: Path) -> dict[str, Any]:
-    """Return the content of run.json; {} if the file is missing, or damaged in any part that a
-    resume reads.
+def read_run_json(run: Path) -> dict[str, Any]:
+    """Return the content of run.json, or {} if the file is missing or damaged.
+
+    Only the parts that a resume needs are checked.
     """
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((run / FACTS).read_bytes())
+        found = json.loads((run / RUN_JSON).read_bytes())
         if isinstance(found, dict) and all(
-            isinstance(found.get(key, {}), dict) for key in ("identity", "recipe", COMMITS)
+            isinstance(found.get(key, {}), dict) for key in ("identity", "recipe", COMMITS_KEY)
         ):
             return found
     return {}
 
 
 def is_damaged(run: Path) -> bool:
-    """Return True if the run folder has a run.json that states no identity, such as an empty one
-    after a loss of power.
+    """Return True if the run folder contains a run.json without an identity.
+
+    For example, a power failure can leave an empty run.json.
     """
-    return os.path.lexists(run / FACTS) and "identity" not in facts_of_run(run)
+    return os.path.lexists(run / RUN_JSON) and "identity" not in read_run_json(run)
 
 
-def _damaged(out: Path) -> Refusal:
-    """Return the refusal to resume a run by itself whose run.json is damaged.
+def _damaged_run(out: Path) -> ConfigError:
+    """Return the config error for `--resume auto` in a run folder whose run.json is damaged.
 
-    Its checkpoints need no run.json.
+    The checkpoints can still be resumed by path because they do not need run.json.
     """
     if (newest := newest_complete(out / CHECKPOINTS)) is None:
         fix = "start a new run with --out NEW, or put this one aside with --resume never"
-        return refuse(f"{out / FACTS}", "is damaged, and the run has no complete checkpoint", fix)
+        return config_error(
+            f"{out / RUN_JSON}", "is damaged, and the run has no complete checkpoint", fix
+        )
     rule = (
         "is damaged, so this command cannot be compared with the run. Its newest complete"
         f" checkpoint is {newest.name}"
     )
-    return refuse(
-        f"{out / FACTS}",
+    return config_error(
+        f"{out / RUN_JSON}",
         rule,
         f"if the command is the same, resume with --resume {shlex.quote(str(out))}",
     )
 
 
-def identity(
+def run_identity(
     recipe: Recipe, model_config: dict[str, Any] | None, has_norms: bool = False
 ) -> dict[str, Any]:
-    """Lists what a run is made of, as run.json keeps it and a resume compares it; a model in a
-    folder adds a hash of its `model_config`, one with BatchNorm its micro-batch.
+    """Return the fields that identify a run, as run.json stores and a resume compares them.
 
-    A hub id has no such hash: its config.json is the one we ship (or none) at the first start, and
-    the hub's own once it is downloaded.
+    For a local model, the identity includes a hash of its `model_config`. For a model with
+    BatchNorm (`has_norms`), it includes the micro-batch.
+
+    For a Hub id, the identity contains no such hash, because the config.json changes. At the first
+    start it is the shipped copy or missing. After the download it is the file from the Hub.
     """
-    of_task = (name for name in OF_TASKS if recipe.task in own_fields()[name])
+    of_task = (name for name in TASK_IDENTITY if recipe.task in task_fields()[name])
     found = {
         name: getattr(recipe, name)
-        for name in (*IDENTITY, *of_task, *([STATISTICS] if has_norms else []))
+        for name in (*IDENTITY, *of_task, *([BATCH_NORM_FIELD] if has_norms else []))
     }
     if recipe.epochs:
-        found["steps"] = 0  # they follow from the epochs and the data
-    found["batch_ramp"] = written(recipe.ramp.table[1:])  # however its words are spaced
+        found["steps"] = 0  # the steps follow from the epochs and the data
+    found["batch_ramp"] = format_ramp(recipe.ramp.table[1:])  # independent of spacing
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(
             json.dumps(model_config, sort_keys=True).encode()
@@ -467,8 +510,9 @@ def identity(
 
 
 def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
-    """Reads the digests that the run in this run or step folder recorded: domain -> file -> digest;
-    {} if it recorded none.
+    """Return the digests that the run in this folder recorded: domain -> file -> digest.
+
+    `saved` is a run or step folder. Return {} if the run recorded no digests.
     """
     for run in [saved, saved.parent.parent] if saved else []:
         with contextlib.suppress(OSError, ValueError):
@@ -483,37 +527,56 @@ def files_of_run(saved: Path | None) -> dict[str, dict[str, str]]:
 
 
 def day_of_run(saved: Path | None) -> str:
-    """Return the date of the first start of the run in this run or step folder; "" if run.json has
-    no date.
+    """Return the date on which the run in this run or step folder was first started.
+
+    Return "" if run.json has no date.
     """
-    return str(next((facts["date"] for facts in _facts_above(saved) if "date" in facts), ""))
+    return str(
+        next((facts["date"] for facts in _read_run_json_above(saved) if "date" in facts), "")
+    )
 
 
 def commits_of_run(saved: Path | None) -> dict[str, Any]:
-    """Return the commits that the run in this run or step folder has read from the hub: model,
-    tokenizer, datasets; {} if it has recorded none.
+    """Return the Hub commits that the run recorded for model, tokenizer and datasets.
+
+    `saved` is a run or step folder. Return {} if the run recorded no commits.
     """
-    return next((facts[COMMITS] for facts in _facts_above(saved) if COMMITS in facts), {})
+    return next(
+        (facts[COMMITS_KEY] for facts in _read_run_json_above(saved) if COMMITS_KEY in facts), {}
+    )
 
 
-def _facts_above(saved: Path | None) -> list[dict[str, Any]]:
-    """Return the contents of run.json of a run folder, or of the run that a step folder belongs
-    to.
+def model_plan_of_run(saved: Path | None) -> dict[str, Any]:
+    """Return the decisions about the model that the run recorded.
+
+    `saved` is a run or step folder. Return {} if the run recorded no decisions.
     """
-    return [facts_of_run(run) for run in (saved, saved.parent.parent)] if saved else []
+    found = next(
+        (facts[MODEL_PLAN] for facts in _read_run_json_above(saved) if MODEL_PLAN in facts), {}
+    )
+    return found if isinstance(found, dict) else {}
 
 
-def pins(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
-    """Return the revisions to read: commits of the run to resume, if it was begun with the same
-    flags.
+def _read_run_json_above(saved: Path | None) -> list[dict[str, Any]]:
+    """Return the contents of run.json in `saved` and in the folder two levels up.
 
-    `asked` are the model, the data set and their revisions.
+    The folder two levels up is the run folder if `saved` is a step folder.
+    """
+    return [read_run_json(run) for run in (saved, saved.parent.parent)] if saved else []
+
+
+def pinned_revisions(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
+    """Return the revisions to read: a resumed run's commits if its flags were the same.
+
+    `asked` contains the model, the dataset and their revisions.
     """
     folder = out if resume == "auto" else Path(resume)
     commits = commits_of_run(folder)
     if resume == "never" or not commits:
         return {}
-    facts = next((facts["identity"] for facts in _facts_above(folder) if "identity" in facts), {})
+    facts = next(
+        (facts["identity"] for facts in _read_run_json_above(folder) if "identity" in facts), {}
+    )
     same = lambda *names: all(facts.get(name) == asked[name] for name in names)  # noqa: E731
     changes = {}
     if commits.get("model") and same("model", "model_revision"):
@@ -528,9 +591,9 @@ def pins(resume: str, out: Path, asked: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl, [] without the file.
+    """Return the complete lines of metrics.jsonl, or [] if the file is missing.
 
-    A running job may be writing the last line.
+    The last line may be incomplete while a job is still writing it.
     """
     try:
         content = (run / METRICS).read_bytes()
@@ -540,9 +603,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def parsed_line(line: bytes) -> dict[str, Any]:
-    """Return the metrics of a line of metrics.jsonl; {} if the line is incomplete, or damaged as by
-    a loss of power.
-    """
+    """Return the metrics in a line of metrics.jsonl, or {} if the line is incomplete or damaged."""
     with contextlib.suppress(ValueError):
         found = json.loads(line) if line.endswith(b"\n") else None
         if isinstance(found, dict) and isinstance(found.get("step"), int):
@@ -550,34 +611,35 @@ def parsed_line(line: bytes) -> dict[str, Any]:
     return {}
 
 
-def numbers(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the values of metrics.jsonl's lines that training decides, without clocks and
-    machines: equal runs have equal numbers.
+def reproducible_values(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the values in metrics lines that depend only on training, not on clocks or machines.
+
+    Identical runs have equal values.
     """
     return [
         {
             key: line[key]
-            for key in NUMBERS
-            if key in line and (key != "tokens" or unit_of(line) == key)
+            for key in REPRODUCIBLE_KEYS
+            if key in line and (key != "tokens" or unit_of_metrics(line) == key)
         }
         for line in lines
     ]
 
 
-def unit_of(line: Mapping[str, Any]) -> str:
-    """Return the key of metrics.jsonl that counts what a run has trained on: "tokens" or "samples".
+def unit_of_metrics(line: Mapping[str, Any]) -> str:
+    """Return the metrics.jsonl key that counts the trained data: "tokens" or "samples".
 
-    Tasks of samples wrote both keys, with the same value, until November 2026.
+    Until November 2026, tasks with samples wrote both keys with the same value.
     """
     return "samples" if "samples" in line else "tokens"
 
 
-def put_aside(out: Path) -> None:
-    """Move an existing run folder to the first free `<name>.N`.
+def move_run_aside(out: Path) -> None:
+    """Rename an existing run folder to the first free `<name>.N`.
 
-    Nothing is overwritten, and a folder that is no run stays.
+    Nothing is overwritten. A folder that is not a run folder is not moved.
     """
-    if not (out / FACTS).exists() and not (out / CHECKPOINTS).is_dir():
+    if not (out / RUN_JSON).exists() and not (out / CHECKPOINTS).is_dir():
         return
     number = 1
     while (aside := out.with_name(f"{out.name}.{number}")).exists():

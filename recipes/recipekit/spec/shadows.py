@@ -1,14 +1,14 @@
-"""Files beside a recipe that Python imports instead of a library of the same name.
+"""Files next to a recipe that Python would import instead of a library with the same name.
 
-At its top it imports only modules that no file can hide: built-in and frozen ones.
+This module's top-level imports must be built-in or frozen modules, because no file can hide them.
 """
 
 import os
 import sys
 from _imp import is_frozen
 
-# Import names of requirements.txt and of what these packages import; a test compares them with a
-# start.
+# Import names of the packages in requirements.txt and of the packages that they import. A test
+# compares the names with the modules that a start imports.
 LIBRARIES = frozenset(
     {
         *(
@@ -116,7 +116,7 @@ LIBRARIES = frozenset(
         *("typing_inspection", "urllib3", "wandb", "xxhash", "yaml"),
     }
 )
-# Modules of the standard library that no start imports: a file may have their names.
+# Standard-library modules that no start imports, so a file may have one of these names.
 UNUSED = frozenset(
     {
         *(
@@ -175,12 +175,10 @@ HIDEABLE = (sys.stdlib_module_names | LIBRARIES) - UNUSED - {*sys.builtin_module
 
 
 def shadows(folder: str) -> list[tuple[str, str, str]]:
-    """Return where, rule and fix of a problem for each file or package of a folder that hides a
-    library.
-    """
+    """Return a problem as (where, rule, fix) for each file or package that hides a library."""
     try:
         names = sorted(os.listdir(folder or "."))
-    except OSError:  # an entry of sys.path that is no folder
+    except OSError:  # an entry of sys.path that is not a folder
         return []
     where = os.path.relpath(folder or ".")
     return [
@@ -195,11 +193,11 @@ def shadows(folder: str) -> list[tuple[str, str, str]]:
 
 
 def refuse_shadows() -> None:
-    """End the program with a refusal if a folder that Python searches before the standard library
-    hides a library.
+    """Exit with a config error if a folder that Python searches first hides a library.
 
-    Folders that PYTHONPATH names are left out: who names the folder of a library there, wants it.
-    So do clusters, and developers with a clone of transformers.
+    The check covers folders that precede the standard library in sys.path, except those in
+    PYTHONPATH. A user who adds a folder with such a library to PYTHONPATH wants that library.
+    Clusters do so, and so do developers with a clone of transformers.
     """
     standard = os.path.dirname(os.__file__)
     first = sys.path[: sys.path.index(standard)] if standard in sys.path else []
@@ -217,18 +215,18 @@ def refuse_shadows() -> None:
     if not found:
         return
 
-    # printing the refusal imports modules that may be among the hidden ones
+    # Printing the error imports modules that may be among the hidden libraries.
     del sys.path[: len(first)]
     for library in HIDEABLE & sys.modules.keys():
         if os.path.dirname(getattr(sys.modules[library], "__file__", None) or "") in first:
             del sys.modules[library]
-    from .refusal import Problem, Refusal, exit_refused
+    from .errors import ConfigError, Problem, exit_with_error
 
-    exit_refused(Refusal([Problem(*problem) for problem in found]))
+    exit_with_error(ConfigError([Problem(*problem) for problem in found]))
 
 
 def _module(path: str) -> str:
-    """Return the name under which Python imports a file or folder; "" if it does not."""
+    """Return the name under which Python imports a file or folder, or "" if it cannot."""
     name = os.path.basename(path)
     if name.endswith((".py", ".pyc")):
         return name.rpartition(".")[0]

@@ -1,43 +1,44 @@
-"""Files that come with this package: recipes and strategies, in a clone or in an installed
-wheel.
-"""
+"""Recipes and strategies shipped with this package, in a clone or an installed wheel."""
 
 import json
 from pathlib import Path
 
-from .paths import path_of
+from .paths import path_argument
 
-KIT = Path(__file__).resolve().parents[1]
-# pyproject.toml puts both folders into the package; a clone has them outside
-IS_WHEEL = (KIT / "ds_configs").is_dir()
-RECIPES = KIT / "recipes" if IS_WHEEL else KIT.parent
-STRATEGIES = KIT / "ds_configs" if IS_WHEEL else KIT.parents[1] / "ds_configs"
-CHECKED = RECIPES / "checked.json"  # tools/check_recipes.py writes it
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+# pyproject.toml includes both folders in the wheel's package. In a clone they are outside the
+# package.
+IS_WHEEL = (PACKAGE_FOLDER / "ds_configs").is_dir()
+RECIPES = PACKAGE_FOLDER / "recipes" if IS_WHEEL else PACKAGE_FOLDER.parent
+STRATEGIES = PACKAGE_FOLDER / "ds_configs" if IS_WHEEL else PACKAGE_FOLDER.parents[1] / "ds_configs"
+CHECK_RECORDS = RECIPES / "checked.json"  # written by tools/check_recipes.py
 NOT_CHECKED = "-"
 
 
 def recipes() -> dict[str, Path]:
-    """Map the name of each recipe to its file."""
+    """Map each shipped recipe's name to its file."""
     return {file.stem: file for file in sorted(RECIPES.glob("*.py"))}
 
 
 def strategies() -> dict[str, Path]:
-    """Map the file name of each strategy, as in `zero2.json`, to its file."""
+    """Map each shipped strategy's file name, such as `zero2.json`, to its file."""
     return {file.name: file for file in sorted(STRATEGIES.glob("*.json"))}
 
 
 def last_check(name: str) -> tuple[str, str]:
-    """Return the date of a recipe's last run with --tiny on the CPU, and its GPU figure; "-" if
-    there is no such run.
+    """Return the date of a recipe's last --tiny run on a CPU, and the recipe's GPU figure.
+
+    Both are "-" if no such run is recorded.
     """
-    entry = json.loads(CHECKED.read_text()).get(name, {})
+    entry = json.loads(CHECK_RECORDS.read_text()).get(name, {})
     return entry.get("cpu", NOT_CHECKED), entry.get("gpu", NOT_CHECKED)
 
 
 def recipe_path(text: str) -> Path:
-    """Return the path of a recipe for argparse: as typed, or the shipped recipe if `text` is its
-    name and no file.
+    """Return a recipe's path. Usable as an argparse type.
+
+    If `text` is the name of a shipped recipe rather than a file, return the shipped file.
     """
-    path = path_of(text)
+    path = path_argument(text)
     is_name = text == path.name and not path.exists()
     return recipes().get(path.name.removesuffix(".py"), path) if is_name else path

@@ -1,12 +1,13 @@
-"""Programs that start one process for each rank, and the variables that they set for it."""
+"""Programs that start one process per rank, and the variables that they set."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Starter:
-    """Names of the variables in which a program writes rank, world, and both on this host; "" if it
-    writes none.
+    """Names of the variables that contain rank, world size, local rank and local world size.
+
+    A name is "" if the program sets no such variable.
     """
 
     name: str
@@ -14,15 +15,15 @@ class Starter:
     world: str
     local_rank: str
     local_ranks: str = ""
-    job: str = ""  # the same for all processes of a job, and another one for the next job
+    job: str = ""  # unique to a job and equal in all its processes
     hosts: str = ""  # number of hosts
 
 
 SRUN = Starter(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", hosts="SLURM_STEP_NUM_NODES"
 )
-# The first one that fits counts. mpirun may start its helpers with srun, whose variables then count
-# hosts, so srun comes last.
+# The first matching entry is used. mpirun may start its helper processes with srun, in which case
+# srun's variables count hosts, so the entry for srun must come later.
 STARTERS = (
     Starter(
         "mpirun",  # Open MPI
@@ -62,6 +63,6 @@ STARTERS = (
     SRUN,
     Starter("PMI", "PMI_RANK", "PMI_SIZE", ""),
 )
-# one of several processes, of how many is not said
+# Variables that show that a process is one of several but do not contain their number.
 RANK_ONLY = ("PMIX_RANK", "PALS_RANKID", "ALPS_APP_PE", "MPIRUN_RANK")
 LOCAL_RANKS = ("LOCAL_RANK", *(starter.local_rank for starter in STARTERS if starter.local_rank))

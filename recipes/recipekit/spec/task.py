@@ -1,4 +1,4 @@
-"""What the loop asks of a task, and what every task's micro-batches share."""
+"""The interface between the training loop and a task, and the micro-batch format of all tasks."""
 
 from __future__ import annotations
 
@@ -7,116 +7,152 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .engine import Engine
-from .task_specs import Facts
+from .task_specs import TaskSpec
 
 if TYPE_CHECKING:  # light: importing torch takes seconds
+    import numpy as np
     import torch
 
-# Dimension 0 of every tensor runs over the rows, but of "documents" (kernels/documents.py), which
-# describe all rows together
+# Dimension 0 of every tensor is the row, except in "documents" (kernels/documents.py), which
+# describes all rows together.
 MicroBatch: TypeAlias = "dict[str, torch.Tensor]"
-Row = dict[str, Any]  # of a data set: column -> value
+DatasetRow = dict[str, Any]  # a dataset row: column -> value
 
-IGNORE = -100  # a label that carries no loss
+IGNORE = -100  # label value that excludes a token from the loss
 
 
-def measure_nothing(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Returns the sums of a task without measures, (0,)."""
+def no_measures(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return the sums for a task without measures, shape (0,)."""
     return output.new_zeros(0)
 
 
-def report_nothing(means: dict[str, float]) -> dict[str, float]:
-    """Returns what a task adds that tells nothing besides its means."""
+def no_report(means: dict[str, float]) -> dict[str, float]:
+    """Return {}, the report of a task that reports only its mean loss."""
     return {}
 
 
-def hand_nothing(batch: MicroBatch, last: bool) -> MicroBatch:
-    """Returns what a task hands over whose stages need nothing but the inputs."""
+def no_stage_kwargs(batch: MicroBatch, last: bool) -> MicroBatch:
+    """Return {}, for a task whose pipeline stages need only the inputs."""
     return {}
 
 
-def leave_config(model_config: dict[str, Any], processor: Any) -> dict[str, Any]:
-    """Returns the config.json of a task whose models need not know of its processor."""
+def keep_config(model_config: dict[str, Any], processor: object) -> dict[str, Any]:
+    """Return config.json unchanged, for tasks whose models do not depend on the processor."""
     return model_config
 
 
-def nothing_more(processor: Any, task: str) -> dict[str, Any]:
-    """Return the identity of samples that are the same with every processor."""
+def no_identity(processor: object, task: str) -> dict[str, Any]:
+    """Return {}, for samples that do not depend on the processor."""
     return {}
 
 
-def do_nothing(engine: Engine, *batches: Any) -> None:
-    """Stands where a task does nothing before or after a step."""
+def do_nothing(engine: Engine, *batches: object) -> None:
+    """Do nothing before or after a step."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Says how a task whose rows are not packed makes micro-batches of rows of its data set.
+    """Functions that build micro-batches from dataset rows, for a task without packed rows.
 
-    `collate(processor, rows, keys)`: what it draws for a row, it draws from the row's key, a number
-    below 2^63 that depends on (seed, epoch, sample) alone; keys None: the rows are evaluated, and
-    nothing is drawn. A row holds the columns that `Facts.columns` name, under these names without
-    _field; for a row None it makes one that only fills up. It raises ValueError, TypeError,
-    KeyError or OSError for a row that cannot be used. `drawn(number)` makes a row of the data set
-    `builtin`, a pure function of its number.
+    `collate(processor, rows, keys)` must seed all randomness of a row with the row's key. A key is
+    a number below 2^63 that depends only on (seed, epoch, sample). If `keys` is None, the rows are
+    for an evaluation and must not be randomised.
+
+    A row contains the columns in `TaskSpec.columns`, whose names here lack the suffix _field. If a
+    row is None, `collate` creates a padding row. It raises ValueError, TypeError, KeyError or
+    OSError for an unusable row.
+
+    `builtin_row(number)` returns a row of the dataset `builtin`. It is a pure function of the
+    number.
     """
 
-    collate: Callable[[Any, list[Row | None], list[int] | None], MicroBatch]
-    drawn: Callable[[int], Row]
-    num_drawn: int  # rows of that data set
-    # (processor, task) -> values that decide the tensors of a row, as JSON: a resume compares them
-    identity: Callable[[Any, str], dict[str, Any]] = nothing_more
+    collate: Callable[[Any, list[DatasetRow | None], list[int] | None], MicroBatch]
+    builtin_row: Callable[[int], DatasetRow]
+    num_builtin_rows: int  # number of rows in the dataset `builtin`
+    # (processor, task) -> JSON values that determine a row's tensors. A resume compares these
+    # values.
+    identity: Callable[[Any, str], dict[str, Any]] = no_identity
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The encoding of labelled documents, for a task with packed rows.
+
+    `encode(processor, contents, places, seq_len)` returns (ids, labels) for each document, both
+    (n,) int64. A token without a loss has the label IGNORE. If a document has no labels, its ids
+    are empty. A content is a dictionary of `TaskSpec.columns`, named without _field, or the value
+    of the only column. `places` identify the contents in error messages. `encode` raises
+    `ConfigError` for invalid content.
+
+    `builtin_row(number)` creates one content of the dataset `builtin`, as a pure function of the
+    number.
+    """
+
+    encode: Callable[[Any, list[Any], list[str], int], list[tuple[np.ndarray, np.ndarray]]]
+    builtin_row: Callable[[int], Any]
+    num_builtin_rows: int
+    # (processor, task) -> JSON values that determine the labels. Cached tokens and a resume depend
+    # on these values.
+    identity: Callable[[Any, str], dict[str, Any]] = no_identity
 
 
 @dataclass(frozen=True)
 class Task:
-    """What computes, of a task; spec/task_specs.py has what can be said without torch.
+    """The task functions that need torch. The rest of a task is in spec/task_specs.py.
 
-    The loop owns all sums: the loss of a step is the sum over the global batch divided by the count
-    over the global batch, so that it does not depend on how rows are split into micro-batches and
-    ranks. A model that keeps something from step to step beside its parameters (statistics, a
-    table) keeps it in buffers: these are saved, converted and exported.
+    The loop computes all sums. A step's loss is the sum over the global batch divided by the count
+    over the global batch. The loss therefore does not depend on how rows are divided into
+    micro-batches and ranks.
+
+    A model may carry state from step to step in addition to its parameters (statistics, a table).
+    It must keep this state in buffers, because buffers are saved, converted and exported.
     """
 
-    facts: Facts
-    targets: tuple[str, ...]  # tensors of a micro-batch that the loss takes
-    # (data.request.Request, model_config) -> a tokenizer or the like: has save_pretrained
+    spec: TaskSpec
+    targets: tuple[str, ...]  # micro-batch tensors that the loss reads
+    # (data.request.Request, model_config) -> a tokenizer or similar object with save_pretrained.
     processor: Callable[[Any, dict[str, Any]], Any]
-    forward: Callable[[Any, MicroBatch], torch.Tensor]  # (model, batch) -> its output
-    # (output, batch, by row) -> fp32 sum, () or for each row (B,)
+    forward: Callable[[Any, MicroBatch], torch.Tensor]  # (model, batch) -> output
+    # (output, batch, by_row) -> fp32 sum, shape () or, by row, (B,)
     loss: Callable[[torch.Tensor, MicroBatch, bool], torch.Tensor]
-    # (B,) int64: what each row's loss is summed over; 0 for a row that only fills up
+    # (batch) -> (B,) int64: number of loss terms in each row, 0 for a padding row
     count: Callable[[MicroBatch], torch.Tensor]
-    # (model_config, attention, name) -> "", or why it could not be looked at; raises Refusal
+    # (model_config, attention, name) -> "", or the reason why the model could not be checked.
+    # Raises ConfigError.
     check: Callable[[dict[str, Any], str, str], str]
-    # makes it the task of a model that gives losses in place of logits (model/head.py)
-    of_losses: Callable[[Task], Task] | None = None
+    # Returns the task for a model that returns losses instead of logits (model/chunked_loss.py).
+    with_chunked_loss: Callable[[Task], Task] | None = None
     samples: Samples | None = None  # None: rows are packed tokens
-    # names of `measure`'s sums; an evaluation gives the mean of each as eval_NAME
+    documents: Documents | None = None  # None: labels follow from the tokens of texts or chats
+    # Names of the sums that `measure` returns. An evaluation reports each mean as eval_NAME.
     measures: tuple[str, ...] = ()
-    # (output, batch) -> sums (measures,), without gradient
-    measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = measure_nothing
-    # (means: "loss" and the measures) -> what follows from them
-    report: Callable[[dict[str, float]], dict[str, float]] = report_nothing
-    each_step: bool = False  # steps tell the measures and the report, too, not evaluations alone
-    # (batch, whether it is for the last stage) -> further arguments of the model's forward, which a
-    # pipeline does not send from stage to stage
-    handed: Callable[[MicroBatch, bool], MicroBatch] = hand_nothing
-    # (engine, micro-batches of this rank): before the first forward pass of a step
-    before: Callable[..., None] = do_nothing
-    after: Callable[..., None] = do_nothing  # (engine): after the optimizer's step
-    # (config.json, processor) -> that of the model that is trained: with what of the processor the
-    # model has to know
-    configured: Callable[[dict[str, Any], Any], dict[str, Any]] = leave_config
-    numbers: tuple[str, ...] = ()  # fields of `Recipe` that the loss takes
-    tuned: Callable[..., Task] | None = None  # makes the task with these, by name
-    score: Callable[[torch.Tensor, MicroBatch], torch.Tensor] | None = (
-        None  # (output, batch) -> (B, ...): what the start says of each row (runtime/references.py)
+    # (output, batch) -> sums, shape (measures,), without gradients
+    measure: Callable[[torch.Tensor, MicroBatch], torch.Tensor] = no_measures
+    # (means of "loss" and the measures) -> values derived from these means
+    report: Callable[[dict[str, float]], dict[str, float]] = no_report
+    reports_each_step: bool = (
+        False  # report the measures and derived values at every step, not only in evaluations
+    )
+    # (batch, whether it is for the last stage) -> further arguments for the model's forward. The
+    # pipeline does not send these arguments from stage to stage.
+    stage_kwargs: Callable[[MicroBatch, bool], MicroBatch] = no_stage_kwargs
+    # (engine, this rank's micro-batches): called before the first forward pass of a step
+    before_step: Callable[..., None] = do_nothing
+    after_step: Callable[..., None] = do_nothing  # (engine): called after the optimizer step
+    # (config.json, processor) -> the trained model's config.json, with values that depend on the
+    # processor.
+    fit_config: Callable[[dict[str, Any], Any], dict[str, Any]] = keep_config
+    hyperparameters: tuple[str, ...] = ()  # `Recipe` fields that the loss uses
+    with_hyperparameters: Callable[..., Task] | None = None  # (**values) -> Task that uses them
+    row_logprobs: Callable[[torch.Tensor, MicroBatch], torch.Tensor] | None = (
+        # (output, batch) -> (B, ...): each row's reference log-probabilities, computed before step
+        # 1 (runtime/reference_logprobs.py)
+        None
     )
 
     def inputs_of(self, batch: MicroBatch) -> MicroBatch:
-        """Takes the tensors that the model takes, in its rows: two for each pair."""
+        """Return the model's input tensors. Each pair contributes two rows."""
         return {
-            name: batch[name].flatten(0, 1) if self.facts.pairs else batch[name]
-            for name in self.facts.inputs
+            name: batch[name].flatten(0, 1) if self.spec.pairs else batch[name]
+            for name in self.spec.inputs
         }

@@ -1,3 +1,1 @@
-"""The files that hold the tensors of a checkpoint: their formats, and where each part of a tensor
-is.
-"""
+"""The tensor files of a checkpoint: their formats, and the location of each tensor's parts."""

@@ -1,4 +1,4 @@
-"""Copies tensors between two sets of files, in bounded memory and with several threads."""
+"""Multi-threaded copies of tensors between two sets of files, with bounded memory."""
 
 import threading
 from collections import Counter
@@ -10,25 +10,26 @@ from typing import Any
 
 import numpy as np
 
+from ..parallel.adafactor_state_map import state_tensor
 from ..parallel.blueprint import Blueprint, Tensor
-from ..parallel.factors import state_of
 from . import manifest, torch_files
 from .digest import digest
 from .direct_files import DirectFiles
+from .file_map import FileSegment, Shard, distinct_shards
 from .journal import Journal
-from .places import Piece, Shard, originals
-from .tensor_files import BITS, TensorFiles
+from .tensor_files import UINT_BY_BYTES, TensorFiles
 
-# most elements moved at a time: they are still in the cache when they are digested and written
+# maximum elements moved at a time, which are still in the CPU cache when they are hashed and
+# written
 CHUNK = 256 * 1024
-BUFFERS = 256 * 2**20  # most bytes that wait for the disk or for their hash
+BUFFERS = 256 * 2**20  # maximum bytes that may wait to be written or hashed
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Says how much of the machine a conversion may use.
+    """The machine resources that a conversion may use.
 
-    `progress` is called with (bytes just done, bytes in all), from several threads.
+    `progress` is called with (bytes just copied, total bytes) from several threads.
     """
 
     workers: int = 2
@@ -37,26 +38,29 @@ class Effort:
 
     @property
     def chunk(self) -> int:
-        """Counts the elements that one worker moves at a time, in three copies: read, cut and
-        written.
+        """The number of elements that one worker moves at a time.
+
+        A worker stores three copies of these elements: as read, sliced, and written.
         """
         return max(65536, min(CHUNK, self.mem_limit // (self.workers * 16)))
 
     @property
     def buffers(self) -> int:
-        """Counts the bytes that may be on their way to the disk."""
+        """The number of bytes that may wait to be written to disk."""
         return min(BUFFERS, self.mem_limit - self.workers * self.chunk * 16)
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Names a tensor (of an optimizer's state that tensor) in one role of the source, and the roles
-    of its copy in the target (none: the tensor is only read).
+    """A tensor in one role of the source, and the roles of its copies in the target.
+
+    A role is "master", "weight" or an optimizer state. Without target roles, the tensor is only
+    read.
     """
 
     tensor: Tensor
     role: str
-    to: tuple[str, ...]
+    target_roles: tuple[str, ...]
 
     @property
     def key(self) -> str:
@@ -67,12 +71,13 @@ class Copy:
         return self.tensor.numel * (4 if self.role != "weight" else 2)
 
 
-def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None) -> list[Copy]:
-    """Lists what has to be copied.
+def plan_copies(
+    blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
+) -> list[Copy]:
+    """Return the copies to make.
 
-    A master also makes the 16-bit weight that a layout keeps beside it.
-
-    Without a target: everything that the source holds, to be digested.
+    A master is also copied to the 16-bit weight if the target layout stores that weight. Without a
+    target, return all tensors of the source, so that their digests can be computed.
     """
     found = []
     for tensor in blueprint.tensors:
@@ -90,15 +95,16 @@ def copies(blueprint: Blueprint, source: TensorFiles, target: TensorFiles | None
                 own for own in wanted if target is not None and (tensor.name, own) in target.shards
             )
             if target is None or to:
-                found.append(Copy(state_of(tensor, role), role, to))
+                found.append(Copy(state_tensor(tensor, role), role, to))
     return found
 
 
 @dataclass
 class _CopyJob:
-    """Copies in progress: several threads move the parts, and the digests are collected.
+    """Copies in progress: several threads move parts of tensors and collect the digests.
 
-    `rest`: the copies to make, in the order of their bytes. `digests` holds the finished ones.
+    `rest` contains the remaining copies in the order of their bytes. `digests` contains the
+    finished copies.
     """
 
     source: TensorFiles
@@ -106,31 +112,31 @@ class _CopyJob:
     effort: Effort
     journal: Journal | None
     rest: list[Copy]
-    total_bytes: int  # of all copies, finished ones included
+    total_bytes: int  # of all copies, including finished ones
     digests: dict[str, Any]
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
-        self.left = {copy.key: copy.tensor.numel for copy in self.rest}  # elements
+        self.remaining = {copy.key: copy.tensor.numel for copy in self.rest}  # elements
         self.sums: Counter[str] = Counter()
-        self.unnoted: dict[str, list[str]] = {}  # tensor -> keys of its finished copies
+        self.unjournaled: dict[str, list[str]] = {}  # tensor -> keys of its finished copies
 
     def parts(self) -> Iterator[tuple[Copy, int, int]]:
-        """Yield (copy, start, stop): ranges of elements that one thread moves at a time."""
+        """Yield (copy, start, stop), ranges of elements that one thread moves at a time."""
         for copy in self.rest:
-            unit = unit_of(copy, self.source, *([self.target] if self.target else []))
+            unit = largest_split_row(copy, self.source, *([self.target] if self.target else []))
             numel = copy.tensor.numel
-            spans = chunks(numel, unit, self.effort.chunk) if numel else [(0, 0)]
+            spans = chunk_ranges(numel, unit, self.effort.chunk) if numel else [(0, 0)]
             yield from ((copy, start, stop) for start, stop in spans)
 
     def move(self, part: tuple[Copy, int, int]) -> None:
-        """Read a part, add it to the digest of its tensor, and write it."""
+        """Read a part, add it to its tensor's digest, and write it."""
         copy, start, stop = part
         values = self.source.read(copy.tensor, copy.role, start, stop)
         dtype = self.source.dtype_of(copy.tensor, copy.role)
         added = digest(values, start)
 
-        for role in copy.to:
+        for role in copy.target_roles:
             assert self.target
             rounded = cast(values, dtype, self.target.dtype_of(copy.tensor, role))
             self.target.write(copy.tensor, role, start, rounded)
@@ -141,40 +147,40 @@ class _CopyJob:
             self.target.direct.finish(copy.tensor.name)
 
     def _count(self, copy: Copy, moved: int, added: int, dtype: str) -> bool:
-        """Count moved elements; return True after the last ones, which complete the digest."""
+        """Count moved elements; return True if they are the last and so complete the digest."""
         with self.lock:
             self.sums[copy.key] += added
-            self.left[copy.key] -= moved
-            if self.left[copy.key]:
+            self.remaining[copy.key] -= moved
+            if self.remaining[copy.key]:
                 return False
             total = f"{self.sums[copy.key] % 2**64:016x}"
             self.digests[copy.key] = [list(copy.tensor.shape), dtype, total]
-            self.unnoted.setdefault(copy.tensor.name, []).append(copy.key)
+            self.unjournaled.setdefault(copy.tensor.name, []).append(copy.key)
         return True
 
     def note_stored(self, name: str) -> None:
-        """Note the finished copies of a tensor in the journal: its bytes are on the disk."""
+        """Record a tensor's finished copies in the journal, after their bytes are on disk."""
         with self.lock:
-            keys = self.unnoted.pop(name, [])
+            keys = self.unjournaled.pop(name, [])
         for key in keys:
             if self.journal:
                 self.journal.note(key, self.digests[key])
 
 
-def run(
+def run_copies(
     todo: list[Copy],
     source: TensorFiles,
     effort: Effort,
     target: TensorFiles | None = None,
     journal: Journal | None = None,
     hashed: bool = False,
-) -> tuple[dict[str, Any], dict[str, manifest.Facts]]:
-    """Copy tensors, and return {"tensor|role": [shape, dtype, digest]} and the facts of each file
-    that was written.
+) -> tuple[dict[str, Any], dict[str, manifest.FileEntry]]:
+    """Copy tensors from `source` to `target`.
 
-    The digests include those that an interrupted conversion had noted in the `journal`. The files
-    are on the disk when `run` returns; without `hashed` their facts have no sha256. Without a
-    `target` the source is only read.
+    Return {"tensor|role": [shape, dtype, digest]} and an entry for each written file. The digests
+    include digests from the `journal` of an interrupted conversion. All files are flushed to disk
+    before the function returns. Without `hashed`, the file entries have no sha256. Without a
+    `target`, the source is only read.
     """
     digests: dict[str, Any] = dict(journal.done) if journal else {}
     total_bytes = sum(copy.nbytes for copy in todo)
@@ -182,33 +188,37 @@ def run(
         if copy.key in digests:
             effort.progress(copy.nbytes, total_bytes)
 
-    rest = _in_order_of_bytes([copy for copy in todo if copy.key not in digests], source, target)
+    rest = _sort_by_file_offset([copy for copy in todo if copy.key not in digests], source, target)
     job = _CopyJob(source, target, effort, journal, rest, total_bytes, digests)
     if target is None:
-        share_work(job.move, job.parts(), effort.workers)
+        threaded_map(job.move, job.parts(), effort.workers)
         return digests, {}
 
     try:
         with DirectFiles(
             target.folder, _extents(rest, target), effort.buffers, hashed, job.note_stored
         ) as target.direct:
-            share_work(job.move, job.parts(), effort.workers)
-        return digests, target.direct.facts
+            threaded_map(job.move, job.parts(), effort.workers)
+        return digests, target.direct.file_entries
     finally:
-        # Bytes that did not reach the disk may belong to copies that were already noted.
-        if journal and target.direct and target.direct.lost:
+        # Some of the bytes that were not flushed to disk may belong to copies that are already in
+        # the journal.
+        if journal and target.direct and target.direct.flush_failed:
             journal.forget()
         target.direct = None
 
 
-def _in_order_of_bytes(
+def _sort_by_file_offset(
     rest: list[Copy], source: TensorFiles, target: TensorFiles | None
 ) -> list[Copy]:
-    """Sorts copies by their place in the target (without a target: in the source): one file after
-    the other, each from its beginning.
+    """Sort copies by their location in the target or, without a target, in the source.
+
+    As a result, the files are processed one after the other, each from its beginning.
     """
     places = {
-        copy.key: (target or source).place(copy.tensor, copy.to[0] if target else copy.role)
+        copy.key: (target or source).location(
+            copy.tensor, copy.target_roles[0] if target else copy.role
+        )
         for copy in rest
     }
     order = {
@@ -219,19 +229,19 @@ def _in_order_of_bytes(
 
 
 def _extents(todo: list[Copy], target: TensorFiles) -> dict[str, set[tuple[int, int]]]:
-    """Maps each file to the ranges of bytes that the copies will fill."""
+    """Return the byte ranges in each file that the copies will fill."""
     extents: dict[str, set[tuple[int, int]]] = {}
     for copy in todo:
-        for role in copy.to:
+        for role in copy.target_roles:
             for file, own in target.extents(copy.tensor, role).items():
                 extents.setdefault(file, set()).update(own)
     return extents
 
 
-def share_work(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:
-    """Calls `work` for each item on several threads; returns the results in the order of the items.
+def threaded_map(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -> list[Any]:
+    """Call `work` for each item on several threads; return the results in item order.
 
-    After an error no further item is begun.
+    After an error, no further item is started.
     """
     numbered, found, lock, failed = enumerate(items), {}, threading.Lock(), threading.Event()
 
@@ -263,21 +273,23 @@ def share_work(work: Callable[[Any], Any], items: Iterable[Any], workers: int) -
 def partial_digests(
     blueprint: Blueprint, source: TensorFiles, files: frozenset[str], chunk: int = CHUNK
 ) -> dict[str, Any]:
-    """Returns {"tensor|role": [shape, dtype, what `files` add to its digest]}. Zero bits add
-    nothing, so no other file is read.
+    """Return {"tensor|role": [shape, dtype, contribution of `files` to the digest]}.
+
+    No other file is read, because bytes of other files are treated as zeros and zeros contribute
+    nothing.
     """
     digests = {}
-    for copy in copies(blueprint, source, None):
+    for copy in plan_copies(blueprint, source, None):
         spans = [
-            _span(shard, piece)
-            for shard in originals(source.shards[copy.tensor.name, copy.role])
-            for piece in shard.pieces
+            _enclosing_range(shard, piece)
+            for shard in distinct_shards(source.shards[copy.tensor.name, copy.role])
+            for piece in shard.segments
             if piece.file in files
         ]
         if not spans:
             continue
-        total, unit = 0, unit_of(copy, source)
-        for start, stop in chunks(copy.tensor.numel, unit, chunk):
+        total, unit = 0, largest_split_row(copy, source)
+        for start, stop in chunk_ranges(copy.tensor.numel, unit, chunk):
             inside = [
                 (max(start, low), min(stop, high))
                 for low, high in spans
@@ -296,19 +308,22 @@ def partial_digests(
     return digests
 
 
-def _span(shard: Shard, piece: Piece) -> tuple[int, int]:
-    """Return a range of the whole tensor that encloses the piece."""
+def _enclosing_range(shard: Shard, piece: FileSegment) -> tuple[int, int]:
+    """Return a range of the full tensor that encloses the segment."""
     if shard.dim is None:
         return shard.base + piece.start, shard.base + piece.stop
-    first_row, end_row = piece.start // shard.width, -(-piece.stop // shard.width)
-    return shard.base + first_row * shard.row, shard.base + end_row * shard.row
+    first_row, end_row = (
+        piece.start // shard.stored_row_numel,
+        -(-piece.stop // shard.stored_row_numel),
+    )
+    return shard.base + first_row * shard.row_numel, shard.base + end_row * shard.row_numel
 
 
-def unit_of(copy: Copy, *files: TensorFiles) -> int:
-    """Returns the elements of the largest row that a cut of any of the files takes apart."""
+def largest_split_row(copy: Copy, *files: TensorFiles) -> int:
+    """Return the number of elements in the largest row that is split in any of the files."""
     unit = 1
     for opened in files:
-        for role in {copy.role, *copy.to}:
+        for role in {copy.role, *copy.target_roles}:
             shards = opened.shards.get((copy.tensor.name, role), [])
             unit = max(
                 [
@@ -319,22 +334,24 @@ def unit_of(copy: Copy, *files: TensorFiles) -> int:
     return unit
 
 
-def chunks(numel: int, unit: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of at most `most` elements: runs of whole units, or parts of one."""
-    if unit <= most:
-        step = most // unit * unit
+def chunk_ranges(numel: int, unit: int, max_elements: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most `max_elements` elements.
+
+    A range consists of several full units, or of a part of one unit.
+    """
+    if unit <= max_elements:
+        step = max_elements // unit * unit
         yield from ((start, min(numel, start + step)) for start in range(0, numel, step))
         return
     for row in range(0, numel, unit):
         yield from (
-            (start, min(row + unit, start + most)) for start in range(row, row + unit, most)
+            (start, min(row + unit, start + max_elements))
+            for start in range(row, row + unit, max_elements)
         )
 
 
 def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
-    """Rounds values to another dtype, to nearest even; returns the same bits where the dtype is the
-    same.
-    """
+    """Round values to a different dtype, to nearest even; the same dtype keeps the bits."""
     if dtype == to:
         return bits
     if dtype == "bfloat16":
@@ -343,16 +360,16 @@ def cast(bits: np.ndarray, dtype: str, to: str) -> np.ndarray:
         values = bits.view(dtype)
     if to != "bfloat16":
         with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(to).view(BITS[torch_files.SIZES[to]])
+            return values.astype(to).view(UINT_BY_BYTES[torch_files.ELEMENT_BYTES[to]])
     with np.errstate(over="ignore", invalid="ignore"):
         word = values.astype(np.float32, copy=False).view(np.uint32)
     rounded = word >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
-    rounded += word  # for numbers only (not NaN), so nothing overflows
+    rounded += word  # only numbers (not NaN) are counted, so nothing overflows
     rounded >>= np.uint32(16)
     short = rounded.astype(np.uint16)
     numbers = word.view(np.float32)
-    if len(numbers) and np.isnan(numbers.max()):  # one pass; the largest is NaN if any is
+    if len(numbers) and np.isnan(numbers.max()):  # one pass; the maximum is NaN if any value is NaN
         short[np.isnan(numbers)] = 0x7FC0
     return short

@@ -1,7 +1,7 @@
-"""Describes what DeepSpeed's files hold besides where experts are divided over ranks: notes on who
-has which, and files of experts.
+"""Additional content of DeepSpeed's files for sharded experts.
 
-Taken from DeepSpeed 0.19.8: runtime/engine.py (`_save_moe_checkpoint`), zero/stage3.py,
+It consists of entries that describe how experts are placed, and of one file per expert. The format
+is taken from DeepSpeed 0.19.8: runtime/engine.py (`_save_moe_checkpoint`), zero/stage3.py,
 checkpoint/autoep_affine.py.
 """
 
@@ -9,20 +9,21 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from ..parallel.blueprint import Tensor, flat_tensors, holders_of
-from .places import Holder, expert_file
+from ..parallel.blueprint import Tensor, flat_tensors, num_partitions
+from .file_map import ModelParallelRank, expert_file
 from .torch_files import FileTensor
 
 
-def model_entries(holder: Holder, rank: int) -> dict[str, Any]:
-    """Makes the entries of a model file that say which experts lie where; none where experts are
-    whole.
+def model_entries(holder: ModelParallelRank, rank: int) -> dict[str, Any]:
+    """Return a model file's entries that describe how experts are placed.
 
-    `rank`: the data rank that writes the file.
+    Return {} if experts are unsharded. `rank` is the data-parallel rank that writes the file.
     """
     if not holder.parts:
         return {}
-    layers = [_layer(holder, number, rank) for number in range(len(holder.blueprint.blocks))]
+    layers = [
+        _expert_layer_entry(holder, number, rank) for number in range(len(holder.blueprint.blocks))
+    ]
     info = {
         "universal_checkpoint_version": 0.4,
         "expert_parameter_patterns": [r".*\.experts\.w[123]$"],
@@ -35,7 +36,7 @@ def model_entries(holder: Holder, rank: int) -> dict[str, Any]:
     }
 
 
-def _layer(holder: Holder, number: int, rank: int) -> dict[str, Any]:
+def _expert_layer_entry(holder: ModelParallelRank, number: int, rank: int) -> dict[str, Any]:
     ep, partitions, block = (
         holder.layout.mesh.ep,
         holder.layout.partitions,
@@ -78,7 +79,9 @@ def _layer(holder: Holder, number: int, rank: int) -> dict[str, Any]:
 
 
 def _affine_map(tensor: Tensor, ep: int) -> dict[str, Any]:
-    """Says in DeepSpeed's words that each rank holds a run of the experts of a tensor."""
+    """Return DeepSpeed's description of a tensor whose experts are stored consecutively on each
+    rank.
+    """
     shape, numel = list(tensor.shape), prod(tensor.shape)
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     ranks = {}
@@ -93,9 +96,10 @@ def _affine_map(tensor: Tensor, ep: int) -> dict[str, Any]:
     return {"logical_shape": [ep * shape[0], *shape[1:]], "ranks": ranks}
 
 
-def files_of_experts(holder: Holder) -> Iterator[tuple[str, dict[str, FileTensor]]]:
-    """Yields (name, content) of the file of each expert's weights; nothing where experts are whole,
-    or under ZeRO-3.
+def files_of_experts(holder: ModelParallelRank) -> Iterator[tuple[str, dict[str, FileTensor]]]:
+    """Yield (name, content) for each expert's weight file.
+
+    Yield nothing for unsharded experts, and nothing under ZeRO-3.
     """
     if not holder.parts or holder.layout.zero_stage == 3:
         return
@@ -115,9 +119,10 @@ def files_of_experts(holder: Holder) -> Iterator[tuple[str, dict[str, FileTensor
             )
 
 
-def optimizer_entries(holder: Holder, rank: int) -> dict[str, Any]:
-    """Makes the entry of a ZeRO-3 optimizer file that says over which ranks each sub-group is
-    divided; DeepSpeed loads it on those only.
+def optimizer_entries(holder: ModelParallelRank, rank: int) -> dict[str, Any]:
+    """Return the optimizer-file entry that lists the ranks that partition each ZeRO-3 sub-group.
+
+    DeepSpeed loads a sub-group only on these ranks.
     """
     if not holder.parts:
         return {}
@@ -127,7 +132,7 @@ def optimizer_entries(holder: Holder, rank: int) -> dict[str, Any]:
         found.append(
             {
                 "sub_group": number,
-                "partition_count": holders_of(group, layout),
+                "partition_count": num_partitions(group, layout),
                 "partition_rank": rank // ep,
                 "partition_ranks": list(range(rank % ep, layout.partitions, ep)),
                 "families": ["autoep_expert" if expert else "replicated"],
@@ -137,9 +142,10 @@ def optimizer_entries(holder: Holder, rank: int) -> dict[str, Any]:
     return {"ds_zero_partition_groups": found}
 
 
-def group_entries(holder: Holder, tensor: Tensor) -> dict[str, Any]:
-    """Makes what DeepSpeed notes of an optimizer group that begins with `tensor`, if it is of
-    divided experts (moe/utils.py).
+def group_entries(holder: ModelParallelRank, tensor: Tensor) -> dict[str, Any]:
+    """Return DeepSpeed's entries for an optimizer group that begins with `tensor`.
+
+    Return {} unless the group contains sharded experts (moe/utils.py).
     """
     return (
         {"name": f"ep_size_{holder.layout.mesh.ep}", "moe": True}

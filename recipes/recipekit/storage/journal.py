@@ -1,4 +1,4 @@
-"""Keeps a note beside a conversion's output, so that the conversion can go on after a kill."""
+"""The journal of a conversion, with which a killed conversion can resume."""
 
 import json
 import os
@@ -8,27 +8,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..spec.refusal import refuse
-from ..spec.whole_file import fsync
+from ..spec.atomic_write import fsync
+from ..spec.errors import config_error
 
 
 def journal_file(out: Path) -> Path:
-    """Returns the file in which an unfinished conversion to `out` notes what is done."""
+    """Return the file that records the progress of an unfinished conversion to `out`."""
     return out.with_name(f".{out.name}.part") / "journal.jsonl"
 
 
 class Journal:
-    """Holds the unfinished output of a conversion: a hidden folder beside `out`, which becomes
-    `out` when it is complete.
+    """The unfinished output of a conversion: a hidden folder next to `out`.
 
-    Finished work is noted there, so that the same conversion, started again, goes on where it was
-    killed. After a crash of the machine, or an error of the disk, the conversion begins anew, since
-    written bytes may not have reached the disk.
+    The folder is renamed to `out` when it is complete. Finished work is recorded in the folder, so
+    that the same conversion resumes where it was killed. After a machine crash or a disk error, the
+    conversion starts from scratch, because written bytes may not have reached the disk.
     """
 
     def __init__(self, out: Path, plan: dict[str, Any]):
         if out.exists():
-            raise refuse(
+            raise config_error(
                 str(out),
                 "already exists and is not overwritten",
                 "choose another folder, or remove it",
@@ -43,7 +42,7 @@ class Journal:
         self.done: dict[str, Any] = {}
         self.resumed = len(lines) > 1 and lines[0] == head
         if self.resumed:
-            with suppress(ValueError):  # the last line may be torn
+            with suppress(ValueError):  # the last line may be incomplete
                 for line in lines[1:]:
                     self.done |= json.loads(line)
         else:
@@ -51,12 +50,12 @@ class Journal:
             self.folder.mkdir(parents=True)
             self._file.write_text(head + "\n")
 
-    def note(self, key: str, value: Any) -> None:
+    def note(self, key: str, value: object) -> None:
         with self._lock, self._file.open("a") as file:
             file.write(json.dumps({key: value}) + "\n")
 
     def forget(self) -> None:
-        """Forgets the notes: the same conversion, started again, begins anew."""
+        """Remove the records, so that the same conversion starts from scratch."""
         self._file.unlink()
 
     def finish(self) -> None:

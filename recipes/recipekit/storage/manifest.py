@@ -1,6 +1,6 @@
 """The manifest of a checkpoint folder: the list of its files, written last.
 
-A folder without it does not count.
+A folder without a manifest does not count as a checkpoint.
 """
 
 import hashlib
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..spec.atomic_write import fsync
 from ..spec.step_names import MANIFEST, step_of
-from ..spec.whole_file import fsync
 
-STATE, BLUEPRINT = "state.json", "blueprint.json"
-Facts = dict[str, Any]  # {"bytes": size, "sha256": digest}
+STATE_FILE, BLUEPRINT_FILE = "state.json", "blueprint.json"
+FileEntry = dict[str, Any]  # {"bytes": size, "sha256": digest}
 
 
-def facts(path: Path, flush: bool = True) -> Facts:
-    """Returns size and sha256 of a file; with `flush` its bytes are on the disk afterwards."""
+def file_entry(path: Path, flush: bool = True) -> FileEntry:
+    """Return a file's size and sha256; `flush` also flushes the file to disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if flush:
@@ -26,10 +26,12 @@ def facts(path: Path, flush: bool = True) -> Facts:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, Any]) -> None:
-    """Completes a folder by its manifest.
+def write_manifest(
+    folder: Path, step: int, files: dict[str, FileEntry], tensors: dict[str, Any]
+) -> None:
+    """Complete a folder by writing its manifest.
 
-    `tensors`: "name|role" -> [shape, dtype, digest], see digest.py.
+    `tensors` maps "name|role" to [shape, dtype, digest]; see digest.py.
     """
     path = folder / MANIFEST
     content: dict[str, Any] = {
@@ -37,27 +39,29 @@ def write(folder: Path, step: int, files: dict[str, Facts], tensors: dict[str, A
         "files": dict(sorted(files.items())),
         "tensors": dict(sorted(tensors.items())),
     }
-    path.write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1))
+    path.write_text(json.dumps(content | {"sha256": _manifest_sha256(content)}, indent=1))
     fsync(path)
     for inner in {folder, *((folder / name).parent for name in files)}:
         fsync(inner)
 
 
-def _digest(content: dict[str, Any]) -> str:
-    """Digests the manifest itself: nothing else would show a flipped bit in it, in a tensor's
-    digest say.
+def _manifest_sha256(content: dict[str, Any]) -> str:
+    """Return the sha256 of the manifest's content.
+
+    Without this hash, a flipped bit in the manifest, such as in a tensor's digest, would not be
+    detected.
     """
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def read(folder: Path) -> dict[str, Any]:
-    """Reads the manifest of a folder.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a folder.
 
-    Raises ValueError, saying what is wrong, if the manifest is missing or damaged.
+    Raise ValueError with the reason if the manifest is missing or damaged.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        assert manifest.pop("sha256", None) == _digest(manifest)
+        assert manifest.pop("sha256", None) == _manifest_sha256(manifest)
         assert manifest.keys() == {"step", "files", "tensors"} and all(
             facts.keys() == {"bytes", "sha256"} for facts in manifest["files"].values()
         )
@@ -70,20 +74,22 @@ def read(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} differs from what was written") from None
 
 
-def faults(
-    folder: Path, names: Iterable[str] | None = None, seen: Callable[[int], None] = lambda _: None
+def find_faults(
+    folder: Path,
+    names: Iterable[str] | None = None,
+    on_read: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Finds what is wrong with the files of a folder, each named; `names` restricts the slow
-    comparison of contents to some files.
+    """Return the faults of a folder's files, each with the file's name.
 
-    `seen` is called with the number of bytes just read.
+    `names` restricts the slow comparison of contents to some files. `on_read` is called with the
+    number of bytes just read.
     """
     try:
-        manifest = read(folder)
+        manifest = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
     found = []
-    listed: dict[str, Facts] = manifest["files"]
+    listed: dict[str, FileEntry] = manifest["files"]
     if step_of(folder.name) not in (None, manifest["step"]):
         found.append(f"{MANIFEST} is of step {manifest['step']}, not of {folder.name}")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -99,15 +105,16 @@ def faults(
                 with path.open("rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != wanted["sha256"]:
                         found.append(f"{name} has changed: its sha256 does not match")
-                seen(size)
+                on_read(size)
         except OSError as error:
             found.append(f"{name} cannot be read: {error.strerror}")
     return found
 
 
-def unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """List the files and links in a folder that its manifest does not name. No program reads
-    them.
+def unlisted_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Return a folder's files and links that the manifest does not name.
+
+    No program reads these files.
     """
     there = {
         str(path.relative_to(folder))
@@ -118,19 +125,20 @@ def unlisted(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def listed_files(folder: Path, pattern: str) -> list[Path]:
-    """List the files of a folder that match a pattern and that its manifest names; without a
-    manifest, all that match.
+    """Return a folder's files that match a pattern and that the manifest names.
+
+    Without a manifest, return all files that match.
     """
     found = sorted(path for path in folder.glob(pattern) if path.is_file())
     try:
-        names = read(folder)["files"]
+        names = read_manifest(folder)["files"]
     except ValueError:
         return found
     return [path for path in found if path.relative_to(folder).as_posix() in names]
 
 
-def say_unlisted(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return the line that names a folder's unlisted files; [] without any."""
+def unlisted_notice(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return a line that names a folder's unlisted files; [] if there are no unlisted files."""
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return (
         [f"{folder}: {names[0]}{more} is not part of the checkpoint, and is ignored"]

@@ -1,4 +1,4 @@
-"""Reads and writes tensors at the places where a checkpoint or a model holds them."""
+"""Reading and writing of tensors at their locations in a checkpoint or a model."""
 
 import os
 import threading
@@ -12,15 +12,15 @@ import numpy as np
 
 from ..architectures import safetensors_files
 from ..parallel.blueprint import Blueprint, Layout, Tensor
-from ..spec.refusal import refuse
-from . import places, torch_files
+from ..spec.errors import config_error
+from . import file_map, torch_files
 from .direct_files import DirectFiles
-from .places import Piece, Shard, originals
-from .torch_files import Keys
+from .file_map import FileSegment, Shard, distinct_shards
+from .torch_files import KeyPath
 
-BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-# safetensors' name of a dtype -> torch's name
-TORCH = {
+UINT_BY_BYTES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+# dtype name in safetensors -> dtype name in torch
+TORCH_DTYPE_NAMES = {
     "F64": "float64",
     "F32": "float32",
     "BF16": "bfloat16",
@@ -30,29 +30,29 @@ TORCH = {
     "I16": "int16",
     "I8": "int8",
 }
-TORCH |= {"U8": "uint8", "BOOL": "bool"}
+TORCH_DTYPE_NAMES |= {"U8": "uint8", "BOOL": "bool"}
 
 
-class OpenedFile:
-    """Finds the places of the tensors in a file of torch.save; reads no tensor."""
+class TorchFileIndex:
+    """The locations of the tensors in a torch.save file, found without reading any tensor."""
 
     def __init__(self, path: Path):
         self.path = path
-        self.tensors = torch_files.tensors(torch_files.read(path))
+        self.tensors = torch_files.find_tensors(torch_files.read_torch_file(path))
 
-    def offset(self, keys: Keys) -> int:
-        """Returns where a tensor begins, in bytes from the beginning of the file.
+    def offset(self, keys: KeyPath) -> int:
+        """Return a tensor's byte offset from the beginning of the file.
 
-        Raises `Refusal` if the file has no such tensor.
+        Raise `ConfigError` if the file has no such tensor.
         """
         if keys not in self.tensors:
-            raise refuse(
+            raise config_error(
                 str(self.path),
                 f"has no tensor {'/'.join(map(str, keys))}, but its layout names it",
                 "use another copy of the checkpoint",
             )
         if (start := self.tensors[keys].start) < 0:
-            raise refuse(
+            raise config_error(
                 f"{self.path}: {'/'.join(map(str, keys))}",
                 "is not stored in row-major order",
                 "save it once more after .contiguous()",
@@ -62,19 +62,20 @@ class OpenedFile:
 
 @dataclass
 class TensorFiles:
-    """Reads and writes elements of tensors in the files of one checkpoint or model.
+    """Element-wise access to the tensors in one checkpoint's or model's files.
 
-    `shards`: (tensor, role) -> its shards, copies included. `dtype_of(tensor, role)`: the dtype in
-    the files. `offset_of(piece)`: where the tensor that holds a piece begins in its file, in bytes.
+    `shards` maps (tensor, role) to the tensor's shards, including copies. `dtype_of(tensor, role)`
+    returns the dtype in the files. A segment is part of a stored tensor; `offset_of(segment)`
+    returns the byte in the file at which that stored tensor begins.
     """
 
     folder: Path
     shards: dict[tuple[str, str], list[Shard]]
     dtype_of: Callable[[Tensor, str], str]
-    offset_of: Callable[[Piece], int]
+    offset_of: Callable[[FileSegment], int]
     writable: bool = False
-    direct: DirectFiles | None = None  # receives the writes while a conversion runs
-    most_open: int = 256  # files that are only read
+    direct: DirectFiles | None = None  # gets the writes of a running conversion
+    max_open_files: int = 256  # limit for files that are only read
     _handles: dict[str, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -86,19 +87,20 @@ class TensorFiles:
             self._roles.setdefault(name, []).append(role)
 
     def roles(self, tensor: Tensor) -> list[str]:
-        """Lists what the files hold of a tensor: "master", the optimizer's states, "weight"."""
+        """Return a tensor's roles in the files: "master", optimizer states, "weight"."""
         return self._roles.get(tensor.name, [])
 
     @contextmanager
     def handle(self, file: str) -> Iterator[int]:
-        """Gives the descriptor of a file.
+        """Open a file and yield its descriptor.
 
-        The first `most_open` files stay open; a model can have thousands of files of experts.
+        The first `max_open_files` files stay open, but not all files, because a model can have
+        thousands of expert files.
         """
         with self._lock:
             handle, kept = (
                 self._handles.get(file),
-                self.writable or len(self._handles) < self.most_open,
+                self.writable or len(self._handles) < self.max_open_files,
             )
             if handle is None:
                 try:
@@ -106,7 +108,7 @@ class TensorFiles:
                         self.folder / file, os.O_RDWR if self.writable else os.O_RDONLY
                     )
                 except FileNotFoundError:
-                    raise refuse(
+                    raise config_error(
                         str(self.folder / file),
                         "is missing, but its layout names it",
                         "use another copy of the checkpoint",
@@ -126,19 +128,21 @@ class TensorFiles:
             os.close(handle)
         self._handles.clear()
 
-    def place(self, tensor: Tensor, role: str) -> tuple[str, int]:
-        """Returns the file and the byte where a tensor begins."""
-        for piece in (piece for shard in self.shards[tensor.name, role] for piece in shard.pieces):
-            return piece.file, self.offset_of(piece) + piece.offset * torch_files.SIZES[
+    def location(self, tensor: Tensor, role: str) -> tuple[str, int]:
+        """Return (file, byte) where a tensor begins."""
+        for piece in (
+            piece for shard in self.shards[tensor.name, role] for piece in shard.segments
+        ):
+            return piece.file, self.offset_of(piece) + piece.offset * torch_files.ELEMENT_BYTES[
                 self.dtype_of(tensor, role)
             ]
         return "", 0
 
     def extents(self, tensor: Tensor, role: str) -> dict[str, set[tuple[int, int]]]:
-        """Returns file -> the ranges of bytes that hold something of a tensor."""
-        size, found = torch_files.SIZES[self.dtype_of(tensor, role)], {}
+        """Return file -> byte ranges that contain elements of a tensor."""
+        size, found = torch_files.ELEMENT_BYTES[self.dtype_of(tensor, role)], {}
         for shard in self.shards[tensor.name, role]:
-            for piece in shard.pieces:
+            for piece in shard.segments:
                 begin = self.offset_of(piece) + piece.offset * size
                 found.setdefault(piece.file, set()).add(
                     (begin, begin + (piece.stop - piece.start) * size)
@@ -148,27 +152,29 @@ class TensorFiles:
     def read(
         self, tensor: Tensor, role: str, start: int, stop: int, only: frozenset[str] | None = None
     ) -> np.ndarray:
-        """Reads elements start..stop of a tensor as unsigned integers; elements in other files than
-        `only` are zero.
+        """Read a tensor's elements start..stop as unsigned integers.
+
+        With `only`, elements in all other files are returned as zeros.
         """
-        size = torch_files.SIZES[self.dtype_of(tensor, role)]
+        size = torch_files.ELEMENT_BYTES[self.dtype_of(tensor, role)]
         out = (
-            np.zeros(stop - start, BITS[size])
+            np.zeros(stop - start, UINT_BY_BYTES[size])
             if only is not None
-            else np.empty(stop - start, BITS[size])
+            else np.empty(stop - start, UINT_BY_BYTES[size])
         )
-        for shard in originals(self.shards[tensor.name, role]):
+        for shard in distinct_shards(self.shards[tensor.name, role]):
             self._move(shard, start, stop, out, None, only)
         return out
 
     def write(self, tensor: Tensor, role: str, start: int, values: np.ndarray) -> None:
-        """Writes `values` as the elements of a tensor from `start` on, into every copy."""
+        """Write `values` as a tensor's elements from `start` on, into every copy."""
         done = set()
         for shard in self.shards[tensor.name, role]:
             place = [
-                (piece.file, self.offset_of(piece), piece.offset) for piece in shard.pieces[:1]
+                (piece.file, self.offset_of(piece), piece.offset) for piece in shard.segments[:1]
             ]
-            # else the bytes are written already: ZeRO-2 gives frozen tensors a second name
+            # otherwise the bytes are already written, because ZeRO-2 stores frozen tensors under a
+            # second name
             if not done.issuperset(place):
                 self._move(shard, start, start + len(values), values, tensor.name, None)
             done.update(place)
@@ -182,8 +188,9 @@ class TensorFiles:
         name: str | None,
         only: frozenset[str] | None,
     ) -> None:
-        """Read the overlap of a shard with elements start..stop of the whole into `buffer`; with
-        the tensor's `name`, write it from there.
+        """Read the overlap of a shard with the full tensor's elements start..stop into `buffer`.
+
+        If the tensor's `name` is given, write the overlap from `buffer` instead.
         """
         begin, end = max(start, shard.base), min(stop, shard.base + prod(shard.shape))
         if begin >= end:
@@ -193,7 +200,7 @@ class TensorFiles:
 
         if shard.dim is None:
             self._transfer(shard, begin, view, name, only)
-        elif begin % (row := shard.row) == 0 and end % row == 0 and end - begin > row:
+        elif begin % (row := shard.row_numel) == 0 and end % row == 0 and end - begin > row:
             self._move_rows(shard, begin // row, view, name, only)
         else:
             self._move_runs(shard, begin, view, name, only)
@@ -206,11 +213,11 @@ class TensorFiles:
         name: str | None,
         only: frozenset[str] | None,
     ) -> None:
-        """Read (with `name`: write) full rows of a cut tensor in one transfer."""
-        rows = view.reshape(-1, shard.row)
-        local = np.zeros((len(rows), shard.width), view.dtype)
-        columns = _columns(shard)
-        start = first_row * shard.width
+        """Read full rows of a split tensor in one transfer; with `name`, write them instead."""
+        rows = view.reshape(-1, shard.row_numel)
+        local = np.zeros((len(rows), shard.stored_row_numel), view.dtype)
+        columns = _run_slices(shard)
+        start = first_row * shard.stored_row_numel
 
         if name is not None:
             for whole, mine in columns:
@@ -229,9 +236,12 @@ class TensorFiles:
         name: str | None,
         only: frozenset[str] | None,
     ) -> None:
-        """Read (with `name`: write) elements of a cut tensor, a transfer for each run of a row."""
+        """Read elements of a split tensor in one transfer per run of a row.
+
+        With `name`, write these elements instead.
+        """
         end = begin + len(view)
-        row, width, columns = shard.row, shard.width, _columns(shard)
+        row, width, columns = shard.row_numel, shard.stored_row_numel, _run_slices(shard)
         for number in range(begin // row, -(-end // row)):
             for whole, mine in columns:
                 first, last = number * row + whole.start, number * row + whole.stop
@@ -248,11 +258,12 @@ class TensorFiles:
         name: str | None,
         only: frozenset[str] | None,
     ) -> None:
-        """Reads (with `name`: writes) the elements of a shard from its own element `start` on, as
-        many as `view` has.
+        """Read a shard's elements from its element `start` on; with `name`, write them instead.
+
+        The number of elements is the length of `view`.
         """
         stop, size = start + len(view), view.itemsize
-        for piece in shard.pieces:
+        for piece in shard.segments:
             low, high = max(start, piece.start), min(stop, piece.stop)
             if low >= high or (only is not None and piece.file not in only):
                 continue
@@ -270,7 +281,7 @@ class TensorFiles:
                         else os.preadv(handle, [part], offset)
                     )
                     if done == 0:
-                        raise refuse(
+                        raise config_error(
                             str(self.folder / piece.file),
                             f"ends before byte {offset + len(part)}",
                             "use another copy of the checkpoint",
@@ -278,9 +289,9 @@ class TensorFiles:
                     part, offset = part[done:], offset + done
 
 
-def _columns(shard: Shard) -> list[tuple[slice, slice]]:
-    """Return the elements of each run of a cut tensor: (in a row of the whole, in the shard's)."""
-    inner = shard.inner
+def _run_slices(shard: Shard) -> list[tuple[slice, slice]]:
+    """Return (slice of a full row, slice of the shard's row) for each run of a split tensor."""
+    inner = shard.inner_numel
     columns, at = [], 0
     for first, last in shard.runs:
         length = (last - first) * inner
@@ -292,61 +303,61 @@ def _columns(shard: Shard) -> list[tuple[slice, slice]]:
 def open_checkpoint(
     step: Path, blueprint: Blueprint, layout: Layout, writable: bool = False
 ) -> TensorFiles:
-    """Opens the files of a step folder."""
-    opened: dict[str, OpenedFile] = {}
+    """Open the files of a step folder."""
+    opened: dict[str, TorchFileIndex] = {}
     lock = threading.Lock()
 
-    def offset_of(piece: Piece) -> int:
-        if not piece.keys:  # the file holds elements only
+    def offset_of(piece: FileSegment) -> int:
+        if not piece.keys:  # the file holds only elements
             return 0
         with lock:
             if piece.file not in opened:
-                opened[piece.file] = OpenedFile(step / piece.file)
+                opened[piece.file] = TorchFileIndex(step / piece.file)
             return opened[piece.file].offset(piece.keys)
 
     def dtype_of(tensor: Tensor, role: str) -> str:
         return tensor.buffer or ("float32" if role != "weight" else layout.dtype)
 
-    return TensorFiles(step, places.shards(blueprint, layout), dtype_of, offset_of, writable)
+    return TensorFiles(step, file_map.map_shards(blueprint, layout), dtype_of, offset_of, writable)
 
 
-def open_published(
+def open_model_files(
     folder: Path,
     blueprint: Blueprint,
     entries: dict[str, safetensors_files.Entry],
     writable: bool = False,
 ) -> TensorFiles:
-    """Open a model's safetensors files. Every tensor has the one role "weight"."""
+    """Open a model's safetensors files, in which every tensor has the single role "weight"."""
     found: dict[tuple[str, str], list[Shard]] = {}
     for tensor in blueprint.tensors:
         if blueprint.published[tensor.name].stacked:
             found[tensor.name, "weight"] = _stacked_shards(tensor, blueprint, entries)
         else:
-            found[tensor.name, "weight"] = _copies(tensor, blueprint, entries, writable)
+            found[tensor.name, "weight"] = _unstacked_shards(tensor, blueprint, entries, writable)
 
     def dtype_of(tensor: Tensor, role: str) -> str:
-        return TORCH[entries[blueprint.published[tensor.name].parts[0][0]].dtype]
+        return TORCH_DTYPE_NAMES[entries[blueprint.published[tensor.name].parts[0][0]].dtype]
 
     return TensorFiles(
         folder, found, dtype_of, lambda piece: entries[piece.keys[0]].offset, writable
     )
 
 
-def _copies(
+def _unstacked_shards(
     tensor: Tensor,
     blueprint: Blueprint,
     entries: dict[str, safetensors_files.Entry],
     writable: bool,
 ) -> list[Shard]:
-    """List the places of a tensor that has a key of its own.
+    """Return the locations of a tensor that has a separate key.
 
-    A reader needs one. A writer fills the aliases as well, where the files have them.
+    A reader needs only one location. A writer also fills the aliases in the files.
     """
     names = [blueprint.published[tensor.name].parts[0][0]]
     if writable:
         names += [alias for alias, (name, _) in blueprint.aliases.items() if name == tensor.name]
     return [
-        Shard(tensor.shape, (Piece(entries[key].file, (key,), 0, 0, tensor.numel),))
+        Shard(tensor.shape, (FileSegment(entries[key].file, (key,), 0, 0, tensor.numel),))
         for key in dict.fromkeys(names)
         if key in entries
     ]
@@ -355,9 +366,10 @@ def _copies(
 def _stacked_shards(
     tensor: Tensor, blueprint: Blueprint, entries: dict[str, safetensors_files.Entry]
 ) -> list[Shard]:
-    """List the shards of a tensor that the files hold as one tensor for each first index.
+    """Return the shards of a tensor that is stored as a separate tensor for each first index.
 
-    If several keys share an index, they are cut along the dimension `Stored.dim` of the tensor.
+    If several keys share an index, they are parts of the tensor along dimension
+    `PublishedTensor.dim`.
     """
     stored = blueprint.published[tensor.name]
     shape = tensor.shape[1:]
@@ -370,7 +382,7 @@ def _stacked_shards(
             dim, runs = stored.dim - 1, ((begin, begin + width),)
 
         for number, key in enumerate(keys):
-            piece = Piece(entries[key].file, (key,), 0, 0, prod(entries[key].shape))
+            piece = FileSegment(entries[key].file, (key,), 0, 0, prod(entries[key].shape))
             shards.append(Shard(shape, (piece,), dim, runs, number * prod(shape), begin))
         begin += width
     return shards

@@ -1,10 +1,16 @@
-"""Reads files of torch.save without torch, finds the bytes of their tensors, and writes such files
-to be filled in.
+"""Files of torch.save: read without torch, with each tensor's location, and written with holes.
 
 A file is a zip archive whose records are not compressed (torch/serialization.py and
-caffe2/serialize/inline_container.h of 2.13). The record data.pkl is a pickle in which a storage is
-a persistent id: ("storage", its type, its name, device, elements); the storage's bytes are the
-record data/NAME, at a multiple of 64. Importing torch takes longer than planning a conversion.
+caffe2/serialize/inline_container.h of 2.13). The record data.pkl is a pickle. In this pickle, a
+storage is a persistent id: ("storage", its type, its name, device, elements). The storage's bytes
+are the record data/NAME, at a multiple of 64.
+
+torch 2.13 is not a replacement (2026-11-28). In torch, a tensor's location in the file is private
+(`UntypedStorage._checkpoint_offset`). With `mmap=True` or `map_location="meta"`, `torch.load`
+accepts a record that is shorter than its tensor, and this reader rejects such a record. For holes,
+`torch.serialization.skip_data` is a prototype that needs the private FakeTensorMode. With `import
+torch`, `convert_checkpoint.py to-hf --dtype fp32` of 0.63 GB took 2.9 CPU seconds instead of 1.0
+(rows of `tools/bench/bench_convert.py --layers 6`, 2 busy cores).
 """
 
 import _codecs
@@ -13,17 +19,17 @@ import io
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import FunctionType
 from typing import Any, BinaryIO
 
-from ..spec.refusal import Refusal, refuse
+from ..spec.errors import ConfigError, config_error
 
-SIZES = {
+ELEMENT_BYTES = {
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,
@@ -36,9 +42,9 @@ SIZES = {
     "bool": 1,
     "complex64": 8,
 }
-# newer dtypes, without a storage type of their own
-SIZES |= {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
-NUMBERS = {
+# newer dtypes, for which no separate storage type exists
+ELEMENT_BYTES |= {"uint64": 8, "uint32": 4, "uint16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+STRUCT_FORMATS = {
     "float64": "<d",
     "float32": "<f",
     "float16": "<e",
@@ -54,43 +60,44 @@ ALIGNMENT = 64
 
 @dataclass(eq=False)
 class FileTensor:
-    """Describes a tensor in a file, or one to be made.
+    """A tensor in a file, or a tensor to write.
 
-    `start`: the byte of the file where the first element lies; -1 if the elements are not in
-    row-major order there.
+    `start` is the first element's byte offset in the file. It is -1 if the elements are not in
+    row-major order.
     """
 
     shape: tuple[int, ...]
     dtype: str = "float32"
-    value: float | None = None  # for a tensor of one element
+    value: float | None = None  # of a tensor with one element
     start: int = -1
-    storage: int = -1  # number of its storage, while the file is written
+    storage: int = -1  # number of its storage during writing
 
     def numel(self) -> int:
         return prod(self.shape)
 
 
 class Size(tuple):
-    """Stands for a torch.Size, and is written as one."""
+    """A torch.Size, which is also written as a torch.Size."""
 
 
-class Name(str):
-    """Names an object of torch by module and name, such as torch.float16, and is written as that
-    object.
+class GlobalName(str):
+    """The module and name of an object in torch, such as torch.float16.
+
+    It is written as that object.
     """
 
 
-class Stand:
-    """Stands for a class of another package in a file: a stand takes values and attributes, does
-    nothing, and is written under that class's name.
+class StandIn:
+    """A placeholder for a class in a different package.
 
-    DeepSpeed itself is not imported here: that takes seconds.
+    It accepts values and attributes, does nothing, and is written under the name of that class.
+    DeepSpeed itself is not imported, because its import takes seconds.
     """
 
     place = ""  # module and name of the class
     values: tuple[Any, ...] = ()
 
-    def __init__(self, *values: Any, **attributes: Any):
+    def __init__(self, *values: object, **attributes: object):
         self.values = values
         self.__dict__.update(attributes)
 
@@ -104,8 +111,8 @@ class Stand:
         )
 
 
-STANDS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
-    type("Stand", (Stand,), {"place": f"deepspeed.{place}"})
+STAND_INS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
+    type("Stand", (StandIn,), {"place": f"deepspeed.{place}"})
     for place in (
         "runtime.fp16.loss_scaler.LossScaler",
         "runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -113,11 +120,16 @@ STANDS = LossScaler, DynamicLossScaler, ZeroStage, Fragment = tuple(
         "utils.tensor_fragment.fragment_address",
     )
 )
-STAGES = ("disabled", "optimizer_states", "gradients", "weights")  # the members of ZeroStageEnum
+ZERO_STAGE_NAMES = (
+    "disabled",
+    "optimizer_states",
+    "gradients",
+    "weights",
+)  # the members of ZeroStageEnum
 _STORAGES = {
-    dtype: type("Stand", (Stand,), {"place": f"torch.{name}Storage"})
+    dtype: type("Stand", (StandIn,), {"place": f"torch.{name}Storage"})
     for dtype, name in zip(
-        SIZES,
+        ELEMENT_BYTES,
         (
             "Double",
             "Float",
@@ -135,7 +147,7 @@ _STORAGES = {
     )
 }
 _REBUILD, _NEWER, _UNTYPED, _SIZE, _DEVICE = (
-    type("Stand", (Stand,), {"place": f"torch.{place}"})
+    type("Stand", (StandIn,), {"place": f"torch.{place}"})
     for place in (
         "_utils._rebuild_tensor_v2",
         "_utils._rebuild_tensor_v3",
@@ -146,25 +158,25 @@ _REBUILD, _NEWER, _UNTYPED, _SIZE, _DEVICE = (
 )
 
 
-def member(kind: Any, name: str) -> Stand:
-    """Reads a member of an enum, which Python 3.11.0 to 3.11.3 write as a call of `getattr`;
-    refuses every other call.
+def zero_stage_member(kind: object, name: str) -> StandIn:
+    """Return a member of an enum, which Python 3.11.0 to 3.11.3 write as a `getattr` call.
+
+    Raise an error for every other call.
     """
-    if kind is not ZeroStage or name not in STAGES:
+    if kind is not ZeroStage or name not in ZERO_STAGE_NAMES:
         raise ValueError(f"getattr({kind}, {name!r}) is not allowed in a checkpoint")
-    return ZeroStage(STAGES.index(name))
+    return ZeroStage(ZERO_STAGE_NAMES.index(name))
 
 
 # Reading
 # --------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Any:
-    """Reads the content of a file, its tensors as `FileTensor`, those of one element with their
-    values.
+def read_torch_file(path: Path) -> Any:
+    """Read a file's content, with its tensors as `FileTensor`.
 
-    Raises `Refusal` for a file that is damaged, or that names an object which no checkpoint needs.
-    No code in it is run.
+    Tensors with one element also store their value. Raise `ConfigError` for a damaged file, or for
+    a file that names an object that no checkpoint needs. No code in the file is run.
     """
     try:
         with path.open("rb") as stream, zipfile.ZipFile(stream) as archive:
@@ -179,17 +191,17 @@ def read(path: Path) -> Any:
                 archive,
                 pickled.removesuffix("data.pkl") + "data/",
             ).load()
-            tensors(content)  # raises for a container that holds itself
+            find_tensors(content)  # raises an error if a container contains itself
             return content
     except Exception as error:
-        # pickle and zipfile raise what they please for a damaged or hostile file
-        raise unsafe(path, error) from None
+        # pickle and zipfile raise many types of errors for a damaged or hostile file.
+        raise unsafe_file_error(path, error) from None
 
 
-def unsafe(path: Path, error: Exception) -> Refusal:
-    """Returns the refusal of a file that could not be read."""
+def unsafe_file_error(path: Path, error: Exception) -> ConfigError:
+    """Return the error for a file that could not be read."""
     said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return refuse(
+    return config_error(
         str(path), f"cannot be read safely: {said[:200]}", "use another copy of the checkpoint"
     )
 
@@ -199,8 +211,9 @@ _PythonUnpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAcce
 
 
 class _Reader(_PythonUnpickler):
-    """Finds the few names below and no others (the documentation of pickle, "Restricting Globals"),
-    and gives attributes to stand-ins only.
+    """An unpickler that finds only the few names below, and sets attributes only on stand-ins.
+
+    See "Restricting Globals" in the pickle documentation.
     """
 
     def __init__(
@@ -208,18 +221,22 @@ class _Reader(_PythonUnpickler):
     ):
         super().__init__(pickled)
         self.stream, self.archive, self.folder = stream, archive, folder
-        self.known: dict[str, Any] = {kind.place: kind for kind in (*STANDS, _DEVICE)} | {
+        self.known: dict[str, Any] = {kind.place: kind for kind in (*STAND_INS, _DEVICE)} | {
             kind.place: dtype for dtype, kind in _STORAGES.items()
         }
         self.known |= {
-            name: Name(name)
+            name: GlobalName(name)
             for name in (
                 "torch.Tensor",
                 "torch.nn.parameter.Parameter",
-                *(f"torch.{dtype}" for dtype in SIZES),
+                *(f"torch.{dtype}" for dtype in ELEMENT_BYTES),
             )
         }
-        self.known |= {_UNTYPED.place: "", _REBUILD.place: self._tensor, _NEWER.place: self._newer}
+        self.known |= {
+            _UNTYPED.place: "",
+            _REBUILD.place: self._rebuild_v2,
+            _NEWER.place: self._rebuild_v3,
+        }
         self.known |= {
             f"torch._utils.{name}": lambda data, *_: data
             for name in ("_rebuild_parameter", "_rebuild_parameter_with_state")
@@ -230,7 +247,12 @@ class _Reader(_PythonUnpickler):
             "_codecs.encode": _codecs.encode,
         }
         self.known |= {"collections.OrderedDict": OrderedDict, "collections.Counter": Counter}
-        builtin = {"set": set, "bytearray": bytearray, "complex": complex, "getattr": member}
+        builtin = {
+            "set": set,
+            "bytearray": bytearray,
+            "complex": complex,
+            "getattr": zero_stage_member,
+        }
         self.known |= {
             f"{module}.{name}": value
             for module in ("builtins", "__builtin__")
@@ -245,32 +267,34 @@ class _Reader(_PythonUnpickler):
         return self.known[name]
 
     def _build(self) -> None:
-        """Sets the attributes of an object, of stand-ins only: otherwise a file could change the
-        classes and functions above.
+        """Set a stand-in's attributes.
+
+        Raise an error for any other object, because a file could change the classes and functions
+        above.
         """
         state = self.stack.pop()
         made = self.stack[-1]
         if isinstance(made, OrderedDict):
             return  # the versions of the modules in a state dict
         if (
-            not isinstance(made, Stand)
+            not isinstance(made, StandIn)
             or type(state) is not dict
-            or any(type(key) is not str or hasattr(Stand, key) for key in state)
+            or any(type(key) is not str or hasattr(StandIn, key) for key in state)
         ):
             raise pickle.UnpicklingError(f"it gives attributes to {type(made).__name__}")
         vars(made).update(state)
 
     dispatch = _PythonUnpickler.dispatch | {pickle.BUILD[0]: _build}
 
-    def persistent_load(self, pid: Any) -> tuple[str, int, int]:
-        """Returns (dtype or "", first byte, bytes) of a storage."""
+    def persistent_load(self, pid: tuple[str, str, str, object, int]) -> tuple[str, int, int]:
+        """Return (dtype or "", first byte, number of bytes) of a storage."""
         kind, dtype, key, _, numel = pid
         record = self.archive.getinfo(self.folder + key)
         if (
             kind != "storage"
             or dtype not in ("", *_STORAGES)
             or record.compress_type != zipfile.ZIP_STORED
-            or record.file_size != numel * SIZES.get(dtype, 1)
+            or record.file_size != numel * ELEMENT_BYTES.get(dtype, 1)
         ):
             raise pickle.UnpicklingError(
                 f"its record {record.filename} has {record.file_size} bytes for {numel} elements of"
@@ -280,16 +304,16 @@ class _Reader(_PythonUnpickler):
         name, extra = struct.unpack("<HH", self.stream.read(4))
         return dtype, record.header_offset + 30 + name + extra, record.file_size
 
-    def _tensor(
+    def _rebuild_v2(
         self,
         storage: tuple[str, int, int],
         offset: int,
         shape: tuple[int, ...],
         stride: tuple[int, ...],
-        *_: Any,
+        *_: object,
     ) -> FileTensor:
         dtype, start, nbytes = storage
-        size, value = SIZES[dtype], None
+        size, value = ELEMENT_BYTES[dtype], None
         least = min([offset, *shape, *stride], default=0)
         end = (
             offset
@@ -303,16 +327,16 @@ class _Reader(_PythonUnpickler):
                 f"a tensor of shape {shape} goes beyond its storage of {nbytes} bytes"
             )
         start += offset * size
-        if prod(shape) == 1 and dtype in NUMBERS:
+        if prod(shape) == 1 and dtype in STRUCT_FORMATS:
             self.stream.seek(start)
-            [value] = struct.unpack(NUMBERS[dtype], self.stream.read(size))
+            [value] = struct.unpack(STRUCT_FORMATS[dtype], self.stream.read(size))
         in_order = not prod(shape) or all(
             length == 1 or own == wanted
-            for length, own, wanted in zip(shape, stride, _strides(shape), strict=True)
+            for length, own, wanted in zip(shape, stride, _row_major_strides(shape), strict=True)
         )
         return FileTensor(tuple(shape), dtype, value, start if in_order else -1)
 
-    def _newer(
+    def _rebuild_v3(
         self,
         storage: tuple[str, int, int],
         offset: int,
@@ -320,54 +344,61 @@ class _Reader(_PythonUnpickler):
         stride: tuple[int, ...],
         *others: Any,
     ) -> FileTensor:
-        """Read a tensor of a newer dtype. `others`: requires_grad, hooks, the dtype, metadata."""
-        dtype: Name = others[2]
-        return self._tensor((dtype.removeprefix("torch."), *storage[1:]), offset, shape, stride)
+        """Read a tensor whose dtype has no storage type.
+
+        `others` contains requires_grad, hooks, the dtype, and metadata.
+        """
+        dtype: GlobalName = others[2]
+        return self._rebuild_v2((dtype.removeprefix("torch."), *storage[1:]), offset, shape, stride)
 
     def _subclass(
-        self, rebuild: Any, kind: Any, arguments: tuple[Any, ...], attributes: Any
+        self,
+        rebuild: Callable[..., FileTensor],
+        kind: object,
+        arguments: tuple[Any, ...],
+        attributes: object,
     ) -> FileTensor:
-        """Reads a tensor that has attributes, and leaves the attributes out."""
-        if rebuild not in (self._tensor, self._newer):
+        """Read a tensor that has attributes, and drop the attributes."""
+        if rebuild not in (self._rebuild_v2, self._rebuild_v3):
             raise pickle.UnpicklingError(f"{rebuild} makes no tensor")
         return rebuild(*arguments)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the strides of a row-major tensor."""
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 # Writing
 # --------------------------------------------------------------------------------------------------
 
-# names that may be written as they are
-PLAIN = (OrderedDict, Counter, set, bytearray, complex, _codecs.encode)
+# names that may be written unchanged
+WRITABLE_GLOBALS = (OrderedDict, Counter, set, bytearray, complex, _codecs.encode)
 
 
 class _Pickler(_PythonPickler):
-    """Writes `FileTensor` as torch's tensors, and stands under the names of their classes.
+    """A pickler that writes `FileTensor` as torch tensors, and stand-ins under their class names.
 
-    `tensors`: the tensors written.
+    `tensors` contains the written tensors.
     """
 
     def __init__(self, stream: io.BytesIO):
         super().__init__(stream, 2)
         self.tensors: list[FileTensor] = []
 
-    def save_global(self, obj: Any, name: str | None = None) -> None:
+    def save_global(self, obj: object, name: str | None = None) -> None:
         place = (
             obj
-            if isinstance(obj, Name)
+            if isinstance(obj, GlobalName)
             else obj.place
-            if isinstance(obj, type) and issubclass(obj, Stand)
+            if isinstance(obj, type) and issubclass(obj, StandIn)
             else ""
         )
         if place:
             module, _, own = place.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
             self.memoize(obj)
-        elif any(obj is known for known in PLAIN):
+        elif any(obj is known for known in WRITABLE_GLOBALS):
             super().save_global(obj, name)
         else:
             raise pickle.PicklingError(f"{obj} is not allowed in a checkpoint")
@@ -376,11 +407,11 @@ class _Pickler(_PythonPickler):
         kind: lambda self, obj: self.save_global(obj) for kind in (type, FunctionType)
     }
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> Any:
         if not isinstance(obj, _Storage):
             return None
         typed = obj.tensor.dtype in _STORAGES
-        count = obj.tensor.numel() * (1 if typed else SIZES[obj.tensor.dtype])
+        count = obj.tensor.numel() * (1 if typed else ELEMENT_BYTES[obj.tensor.dtype])
         return (
             "storage",
             _STORAGES.get(obj.tensor.dtype, _UNTYPED),
@@ -389,20 +420,27 @@ class _Pickler(_PythonPickler):
             count,
         )
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, Size):
             return _SIZE, (tuple(value),)
-        if isinstance(value, Name):
+        if isinstance(value, GlobalName):
             return value
         if not isinstance(value, FileTensor):
             return NotImplemented
         value.storage = len(self.tensors)
         self.tensors.append(value)
-        arguments = _Storage(value), 0, value.shape, _strides(value.shape), False, OrderedDict()
+        arguments = (
+            _Storage(value),
+            0,
+            value.shape,
+            _row_major_strides(value.shape),
+            False,
+            OrderedDict(),
+        )
         return (
             (_REBUILD, arguments)
             if value.dtype in _STORAGES
-            else (_NEWER, (*arguments, Name(f"torch.{value.dtype}")))
+            else (_NEWER, (*arguments, GlobalName(f"torch.{value.dtype}")))
         )
 
 
@@ -411,114 +449,66 @@ class _Storage:
     tensor: FileTensor
 
 
-@dataclass
-class _Archive:
-    """Writes a zip archive from its beginning to its end."""
+class _Archive(zipfile.ZipFile):
+    """A zip archive as torch writes it, in which records are aligned and a record of zeros is a
+    hole.
+    """
 
-    stream: BinaryIO
-    directory: list[bytes] = field(default_factory=list)
+    def record(self, name: str, size: int) -> zipfile.ZipInfo:
+        """Return the next record, padded so that its content begins at a multiple of ALIGNMENT."""
+        record = zipfile.ZipInfo(f"archive/{name}")
+        record.file_size = record.compress_size = size
+        record.header_offset, record.CRC = self.start_dir, 0
+        header = len(record.FileHeader()) + 4  # bytes, with the beginning of the padding
+        gap = -(self.start_dir + header) % ALIGNMENT
+        record.extra = struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB", as torch pads
+        return record
 
-    def add(self, name: str, size: int, content: bytes | None) -> None:
-        """Add a record; without content a hole of `size` bytes."""
-        encoded, at = f"archive/{name}".encode(), self.stream.tell()
-        crc, shown = zlib.crc32(content or b""), min(size, 2**32 - 1)
-        # names in UTF-8, stored, 1980-01-01
-        facts = struct.pack("<HHHHIII", 0x0800, 0, 0, 0x21, crc, shown, shown)
+    def add_hole(self, stream: BinaryIO, record: zipfile.ZipInfo) -> None:
+        """Add a record of zeros without writing the zeros, which no ZipFile method does.
 
-        self._write_header(encoded, size, facts)
-        if content is None:
-            self.stream.seek(size, io.SEEK_CUR)
-        else:
-            self.stream.write(content)
-        self._list(encoded, size, at, facts)
-
-    def _write_header(self, encoded: bytes, size: int, facts: bytes) -> None:
-        """Write the header of a record, padded so that its content begins at a multiple of
-        ALIGNMENT.
+        `stream` must be this archive's file.
         """
-        large = size >= 2**32 - 1
-        extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
-        gap = -(self.stream.tell() + 30 + len(encoded) + len(extra) + 4) % ALIGNMENT
-        extra += struct.pack("<HH", 0x4246, gap) + b"Z" * gap  # "FB": the padding that torch writes
-        self.stream.write(
-            struct.pack("<IH", 0x04034B50, 45 if large else 20)
-            + facts
-            + struct.pack("<HH", len(encoded), len(extra))
-            + encoded
-            + extra
-        )
-
-    def _list(self, encoded: bytes, size: int, at: int, facts: bytes) -> None:
-        """Add a record whose header begins at byte `at` to the directory."""
-        far = at >= 2**32 - 1
-        fields = [*([size, size] if size >= 2**32 - 1 else []), *([at] if far else [])]
-        extra = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
-        version = 45 if fields else 20
-        lengths = struct.pack(
-            "<HHHHHII", len(encoded), len(extra), 0, 0, 0, 0, 2**32 - 1 if far else at
-        )
-        self.directory.append(
-            struct.pack("<IHH", 0x02014B50, version, version) + facts + lengths + encoded + extra
-        )
-
-    def close(self) -> None:
-        at, count = self.stream.tell(), len(self.directory)
-        size = self.stream.write(b"".join(self.directory))
-        if at + size >= 2**32 - 1 or count >= 2**16 - 1:
-            self.stream.write(
-                struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, at)
-            )
-            self.stream.write(struct.pack("<IIQI", 0x07064B50, 0, at + size, 1))
-        least = min(count, 2**16 - 1)
-        self.stream.write(
-            struct.pack(
-                "<IHHHHIIH",
-                0x06054B50,
-                0,
-                0,
-                least,
-                least,
-                min(size, 2**32 - 1),
-                min(at, 2**32 - 1),
-                0,
-            )
-        )
+        stream.seek(self.start_dir)
+        stream.write(record.FileHeader())
+        self.start_dir = stream.tell() + record.file_size
+        self.filelist.append(record)
 
 
-def write(path: Path, content: Any) -> None:
-    """Writes a file that torch.load reads.
+def write_torch_file(path: Path, content: object) -> None:
+    """Write a file for torch.load.
 
-    Its tensors are contiguous: a tensor with a value holds that value, the others zeros (holes).
+    Its tensors are contiguous. A tensor with a value is written with that value. All other tensors
+    are zeros, stored as holes.
     """
     pickled = io.BytesIO()
     pickler = _Pickler(pickled)
     pickler.dump(content)
-    with path.open("wb") as stream:
-        archive = _Archive(stream)
+
+    with path.open("wb") as stream, _Archive(stream, "w") as archive:
         for name, text in (
             ("data.pkl", pickled.getvalue()),
             (".format_version", b"1"),
-            (".storage_alignment", b"64"),
+            (".storage_alignment", str(ALIGNMENT).encode()),
             ("byteorder", b"little"),
         ):
-            archive.add(name, len(text), text)
+            archive.writestr(archive.record(name, len(text)), text)
         for tensor in pickler.tensors:
-            known = (
-                struct.pack(NUMBERS[tensor.dtype], tensor.value)
-                if tensor.value is not None
-                else None
-            )
-            archive.add(f"data/{tensor.storage}", tensor.numel() * SIZES[tensor.dtype], known)
+            size = tensor.numel() * ELEMENT_BYTES[tensor.dtype]
+            record = archive.record(f"data/{tensor.storage}", size)
+            if tensor.value is None:
+                archive.add_hole(stream, record)
+            else:
+                archive.writestr(record, struct.pack(STRUCT_FORMATS[tensor.dtype], tensor.value))
         for name, text in (("version", b"3\n"), (".data/serialization_id", b"0" * 40)):
-            archive.add(name, len(text), text)
-        archive.close()
+            archive.writestr(archive.record(name, len(text)), text)
 
 
-Keys = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 
 
-def tensors(value: Any, keys: Keys = ()) -> dict[Keys, FileTensor]:
-    """Lists the tensors in `value`, each under the keys that lead to it."""
+def find_tensors(value: object, keys: KeyPath = ()) -> dict[KeyPath, FileTensor]:
+    """Return the tensors in `value`, each under the keys that lead to the tensor."""
     if isinstance(value, FileTensor):
         return {keys: value}
     items = (
@@ -531,5 +521,5 @@ def tensors(value: Any, keys: Keys = ()) -> dict[Keys, FileTensor]:
     return {
         place: tensor
         for key, item in items
-        for place, tensor in tensors(item, (*keys, key)).items()
+        for place, tensor in find_tensors(item, (*keys, key)).items()
     }

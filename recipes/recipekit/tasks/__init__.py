@@ -1,1 +1,1 @@
-"""What a model learns: one file a task, named as the value of --task, and one row of facts."""
+"""Training tasks: one file per task, named after its --task value, and one `TaskSpec` each."""

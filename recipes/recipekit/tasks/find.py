@@ -1,18 +1,19 @@
-"""Finds the code of a task by its name."""
+"""Lookup of a task's code by name."""
 
 from importlib import import_module
-from typing import Any
 
 from ..spec.task import Task
 
 
-def task_called(name: str) -> Task:
-    """Returns `TASK` of the file of that name in this folder, a key of `facts.TASKS`."""
+def load_task(name: str) -> Task:
+    """Return `TASK` from this folder's file `name`, which is a key of `task_specs.TASKS`."""
     return import_module(f".{name}", __package__).TASK
 
 
-def with_numbers(task: Task, values: Any) -> Task:
-    """Gives the loss of a task its numbers, attributes of `values` (a recipe)."""
+def with_hyperparameters(task: Task, values: object) -> Task:
+    """Return the task with hyperparameters taken from the attributes of `values` (a recipe)."""
     return (
-        task.tuned(**{name: getattr(values, name) for name in task.numbers}) if task.tuned else task
+        task.with_hyperparameters(**{name: getattr(values, name) for name in task.hyperparameters})
+        if task.with_hyperparameters
+        else task
     )

@@ -1,32 +1,47 @@
-"""A causal language model learns which of two answers is preferred: DPO (Rafailov et al., NeurIPS
-2023, arXiv 2305.18290), its sigmoid loss.
+"""Preference training of a causal language model with DPO and its sigmoid loss.
 
-The reference is the model that the run starts from. What it says of each pair is computed before
-the first step (runtime/references.py) and comes with the pair, so no second model is held.
+The model learns which of two answers is preferred (Rafailov et al., NeurIPS 2023, arXiv
+2305.18290). The reference is the model from which the run starts. The reference log-probabilities
+of each pair are computed before the first step (runtime/reference_logprobs.py) and stored with the
+pair. Therefore no second model is kept in memory.
 """
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from ..data.pairs import NUM_DRAWN, Pairs, collate_pairs, drawn, identity, keys_of, pairs_of
-from ..model.causal import check_causal
+from ..data.pairs import (
+    NUM_BUILTIN_PAIRS,
+    PairProcessor,
+    collate_pairs,
+    generate_pair,
+    make_pair_processor,
+    pair_identity,
+    pair_keys,
+)
+from ..model.probes import check_causal
 from ..spec.recipe import Recipe
-from ..spec.task import IGNORE, MicroBatch, Row, Samples, Task
+from ..spec.task import IGNORE, DatasetRow, MicroBatch, Samples, Task
 from ..spec.task_specs import TASKS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def collate(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> MicroBatch:
-    """Makes a micro-batch of pairs, with "reference", (B, 2) fp32: the log-probabilities that the
-    start gives the two answers; 0 for a row that fills up.
 
-    Raises RuntimeError for a pair whose numbers have not been computed, though all have.
+def collate(
+    pairs: PairProcessor, rows: list[DatasetRow | None], keys: list[int] | None
+) -> MicroBatch:
+    """Return a micro-batch of pairs with the entry "reference", (B, 2) fp32.
+
+    This entry contains the reference log-probabilities of the two answers, or 0 for a padding row.
+    Raise RuntimeError if a pair still lacks reference log-probabilities after all of them were
+    computed.
     """
     batch = collate_pairs(pairs, rows, keys)
-    of_pairs = keys_of(batch)
+    of_pairs = pair_keys(batch)
     values, held = pairs.references(of_pairs)
     values[of_pairs == 0] = 0.0
     if pairs.references.complete and not (held | (of_pairs == 0)).all():
@@ -37,29 +52,30 @@ def collate(pairs: Pairs, rows: list[Row | None], keys: list[int] | None) -> Mic
     return batch | {"reference": torch.from_numpy(values)}
 
 
-def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Computes the logits, (2 * B, T, V)."""
-    return model(**TASK.inputs_of(batch), **TASK.facts.constants).logits
+def forward(model: "PreTrainedModel", batch: MicroBatch) -> torch.Tensor:
+    """Return the logits, (2 * B, T, V)."""
+    return model(**TASK.inputs_of(batch), **TASK.spec.constants).logits
 
 
-def of_losses(task: Task) -> Task:
-    """Returns a task whose model gives the loss of each token, (2 * B, T) fp32, in place of its
-    logits (model/head.py).
+def with_chunked_dpo_loss(task: Task) -> Task:
+    """Return a task whose model returns token losses, (2 * B, T) fp32, instead of logits.
+
+    See model/chunked_loss.py.
     """
 
-    def losses(model: Any, batch: MicroBatch) -> torch.Tensor:
+    def losses(model: "PreTrainedModel", batch: MicroBatch) -> torch.Tensor:
         return task.forward(partial(model, losses_of=batch["labels"].flatten(0, 1)), batch)
 
     def handed(batch: MicroBatch, last: bool) -> MicroBatch:
         return {"losses_of": batch["labels"].flatten(0, 1)} if last else {}
 
-    return replace(task, forward=losses, handed=handed)
+    return replace(task, forward=losses, stage_kwargs=handed)
 
 
-def log_probabilities(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Adds up the log-probabilities of the tokens of each answer, (B, 2) fp32.
+def answer_log_probs(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Return each answer's log-probability, summed over its tokens, (B, 2) fp32.
 
-    The output is logits, (2 * B, T, V), or the losses of tokens, (2 * B, T).
+    `output` contains logits, (2 * B, T, V), or token losses, (2 * B, T).
     """
     labels = batch["labels"].flatten(0, 1)
     if output.dim() == labels.dim() + 1:
@@ -70,15 +86,18 @@ def log_probabilities(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
 
 
 def rewards(beta: float, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Computes beta times how much likelier than at the start each answer has become, as a
-    logarithm, (B, 2) fp32.
+    """Return each answer's DPO reward, (B, 2) fp32.
+
+    The reward is beta times the difference between the answer's log-probability and the reference
+    log-probability.
     """
-    return beta * (log_probabilities(output, batch) - batch["reference"])
+    return beta * (answer_log_probs(output, batch) - batch["reference"])
 
 
 def loss(beta: float, output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
-    """Sums -log sigmoid(reward of the chosen answer - that of the rejected one): () of the
-    micro-batch, or (B,).
+    """Return -log sigmoid(reward of the chosen answer - reward of the rejected one), summed.
+
+    The sum is () for the micro-batch or, if `by_row` is True, (B,).
     """
     chosen, rejected = rewards(beta, output, batch).unbind(1)
     rows = -logsigmoid(chosen - rejected) * count(batch)
@@ -86,38 +105,40 @@ def loss(beta: float, output: torch.Tensor, batch: MicroBatch, by_row: bool) -> 
 
 
 def count(batch: MicroBatch) -> torch.Tensor:
-    """Counts 1 for a pair, (B,) int64."""
+    """Return 1 for each pair and 0 for padding, (B,) int64."""
     return (batch["labels"] != IGNORE).flatten(1).any(1).long()
 
 
 @torch.no_grad()
 def measure(beta: float, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Adds up over the pairs, (4,) fp32: whether the chosen answer has the larger reward, by how
-    much, and both rewards.
+    """Return sums over the pairs, (4,) fp32: accuracy, margin, and both rewards.
+
+    A pair counts as correct if the chosen answer has the larger reward. The margin is the
+    difference between the two rewards.
     """
     chosen, rejected = (rewards(beta, output, batch) * count(batch)[:, None]).unbind(1)
     return torch.stack([(chosen > rejected).float(), chosen - rejected, chosen, rejected]).sum(1)
 
 
 def with_beta(beta: float) -> Task:
-    """Makes the task for a number beta."""
+    """Return the task for a value of beta."""
     return replace(TASK, loss=partial(loss, beta), measure=partial(measure, beta))
 
 
 TASK = Task(
-    facts=TASKS["preference"],
+    spec=TASKS["preference"],
     targets=("labels", "reference"),
-    processor=pairs_of,
+    processor=make_pair_processor,
     forward=forward,
-    of_losses=of_losses,
+    with_chunked_loss=with_chunked_dpo_loss,
     loss=partial(loss, Recipe.beta),
     count=count,
     check=check_causal,
-    samples=Samples(collate, drawn, NUM_DRAWN, identity),
+    samples=Samples(collate, generate_pair, NUM_BUILTIN_PAIRS, pair_identity),
     measures=("accuracy", "margin", "rewards/chosen", "rewards/rejected"),
     measure=partial(measure, Recipe.beta),
-    each_step=True,
-    numbers=("beta",),
-    tuned=with_beta,
-    score=log_probabilities,
+    reports_each_step=True,
+    hyperparameters=("beta",),
+    with_hyperparameters=with_beta,
+    row_logprobs=answer_log_probs,
 )

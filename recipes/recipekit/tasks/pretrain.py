@@ -1,51 +1,57 @@
-"""A causal language model learns the token that follows, at every position of the text."""
+"""Causal language modelling: predict the next token at every position of the text."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from ..data.processors import fitting_tokenizer
-from ..model.causal import check_causal
+from ..model.probes import check_causal
 from ..spec.task import IGNORE, MicroBatch, Task
 from ..spec.task_specs import TASKS
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """Computes the logits, (B, T, V)."""
+
+def forward(model: "PreTrainedModel", batch: MicroBatch) -> torch.Tensor:
+    """Return the logits, (B, T, V)."""
     inputs = {name: batch[name] for name in TASKS["pretrain"].inputs}
-    return model(**inputs, **handed(batch, True), **TASKS["pretrain"].constants).logits
+    return model(**inputs, **document_kwargs(batch, True), **TASKS["pretrain"].constants).logits
 
 
-def handed(batch: MicroBatch, last: bool) -> MicroBatch:
-    """Names the documents for the layers, if the run's attention reads them; under sequence
-    parallelism with another one their starts in the whole rows.
+def document_kwargs(batch: MicroBatch, last: bool) -> MicroBatch:
+    """Return the documents for the layers, if the run's attention reads documents.
+
+    Under sequence parallelism with a different attention, return the document starts in the full
+    rows.
     """
     documents = batch.get("documents", batch.get("document_starts"))
     return {} if documents is None else {"attention_mask": documents}
 
 
-def of_losses(task: Task) -> Task:
-    """Returns a task whose model gives the loss of each token, (B, T) fp32, in place of its logits
-    (model/head.py): it takes the labels for that.
+def with_chunked_causal_loss(task: Task) -> Task:
+    """Return a task whose model returns token losses, (B, T) fp32, instead of logits.
+
+    For this purpose, the model receives the labels (model/chunked_loss.py).
     """
 
-    def losses(model: Any, batch: MicroBatch) -> torch.Tensor:
+    def losses(model: "PreTrainedModel", batch: MicroBatch) -> torch.Tensor:
         return task.forward(partial(model, losses_of=batch["labels"]), batch)
 
     def handed(batch: MicroBatch, last: bool) -> MicroBatch:
-        return task.handed(batch, last) | ({"losses_of": batch["labels"]} if last else {})
+        return task.stage_kwargs(batch, last) | ({"losses_of": batch["labels"]} if last else {})
 
-    return replace(task, forward=losses, handed=handed)
+    return replace(task, forward=losses, stage_kwargs=handed)
 
 
 def loss(output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
-    """Sums the cross-entropy over the tokens that have a label, in fp32: () of the micro-batch, or
-    (B,).
+    """Return the cross-entropy, summed in fp32 over the tokens with a label.
 
-    The output is logits, (B, T, V), or already the loss of each token, (B, T).
+    The sum is () for the micro-batch or, if `by_row` is True, (B,). `output` contains logits, (B,
+    T, V), or token losses that the model has already computed, (B, T).
     """
     labels = batch["labels"]
     if output.dim() == labels.dim():
@@ -61,18 +67,18 @@ def loss(output: torch.Tensor, batch: MicroBatch, by_row: bool) -> torch.Tensor:
 
 
 def count(batch: MicroBatch) -> torch.Tensor:
-    """Counts the tokens of each row that have a label, (B,) int64."""
+    """Return the number of tokens with a label in each row, (B,) int64."""
     return (batch["labels"] != IGNORE).sum(1)
 
 
 TASK = Task(
-    facts=TASKS["pretrain"],
+    spec=TASKS["pretrain"],
     targets=("labels",),
     processor=fitting_tokenizer,
     forward=forward,
-    of_losses=of_losses,
+    with_chunked_loss=with_chunked_causal_loss,
     loss=loss,
     count=count,
     check=check_causal,
-    handed=handed,
+    stage_kwargs=document_kwargs,
 )

@@ -1,1 +1,1 @@
-"""Metrics, progress line, summary and loss picture of a run."""
+"""Metrics, progress line, summary and loss plot of a run."""

@@ -1,24 +1,27 @@
-"""metrics.jsonl on a disk that may be full, or damaged by a loss of power: one line for each step,
-each step once.
+"""Reading and writing of metrics.jsonl.
+
+The file contains one line per step, and each step once. The disk may be full, or damaged by a power
+failure.
 """
 
 import contextlib
 import os
 from pathlib import Path
 
-from ..spec.refusal import Say
+from ..spec.atomic_write import atomic_path
+from ..spec.errors import Say
 from ..spec.run_folder import parsed_line
-from ..spec.whole_file import replacing
 
 
-def cut_metrics(path: Path, last_step: int) -> str:
-    """Drop the lines after `last_step` and the lines that a crash has damaged; return a line for
-    the user about lost steps.
+def truncate_metrics(path: Path, last_step: int) -> str:
+    """Remove the lines after `last_step` and the lines that a crash has damaged.
+
+    Return a message about lost steps, or "".
     """
     kept: list[int] = []
-    with replacing(path) as made, made.open("wb") as out:
+    with atomic_path(path) as made, made.open("wb") as out:
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-            complete = line.rstrip(b"\r\n") + b"\n"  # the last line may lack its end
+            complete = line.rstrip(b"\r\n") + b"\n"  # the last line may lack its line break
             step = parsed_line(complete).get("step", 0)
             if (kept[-1] if kept else 0) < step <= last_step:
                 out.write(complete)
@@ -33,21 +36,21 @@ def cut_metrics(path: Path, last_step: int) -> str:
 
 
 class MetricsFile:
-    """Adds lines to metrics.jsonl.
+    """Writer of metrics.jsonl.
 
-    A line that the disk does not take is kept in memory and written later.
+    If a line cannot be written, it is kept in memory and written later.
     """
 
     def __init__(self, path: Path, say: Say):
         self._path, self._say = path, say
-        self._file: int | None = None  # its descriptor
+        self._file: int | None = None  # file descriptor
         self._unwritten = b""
         self._failing = False
 
     def add(self, line: str) -> None:
-        """Write a line, after those that could not be written before.
+        """Write a line, after any lines that could not be written before.
 
-        Reports a failure once; never raises OSError.
+        A failure is reported once. OSError is never raised.
         """
         self._unwritten += line.encode() + b"\n"
         try:
@@ -63,7 +66,7 @@ class MetricsFile:
     def amend(self, more: str) -> None:
         """Add `more`, JSON members such as '"save_stall_s": 1.5', to the last line.
 
-        The line stays as it is if the disk fails.
+        If writing to the disk fails, the line remains unchanged.
         """
         ending = f", {more}}}\n".encode()
         if self._unwritten:
@@ -76,13 +79,13 @@ class MetricsFile:
                 file.write(ending)
 
     def flush(self) -> None:
-        """Bring every line to the disk. Raises OSError."""
+        """Flush every line to the disk. Raises OSError if this fails."""
         self._write()
         if self._file is not None:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Write what is left, if the disk takes it."""
+        """Write the remaining lines, if the disk accepts them."""
         try:
             self._write()
         except OSError as error:
@@ -98,11 +101,11 @@ class MetricsFile:
             while self._unwritten:
                 if self._file is None:
                     self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                # one write for each line, so a SIGKILL tears none; a full disk may take only the
-                # beginning
+                # Each line is one write, so a SIGKILL cannot split it. A full disk may accept only
+                # the beginning of a line.
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError:
-            self._close()  # a stale handle of NFS never works again
+            self._close()  # a stale NFS handle never becomes valid again
             raise
         if self._failing:
             self._failing = False

@@ -1,5 +1,6 @@
-"""The progress line of rank 0: a live line on a terminal, a line every PLAIN_EVERY seconds
-elsewhere.
+"""The progress line of rank 0.
+
+On a terminal this is a live line. Elsewhere a new line is printed every PLAIN_EVERY seconds.
 """
 
 import contextlib
@@ -21,33 +22,33 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..spec.run_folder import unit_of
+from ..spec.run_folder import unit_of_metrics
 
 WIDEST = 100  # columns
-PLAIN_EVERY = 10.0  # seconds between two lines where there is no terminal
+PLAIN_EVERY = 10.0  # seconds between two lines without a terminal
 LIVE_EVERY = 0.25  # seconds between two refreshes on a terminal
 FIRST_STEPS = 2  # steps of a start that the ETA ignores: they compile kernels and fill caches
-# columns of the terminal of `python -m launch`, which draws the line of rank 0
+# width of the terminal of `python -m launch`, which draws rank 0's line
 TERMINAL = "LAUNCH_TERMINAL"
 GIB = 2**30
 
 
 @dataclass
 class Progress:
-    """What the line shows: the newest step, the pace, and what runs now if it is no step."""
+    """The content of the progress line: newest step, pace, and current activity between steps."""
 
     last_step: int
     metrics: Mapping[str, Any] = field(default_factory=dict)
     at: float = 0.0  # time.time() of the newest step
-    num_steps: int = 0  # of this start
-    # seconds of the latest steps, without FIRST_STEPS
+    num_steps: int = 0  # steps of this start
+    # durations of the latest steps in seconds, without FIRST_STEPS
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    paused: float = 0.0  # seconds of evaluations and saves in this start
+    paused: float = 0.0  # seconds spent on evaluations and saves in this start
     doing: str = "first step"
     since: float = field(default_factory=time.time)  # time.time() when `doing` began
 
     def step(self, metrics: Mapping[str, Any], now: float) -> None:
-        """Note a finished step."""
+        """Record a finished step."""
         if self.num_steps == 0:
             self.doing = ""
         self.metrics, self.at = metrics, now
@@ -56,8 +57,9 @@ class Progress:
             self.recent.append(metrics["step_s"])
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the last step, evaluations and saves included; None while only
-        first steps are done.
+        """Return the seconds until the last step, including evaluations and saves.
+
+        The result is None until a step after FIRST_STEPS is done.
         """
         if not self.recent:
             return None
@@ -66,73 +68,80 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A field of the line, in words and in short; the one with the largest `spare` goes first if
-    the line is too long.
+class ProgressField:
+    """A field of the progress line, in a long and a short form.
+
+    If the line is too long, the field with the largest `drop_order` is dropped first.
     """
 
-    words: str
-    short: str
-    spare: int
+    text: str
+    short_text: str
+    drop_order: int
 
 
-def parts_of(progress: Progress, now: float) -> list[Part]:
-    """Return the fields of the line in their order."""
+def progress_fields(progress: Progress, now: float) -> list[ProgressField]:
+    """Return the fields of the progress line in their order."""
     metrics, last = progress.metrics, progress.last_step
-    doing = f"{progress.doing} {duration(now - progress.since)}" if progress.doing else ""
-    parts = [Part(doing, doing, 1)] if doing else []
+    doing = f"{progress.doing} {format_duration(now - progress.since)}" if progress.doing else ""
+    parts = [ProgressField(doing, doing, 1)] if doing else []
     if not metrics:
         return parts
 
-    step, unit = metrics["step"], unit_of(metrics)
+    step, unit = metrics["step"], unit_of_metrics(metrics)
     rate = metrics[f"{unit}_per_s"]
     memory = metrics["peak_mem_bytes"] / GIB
-    parts.insert(0, Part(f"step {step}/{last}", f"{step}/{last}", 0))
-    parts.insert(1, Part(f"{percent(step, last)}%", f"{percent(step, last)}%", 6))
+    parts.insert(0, ProgressField(f"step {step}/{last}", f"{step}/{last}", 0))
+    parts.insert(1, ProgressField(f"{percent(step, last)}%", f"{percent(step, last)}%", 6))
     if (epoch := metrics.get("epoch")) is not None:
-        parts.append(Part(f"epoch {epoch:.2f}", f"ep {epoch:.2f}", 7))
-    parts.append(Part(f"loss {number(metrics['loss'])}", f"loss {metrics['loss']:.3g}", 1))
-    parts.append(Part(f"lr {metrics['lr']:.2e}", f"lr {metrics['lr']:.1e}".replace("e-0", "e-"), 5))
-    parts.append(Part(f"{rate:,.0f} {unit}/s", f"{abbreviated(rate)} {unit[:3]}/s", 3))
-    parts.append(Part(f"{memory:.1f} GiB", f"{memory:.3g}G", 4))
-    return parts + _end_of(progress, now)
+        parts.append(ProgressField(f"epoch {epoch:.2f}", f"ep {epoch:.2f}", 7))
+    parts.append(
+        ProgressField(f"loss {format_loss(metrics['loss'])}", f"loss {metrics['loss']:.3g}", 1)
+    )
+    parts.append(
+        ProgressField(f"lr {metrics['lr']:.2e}", f"lr {metrics['lr']:.1e}".replace("e-0", "e-"), 5)
+    )
+    parts.append(ProgressField(f"{rate:,.0f} {unit}/s", f"{abbreviate_rate(rate)} {unit[:3]}/s", 3))
+    parts.append(ProgressField(f"{memory:.1f} GiB", f"{memory:.3g}G", 4))
+    return parts + _eta_fields(progress, now)
 
 
-def _end_of(progress: Progress, now: float) -> list[Part]:
-    """Return the fields of the expected end; none while only first steps are done."""
+def _eta_fields(progress: Progress, now: float) -> list[ProgressField]:
+    """Return the fields for the expected end, or [] until a step after FIRST_STEPS is done."""
     if (left := progress.seconds_left(now)) is None:
         return []
     return [
-        Part(f"ETA {duration(left)}", f"ETA {short_duration(left)}", 2),
-        Part(f"at {clock(now, left)}", clock(now, left), 8),
+        ProgressField(f"ETA {format_duration(left)}", f"ETA {format_short_duration(left)}", 2),
+        ProgressField(f"at {format_end_time(now, left)}", format_end_time(now, left), 8),
     ]
 
 
-def fitted(parts: list[Part], columns: int) -> str:
-    """Return the line in at most `columns` columns: in words, then in short, then without the
-    fields that matter least.
+def fit_line(fields: list[ProgressField], columns: int) -> str:
+    """Return the progress line in at most `columns` columns.
+
+    The long form is tried first, then the short form, then the short form without the least
+    important fields.
     """
     for gap, short in (("  ", False), (" ", False), ("  ", True), (" ", True)):
-        line = gap.join(part.short if short else part.words for part in parts)
+        line = gap.join(part.short_text if short else part.text for part in fields)
         if len(line) <= columns:
             return line
-    if len(parts) == 1:
-        return parts[0].short[:columns]
-    spare = max(parts, key=lambda part: part.spare)
-    return fitted([part for part in parts if part is not spare], columns)
+    if len(fields) == 1:
+        return fields[0].short_text[:columns]
+    spare = max(fields, key=lambda part: part.drop_order)
+    return fit_line([part for part in fields if part is not spare], columns)
 
 
 def percent(step: int, last: int) -> int:
-    """Return how much is done, 100 only at the last step."""
+    """Return the finished percentage. It is 100 only at the last step."""
     return 100 * step // max(1, last)
 
 
-def number(value: float) -> str:
-    """Return a loss in four decimals, or with an exponent if it is large."""
+def format_loss(value: float) -> str:
+    """Return a loss with four decimals, or with an exponent if it is large."""
     return f"{value:.4f}" if not math.isfinite(value) or abs(value) < 1000 else f"{value:.3e}"
 
 
-def abbreviated(value: float) -> str:
+def abbreviate_rate(value: float) -> str:
     """Return a rate in at most five characters, such as 940, 12.3k or 1.2M."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
@@ -140,17 +149,18 @@ def abbreviated(value: float) -> str:
     return f"{value:.0f}"
 
 
-def duration(seconds: float) -> str:
-    """Return 0:01:05 for 65 seconds; from a day on, days and hours."""
+def format_duration(seconds: float) -> str:
+    """Return a duration such as 0:01:05 for 65 seconds. From one day on, return days and hours."""
     whole = round(seconds)
     if whole >= 86400:
         return f"{whole // 86400}d {whole % 86400 // 3600}h"
     return str(datetime.timedelta(seconds=max(0, whole)))
 
 
-def short_duration(seconds: float) -> str:
-    """Return 1:05 for 65 seconds and 2h05 for two hours and five minutes; from a day on, days and
-    hours.
+def format_short_duration(seconds: float) -> str:
+    """Return a duration such as 1:05 for 65 seconds, or 2h05 for two hours and five minutes.
+
+    From one day on, the result contains days and hours.
     """
     whole = round(seconds)
     if whole >= 86400:
@@ -160,8 +170,8 @@ def short_duration(seconds: float) -> str:
     return f"{whole // 60}:{whole % 60:02}"
 
 
-def clock(now: float, left: float) -> str:
-    """Return the local time at the end: 14:05 today, Tue 14:05 within a week, else the date."""
+def format_end_time(now: float, left: float) -> str:
+    """Return the local end time: 14:05 for today, Tue 14:05 within a week, otherwise the date."""
     end, today = (
         datetime.datetime.fromtimestamp(now + min(left, 1e9)),
         datetime.datetime.fromtimestamp(now),
@@ -171,14 +181,14 @@ def clock(now: float, left: float) -> str:
 
 
 class Screen(Protocol):
-    """Where the line goes. `every` are the seconds between two looks at it."""
+    """The output target of the progress line. `every` is the refresh interval in seconds."""
 
     every: float
 
     def columns(self) -> int | None: ...
 
     def draw(self, line: str, key: object) -> None:
-        """Show the line; `key` changes when it says something new, not only a later time."""
+        """Show the line. If only the elapsed time is new, `key` is the same as before."""
 
     def say(self, text: str) -> None: ...
 
@@ -186,40 +196,38 @@ class Screen(Protocol):
 
 
 class OwnTerminal:
-    """The terminal that stderr is: plain `python`, `deepspeed` and `torchrun` pass it on to their
-    ranks.
-    """
+    """The terminal on stderr, which `python`, `deepspeed` and `torchrun` pass on to their ranks."""
 
     every = LIVE_EVERY
 
     def __init__(self) -> None:
-        # rich would otherwise take the lines of a redirected stdout to the terminal
+        # Otherwise rich would send the lines of a redirected stdout to the terminal.
         self._live = Live(
             console=Console(stderr=True), auto_refresh=False, redirect_stdout=sys.stdout.isatty()
         )
         self._live.start()
 
     def columns(self) -> int:
-        return columns_of(sys.__stderr__)
+        return terminal_columns(sys.__stderr__)
 
     def draw(self, line: str, key: object) -> None:
-        with reader_may_go():
+        with ignore_closed_stderr():
             self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
 
     def say(self, text: str) -> None:
-        with reader_may_go():  # soft_wrap: a command in the text can be copied in one piece
+        with ignore_closed_stderr():  # soft_wrap: a command in the text can be copied as one line
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self, line: str, key: object) -> None:
         self.draw(line, key)
-        with reader_may_go():
+        with ignore_closed_stderr():
             self._live.stop()
 
 
 class LauncherTerminal:
-    """The terminal of `python -m launch`, which draws what comes through its pipe.
+    """The terminal of `python -m launch`, which draws the lines that it receives through a pipe.
 
-    Text goes into the file of this rank.
+    Text is written to this rank's log file.
     """
 
     every = 0.5
@@ -229,7 +237,7 @@ class LauncherTerminal:
 
     def draw(self, line: str, key: object) -> None:
         report = json.dumps({"line": line, "pid": os.getpid()})
-        with contextlib.suppress(OSError):  # the pipe is full, or its job has ended
+        with contextlib.suppress(OSError):  # the pipe is full, or the job has ended
             pipe = os.open(os.environ["LAUNCH_PIPE"], os.O_WRONLY | os.O_NONBLOCK)
             try:
                 os.write(pipe, f"{report}\n".encode())
@@ -245,15 +253,17 @@ class LauncherTerminal:
             print_plain(line)
 
 
-class Plain:
-    """A file or a pipe: the first step, a line every PLAIN_EVERY seconds if there is something new,
-    and the last step.
+class PlainScreen:
+    """A file or a pipe instead of a terminal.
+
+    It receives the first step, a line every PLAIN_EVERY seconds if there is news, and the last
+    step.
     """
 
     every = 1.0
 
     def __init__(self) -> None:
-        self._printed: object = None  # the key of the newest line
+        self._printed: object = None  # key of the newest line
         self._due = time.monotonic() + PLAIN_EVERY
         self._began = False
 
@@ -279,19 +289,18 @@ class Plain:
 
 
 def print_plain(text: str) -> None:
-    """Print a line to stderr, whose reader may go."""
-    with reader_may_go():
+    """Print a line to stderr. The reader of stderr may already be gone."""
+    with ignore_closed_stderr():
         print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def reader_may_go() -> Iterator[None]:
-    """Go on where stderr cannot be written.
+def ignore_closed_stderr() -> Iterator[None]:
+    """Continue if stderr cannot be written.
 
-    If its reader has gone, what is written from then on is dropped.
-
-    The reader goes with a closed terminal, or with `| tee` after Ctrl-C. Python flushes stderr once
-    more at its end, and would end with code 120 if that failed.
+    If the reader of stderr is gone, later output is dropped. This happens after a terminal is
+    closed, or with `| tee` after Ctrl-C. Python flushes stderr once more at exit, and a failure
+    there would end the process with code 120.
     """
     try:
         yield
@@ -304,19 +313,20 @@ def reader_may_go() -> Iterator[None]:
 
 
 def find_screen() -> Screen:
-    """Return the terminal of this process or of its launcher, or `Plain` if there is none that can
-    redraw a line.
+    """Return the terminal of this process or of its launcher.
+
+    If neither can redraw a line, return `PlainScreen`.
     """
     if sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown"):
         return OwnTerminal()
     if os.environ.get(TERMINAL, "").isdigit() and "LAUNCH_PIPE" in os.environ:
         return LauncherTerminal()
-    return Plain()
+    return PlainScreen()
 
 
-def columns_of(stream: Any) -> int:
-    """Return the width of the terminal that a stream is, else of COLUMNS, else 80."""
-    # the terminal has gone, or is no terminal
+def terminal_columns(stream: Any) -> int:
+    """Return the width of the stream's terminal, else the value of COLUMNS, else 80."""
+    # The terminal is gone, or the stream is not a terminal.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if columns := os.get_terminal_size(stream.fileno()).columns:
             return columns
@@ -325,7 +335,7 @@ def columns_of(stream: Any) -> int:
 
 
 class ProgressLine:
-    """The line of a run, drawn by a thread, so that a step only notes its numbers."""
+    """The progress line of a run, drawn by a thread, so that a step only records its numbers."""
 
     def __init__(self, last_step: int):
         self._progress = Progress(last_step)
@@ -336,15 +346,16 @@ class ProgressLine:
         self._thread.start()
 
     def show(self, metrics: Mapping[str, Any]) -> None:
-        """Note a finished step. An evaluation gets a line of its own, which stays.
+        """Record a finished step, and print an evaluation as a separate line that stays.
 
-        Without the lock: a terminal that was halted with Ctrl-S must not halt the training.
+        The step is recorded without the lock, because a terminal halted with Ctrl-S must not halt
+        the training.
         """
         self._progress.step(metrics, time.time())
         if self._progress.num_steps == 1:
             self._draw()
         if evaluated := [
-            f"{name} {number(value)}"
+            f"{name} {format_loss(value)}"
             for name, value in metrics.items()
             if name.startswith("eval_") and name != "eval_s"
         ]:
@@ -352,7 +363,7 @@ class ProgressLine:
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Name what runs between two steps, such as an evaluation, while it runs."""
+        """Show the name of an activity between two steps, such as an evaluation, while it runs."""
         progress, before = self._progress, self._progress.doing
         began = progress.since = time.time()
         progress.doing = what
@@ -368,7 +379,7 @@ class ProgressLine:
             self._screen.say(text)
 
     def close(self) -> None:
-        """Leave the newest step as the last line; what is said later comes below it."""
+        """Show the newest step as the last line. Later messages appear below this line."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -377,7 +388,7 @@ class ProgressLine:
             self._screen.close(
                 self._line(self._screen.columns()) if self._progress.metrics else "", self._key()
             )
-            self._screen = Plain()
+            self._screen = PlainScreen()
 
     def _refresh(self) -> None:
         while not self._closed.wait(self._screen.every):
@@ -391,7 +402,7 @@ class ProgressLine:
         return self._progress.metrics.get("step"), self._progress.doing
 
     def _line(self, columns: int | None) -> str:
-        parts = parts_of(self._progress, time.time())
-        if columns is None:  # a file takes every field
-            return "  ".join(part.words for part in parts)
-        return fitted(parts, min(WIDEST, columns - 1))
+        parts = progress_fields(self._progress, time.time())
+        if columns is None:  # a file gets every field
+            return "  ".join(part.text for part in parts)
+        return fit_line(parts, min(WIDEST, columns - 1))

@@ -1,6 +1,4 @@
-"""The numbers of a run, from metrics.jsonl and run.json, as lines for the terminal and as
-OUT/summary.md.
-"""
+"""A run's key numbers from metrics.jsonl and run.json, for the terminal and for OUT/summary.md."""
 
 import json
 import math
@@ -12,22 +10,22 @@ from typing import Any
 
 from ..spec.devices import gib
 from ..spec.run_folder import (
-    ADAPTER,
     ADAPTER_CONFIG,
+    ADAPTER_KEY,
     CHECKPOINTS,
     EXPORT,
     MERGE,
-    unit_of,
-    without_base,
+    has_random_base,
+    unit_of_metrics,
 )
 from ..spec.step_names import newest_complete
 from ..spec.task_specs import TASKS
-from .progress import duration, number
+from .progress import format_duration, format_loss
 
 SUMMARY = "summary.md"  # in a run folder
-PLANNED = "planned_memory"  # in run.json: bytes of the fullest rank
-# classes of peft 0.21.2 that load an adapter together with its base model
-LOADS_ADAPTERS = (
+PLANNED_MEMORY = "planned_memory"  # in run.json: bytes for the rank that needs the most memory
+# classes in peft 0.21.2 that load an adapter together with its base model
+PEFT_AUTO_CLASSES = (
     "CausalLM",
     "Seq2SeqLM",
     "SequenceClassification",
@@ -35,11 +33,11 @@ LOADS_ADAPTERS = (
     "QuestionAnswering",
 )
 
-Lines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
+MetricsLines = Sequence[Mapping[str, Any]]  # of metrics.jsonl
 
 
-def spent(lines: Lines) -> dict[str, float]:
-    """Return the seconds of the steps that the run has kept, by what they went into."""
+def seconds_by_activity(lines: MetricsLines) -> dict[str, float]:
+    """Return the seconds that the run's recorded steps spent on each activity."""
     waiting = sum(line["data_wait_s"] for line in lines)
     return {
         "training": sum(line["step_s"] for line in lines) - waiting,
@@ -49,17 +47,15 @@ def spent(lines: Lines) -> dict[str, float]:
     }
 
 
-def pace(lines: Lines) -> tuple[float, str]:
-    """Return tokens or samples a second over all steps, and the unit."""
-    unit = unit_of(lines[-1])
+def mean_throughput(lines: MetricsLines) -> tuple[float, str]:
+    """Return the mean throughput over all steps, in tokens or samples per second, and its unit."""
+    unit = unit_of_metrics(lines[-1])
     counted = sum(line[f"{unit}_per_s"] * line["step_s"] for line in lines)
     return counted / (sum(line["step_s"] for line in lines) or math.inf), unit
 
 
-def first_last_best(lines: Lines, key: str) -> str:
-    """Return the first, the last and the lowest value of a loss with their steps; "" if no line has
-    it.
-    """
+def first_last_best(lines: MetricsLines, key: str) -> str:
+    """Return a loss's first, last and lowest value with their steps, or "" if no line has it."""
     found = [(line["step"], float(line[key])) for line in lines if key in line]
     if not found:
         return ""
@@ -67,22 +63,23 @@ def first_last_best(lines: Lines, key: str) -> str:
     best, at = min(finite, default=(math.nan, found[0][0]))
     (first_step, first), (last_step, last) = found[0], found[-1]
     return (
-        f"first {number(first)} (step {first_step}), last {number(last)} (step {last_step}), best"
-        f" {number(best)} (step {at})"
+        f"first {format_loss(first)} (step {first_step}), last {format_loss(last)} (step"
+        f" {last_step}), best {format_loss(best)} (step {at})"
     )
 
 
-def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str, str]]:
-    """Return (name, value) of all that the summary holds, `lines` and `facts` being those of the
-    run in `out`.
+def summary_rows(lines: MetricsLines, facts: Mapping[str, Any], out: Path) -> list[tuple[str, str]]:
+    """Return the (name, value) rows of the summary.
+
+    They come from the lines and facts of the run in `out`.
     """
     recipe, last = facts["recipe"], lines[-1]
-    seconds, (rate, unit) = spent(lines), pace(lines)
+    seconds, (rate, unit) = seconds_by_activity(lines), mean_throughput(lines)
     all_seconds = sum(seconds.values())
     epochs = f", {last['epoch']:.2f} epochs" if "epoch" in last else ""
     on_cpu = "" if facts.get("host", {}).get("devices") else ", Python and its libraries included"
     share = ", ".join(
-        f"{what} {duration(part)} ({part / (all_seconds or math.inf):.1%})"
+        f"{what} {format_duration(part)} ({part / (all_seconds or math.inf):.1%})"
         for what, part in seconds.items()
     )
     rows = [
@@ -96,27 +93,30 @@ def rows_of(lines: Lines, facts: Mapping[str, Any], out: Path) -> list[tuple[str
         ("steps", f"{last['step']} of {recipe['steps']}{epochs}, {last[unit]:,} {unit}"),
         ("loss", first_last_best(lines, "loss")),
         ("eval_loss", first_last_best(lines, "eval_loss")),
-        ("time", f"{duration(all_seconds)}: {share}"),
+        ("time", f"{format_duration(all_seconds)}: {share}"),
         ("speed", f"{rate:,.0f} {unit}/s"),
         (
             "memory",
             (
                 f"peak {gib(max(line['peak_mem_bytes'] for line in lines))} of a"
-                f" rank{on_cpu}{planned(facts)}"
+                f" rank{on_cpu}{planned_memory_note(facts)}"
             ),
         ),
     ]
     newest = newest_complete(out / CHECKPOINTS)
     rows += [
         ("checkpoint", str(newest) if newest else "no checkpoint is complete"),
-        ("model", model_in(out)),
+        ("model", trained_model_note(out)),
     ]
     return [(name, value) for name, value in rows if value]
 
 
-def planned(facts: Mapping[str, Any]) -> str:
-    """Return what the planner expected beside the peak; "" for a model that it does not know."""
-    if not (found := facts.get(PLANNED)):
+def planned_memory_note(facts: Mapping[str, Any]) -> str:
+    """Return the memory that the planner expected, as a note that follows the peak.
+
+    The result is "" for an unknown model.
+    """
+    if not (found := facts.get(PLANNED_MEMORY)):
         return ""
     more = (
         f", {gib(found['with_activations'])} with activations"
@@ -126,10 +126,10 @@ def planned(facts: Mapping[str, Any]) -> str:
     return f"; planned {gib(found['states'])}{more}"
 
 
-def model_in(out: Path) -> str:
-    """Return where the trained model is as Hugging Face files, or how to make them."""
+def trained_model_note(out: Path) -> str:
+    """Return the trained model's folder of Hugging Face files, or how to create the folder."""
     run = shlex.quote(str(out))
-    if without_base(out / EXPORT):
+    if has_random_base(out / EXPORT):
         return (
             f"{out / EXPORT}, an adapter whose randomly initialised base model is not saved. Write"
             f" the merged model with {MERGE} {run} NEW_FOLDER"
@@ -144,24 +144,25 @@ def model_in(out: Path) -> str:
     return f"not exported. Write Hugging Face files with recipekit convert to-hf {run} NEW_FOLDER"
 
 
-def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
-    """Return two lines of Python that load the exported model in plain transformers or peft, [] if
-    there is none.
+def loading_code(facts: Mapping[str, Any], out: Path) -> list[str]:
+    """Return two lines of Python that load the exported model in plain transformers or peft.
+
+    The result is [] if there is no such model.
     """
-    if not (out / EXPORT).is_dir() or without_base(out / EXPORT):
+    if not (out / EXPORT).is_dir() or has_random_base(out / EXPORT):
         return []
     recipe, folder = facts["recipe"], json.dumps(os.path.abspath(out / EXPORT), ensure_ascii=False)
     task = TASKS[recipe["task"]]
-    reader = "AutoTokenizer" if task.of_tokens else "AutoImageProcessor"
-    if facts["identity"].get(ADAPTER) is None or recipe.get("merge"):
+    reader = "AutoTokenizer" if task.reads_tokens else "AutoImageProcessor"
+    if facts["identity"].get(ADAPTER_KEY) is None or recipe.get("merge"):
         return [
             f"from transformers import {task.auto_class}, {reader}",
             (
-                f"model, {'tokenizer' if task.of_tokens else 'processor'} ="
+                f"model, {'tokenizer' if task.reads_tokens else 'processor'} ="
                 f" {task.auto_class}.from_pretrained({folder}), {reader}.from_pretrained({folder})"
             ),
         ]
-    if (heads := task.heads.removeprefix("For")) in LOADS_ADAPTERS:
+    if (heads := task.class_suffix.removeprefix("For")) in PEFT_AUTO_CLASSES:
         return [
             f"from peft import AutoPeftModelFor{heads}",
             f"model = AutoPeftModelFor{heads}.from_pretrained({folder})",
@@ -173,16 +174,19 @@ def loading(facts: Mapping[str, Any], out: Path) -> list[str]:
     ]
 
 
-def page_of(lines: Lines, facts: Mapping[str, Any], out: Path, ending: str) -> str:
-    """Return the content of OUT/summary.md; `ending` is its last line."""
-    rows, code = rows_of(lines, facts, out), loading(facts, out)
+def summary_page(lines: MetricsLines, facts: Mapping[str, Any], out: Path, ending: str) -> str:
+    """Return the content of OUT/summary.md. `ending` is the last line."""
+    rows, code = summary_rows(lines, facts, out), loading_code(facts, out)
     table = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows]
     blocks = [f"# {facts['recipe']['name']}", "\n".join(["| | |", "| --- | --- |", *table])]
     blocks += ["\n".join(["```python", *code, "```"])] if code else []
     return "\n\n".join([*blocks, ending]) + "\n"
 
 
-def block_of(lines: Lines, facts: Mapping[str, Any], out: Path, ending: str) -> str:
-    """Return the same as lines for the terminal."""
-    rows = [*rows_of(lines, facts, out), *zip(("load", ""), loading(facts, out), strict=False)]
+def summary_block(lines: MetricsLines, facts: Mapping[str, Any], out: Path, ending: str) -> str:
+    """Return the content of the summary as lines for the terminal."""
+    rows = [
+        *summary_rows(lines, facts, out),
+        *zip(("load", ""), loading_code(facts, out), strict=False),
+    ]
     return "\n".join([*(f"{name:<11}{value}" for name, value in rows), ending])

@@ -1,4 +1,6 @@
-"""Records a run while it trains: in `metrics.jsonl`, in Weights & Biases, and as a line on the
+"""Recording of a run while it trains.
+
+The record is written to `metrics.jsonl` and to Weights & Biases, and shown as a line on the
 terminal.
 """
 
@@ -20,43 +22,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..spec.atomic_write import write_atomic
+from ..spec.errors import Say
 from ..spec.recipe import Recipe
-from ..spec.refusal import Say
 from ..spec.run_folder import METRICS
-from ..spec.whole_file import write_whole
-from .metrics_file import MetricsFile, cut_metrics
+from .metrics_file import MetricsFile, truncate_metrics
 from .progress import ProgressLine
 
-WANDB_INIT = 30.0  # seconds for W&B's server to answer; then the run is recorded offline
+WANDB_INIT = 30.0  # seconds for W&B's server to answer; after that the run is recorded offline
 WANDB_FINISH = 15.0  # seconds for the last uploads; the rest stays in the folder, for `wandb sync`
 WANDB_ARTIFACT = 3600.0  # the same with --wandb_artifact, which uploads the model
-WANDB_REPEAT = 10.0  # seconds: a restarted wandb-core gets the metrics of this last while again
+WANDB_REPEAT = 10.0  # seconds: metrics of this period are sent again to a restarted wandb-core
 WANDB_STARTS = 3
 
 
 @dataclass(frozen=True)
 class WandbRun:
-    """The W&B run that records a run: its name, project, and the `config` attached to it."""
+    """The W&B run that records a training run: its name, project and attached `config`."""
 
     name: str
     config: dict[str, Any]
     project: str = Recipe.project
-    artifact: bool = False  # whether the end of the run may upload its export
-    stopping: Callable[[], bool] = lambda: False  # whether the run was asked to stop
+    artifact: bool = False  # True if the exported model may be uploaded at the end of the run
+    stopping: Callable[[], bool] = lambda: False  # True if a stop of the run was requested
 
 
 def open_tracker(
     *, run_dir: Path, is_main: bool, start_step: int, last_step: int, wandb: WandbRun | None
 ) -> "Tracker | NoTracker":
-    """Open the tracker of this rank, which records the run if `is_main` and else does nothing.
+    """Open this rank's tracker, which records the run if `is_main` and otherwise does nothing.
 
-    `metrics.jsonl` in `run_dir` is cut to the steps up to `start_step` and continued. The id of the
-    W&B run is kept in `run_dir/wandb_id`; without `wandb` there is no W&B run.
+    `metrics.jsonl` in `run_dir` is truncated after `start_step` and continued. The W&B run's id is
+    stored in `run_dir/wandb_id`. If `wandb` is None, there is no W&B run.
     """
     if not is_main:
         return NoTracker()
     run_dir.mkdir(parents=True, exist_ok=True)
-    lost = cut_metrics(run_dir / METRICS, start_step)
+    lost = truncate_metrics(run_dir / METRICS, start_step)
     tracker = Tracker(run_dir, last_step)
     if lost:
         tracker.say(lost)
@@ -66,7 +68,7 @@ def open_tracker(
 
 
 class NoTracker:
-    """Records nothing: the tracker of every rank but the first."""
+    """The tracker of every rank except the first. It records nothing."""
 
     def log(self, metrics: dict[str, Any]) -> None: ...
 
@@ -89,7 +91,7 @@ class NoTracker:
 class Tracker:
     """Rank 0's record of the run.
 
-    No step fails for it: not on a full disk, without W&B, or without a terminal.
+    It never makes a step fail, not even with a full disk, without W&B, or without a terminal.
     """
 
     def __init__(self, run_dir: Path, last_step: int):
@@ -101,7 +103,7 @@ class Tracker:
         self._wandb: WandbCopy | None = None
 
     def copy_to_wandb(self, run: WandbRun) -> None:
-        """Record the metrics also in a W&B run, if the package is installed."""
+        """Also record the metrics in a W&B run, if the wandb package is installed."""
         if importlib.util.find_spec("wandb") is not None:
             self._wandb = WandbCopy(run, self._run_dir, self.say)
         else:
@@ -111,10 +113,10 @@ class Tracker:
             )
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Records one optimizer step.
+        """Record one optimizer step.
 
-        Floats are written unrounded, non-finite ones as "NaN", "Infinity", "-Infinity" (JSON has
-        none).
+        Floats are written unrounded. Non-finite floats become "NaN", "Infinity" or "-Infinity",
+        because JSON has no such numbers.
         """
         self._file.add(
             json.dumps(
@@ -127,23 +129,21 @@ class Tracker:
         self._step = metrics["step"]
 
     def amend(self, more: dict[str, float]) -> None:
-        """Add numbers to the record of the newest step, which are known only after it was
-        recorded.
-        """
+        """Add numbers that became known later to the record of the newest step."""
         self._file.amend(json.dumps(more)[1:-1])
         if self._wandb:
             self._wandb.log({"step": self._step} | more)
 
     def say(self, text: str) -> None:
-        """Prints a line above the progress line."""
+        """Print a line above the progress line."""
         self._line.say(text)
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Name in the progress line what runs between two steps."""
+        """Show the name of the activity between two steps in the progress line."""
         return self._line.doing(what)
 
     def flush(self) -> None:
-        """Bring metrics.jsonl to the disk: a checkpoint should not be newer than the record.
+        """Flush metrics.jsonl to the disk, because a checkpoint must not be newer than the record.
 
         Raises OSError.
         """
@@ -152,10 +152,11 @@ class Tracker:
     def finish(
         self, exit_code: int, picture: Path | None = None, export: Path | None = None
     ) -> None:
-        """End the record, once; `exit_code` is the run's state in W&B, which also gets `picture`
-        and the folder `export`.
+        """End the record. Later calls have no effect.
 
-        Takes at most about WANDB_FINISH seconds, with an export WANDB_ARTIFACT.
+        `exit_code` sets the run's state in W&B. `picture` and the folder `export` are uploaded to
+        W&B. This takes at most about WANDB_FINISH seconds, or WANDB_ARTIFACT seconds with an
+        export.
         """
         if self._finished:
             return
@@ -166,17 +167,17 @@ class Tracker:
         self._file.close()
 
     def close(self) -> None:
-        """Ends the record as that of a failed run, if nothing has ended it."""
+        """End the record as the record of a failed run, if it has not ended yet."""
         self.finish(1)
 
 
 class WandbCopy:
-    """Copies the metrics to a W&B run from a thread of its own, so that a slow, hung or dead W&B
-    neither delays nor fails a step.
+    """A copy of the metrics in a W&B run.
 
-    wandb writes through a child process, wandb-core, which a signal to all descendants of a rank
-    ends (launch.py sends SIGTERM to them). wandb-core is then started again with the same run id,
-    and gets those metrics again that may not have reached the disk.
+    A separate thread writes the copy, so that a slow, hung or dead W&B neither delays nor fails a
+    step. wandb writes through a child process, wandb-core. A signal to all descendants of a rank
+    also ends wandb-core (launch.py sends them SIGTERM). In this case wandb-core is started again
+    with the same run id, and all metrics that may not have reached the disk are sent to it again.
     """
 
     def __init__(self, run: WandbRun, run_dir: Path, say: Say):
@@ -190,9 +191,9 @@ class WandbCopy:
         self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         # (time, metrics) of the last WANDB_REPEAT seconds
         self._recent: deque[tuple[float, dict[str, Any]]] = deque()
-        self._ended = self._left = False  # no further metrics come; nobody waits any longer
+        self._ended = self._abandoned = False  # no further metrics follow; nobody waits any longer
         self._exit_code = self._step = 0
-        self._picture: Path | None = None
+        self._loss_plot: Path | None = None
         self._export: Path | None = None
         self._finish_timeout = WANDB_ARTIFACT if run.artifact else WANDB_FINISH
         self._run = {
@@ -216,11 +217,11 @@ class WandbCopy:
         self._step = metrics["step"]
 
     def finish(self, exit_code: int, picture: Path | None, export: Path | None) -> None:
-        self._exit_code, self._picture, self._export = exit_code, picture, export
+        self._exit_code, self._loss_plot, self._export = exit_code, picture, export
         self._queue.put(None)
         self._thread.join((WANDB_ARTIFACT if export else WANDB_FINISH) + 3)
         if self._thread.is_alive():
-            self._left = True
+            self._abandoned = True
             self._say(
                 "W&B does not answer, its record may lack the last steps. The file metrics.jsonl is"
                 " complete"
@@ -241,28 +242,29 @@ class WandbCopy:
                 ServerResponseError,
                 OSError,
             ) as error:
-                if self._left:
+                if self._abandoned:
                     return
                 then = (
                     "starting it again"
                     if attempt + 1 < WANDB_STARTS
                     else "given up, and metrics.jsonl continues"
                 )
-                # in a stop this is no failure: launchers end every process below a rank
+                # During a stop this is not a failure, because launchers end all of a rank's
+                # descendants.
                 if attempt + 1 == WANDB_STARTS or not self._stopping():
                     self._say(f"W&B stopped recording ({' '.join(str(error).split())}), {then}")
             finally:
-                # wandb does this at exit anyway, but there a dead wandb-core prints a traceback and
-                # a hung one hangs the process. AssertionError if the exit of a process that waits
-                # no longer does the same at this moment
+                # wandb does this at exit anyway. But at exit a dead wandb-core prints a traceback,
+                # and a hung wandb-core hangs the process. AssertionError: the process no longer
+                # waits, and its exit calls teardown at the same time.
                 with contextlib.suppress(OSError, AssertionError):
                     self._wandb.teardown(self._exit_code)
 
     def _record(self) -> None:
         run = self._init()
-        # without it W&B drops the steps that a resumed run repeats
+        # Without this, W&B drops the steps that a resumed run repeats.
         run.define_metric("*", step_metric="step")
-        # the best one, not the last
+        # The summary shows the best value instead of the last value.
         run.define_metric("eval_loss", step_metric="step", summary="min")
         for _, metrics in self._recent:
             run.log(metrics)
@@ -272,12 +274,13 @@ class WandbCopy:
                 self._ended = True
                 break
             self._recent.append((time.monotonic(), metrics))
-            # no error, so wandb-core lives: metrics older than WANDB_REPEAT are on disk
+            # No error means that wandb-core is alive, so metrics older than WANDB_REPEAT are on
+            # disk.
             run.log(metrics)
             while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
                 self._recent.popleft()
-        if self._picture:
-            run.log({"step": self._step, "loss.png": self._wandb.Image(str(self._picture))})
+        if self._loss_plot:
+            run.log({"step": self._step, "loss.png": self._wandb.Image(str(self._loss_plot))})
         if self._export:
             self._upload(run, self._export)
         run.finish(exit_code=self._exit_code)
@@ -286,9 +289,9 @@ class WandbCopy:
         """Record the exported model as an artifact of the run."""
         name = re.sub(r"[^\w.-]", "-", f"{self._run['name']}-{self._run['id']}")
         artifact = self._wandb.Artifact(name, type="model", metadata={"step": self._step})
-        # add_dir prints to the terminal
+        # add_dir would print to the terminal.
         for file in sorted(path for path in export.rglob("*") if path.is_file()):
-            # no second copy on the disk
+            # Do not copy the file on the disk.
             artifact.add_file(str(file), file.relative_to(export).as_posix(), policy="immutable")
         run.log_artifact(artifact)
 
@@ -303,7 +306,7 @@ class WandbCopy:
             disable_git=True,  # otherwise wandb uploads the diff of the working tree
             init_timeout=WANDB_INIT,
             finish_timeout=self._finish_timeout,
-            x_transaction_log_flush_interval=1.0,  # seconds; well below WANDB_REPEAT
+            x_transaction_log_flush_interval=1.0,  # in seconds, well below WANDB_REPEAT
         )
         host = ""
         try:
@@ -315,9 +318,10 @@ class WandbCopy:
             run = self._wandb.init(**self._run, mode=mode, settings=settings)
         except self._wandb.Error as error:
             self._say(
-                f"{_trouble(' '.join(str(error).split()), host)}. The run continues without W&B"
+                f"{_wandb_problem(' '.join(str(error).split()), host)}. The run continues"
+                " without W&B"
             )
-            self._wandb.teardown()  # the failed attempt still holds the run's id
+            self._wandb.teardown()  # the failed attempt still occupies the run's id
             run = self._wandb.init(**self._run, mode="offline", settings=settings)
         if run.offline:
             self._say(
@@ -330,8 +334,10 @@ class WandbCopy:
 
 
 def _quiet_wandb(run_dir: Path) -> None:
-    """Keeps wandb off the terminal: wandb-core prints its log there if HOME cannot be written, and
-    a line for each failed report on wandb itself.
+    """Prevent wandb from printing to the terminal.
+
+    wandb-core prints its log there if HOME cannot be written. It also prints a line for each error
+    report about wandb itself that cannot be sent.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
@@ -342,8 +348,8 @@ def _quiet_wandb(run_dir: Path) -> None:
         os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir.resolve() / "wandb" / "cache"))
 
 
-def _trouble(error: str, host: str) -> str:
-    """Says what keeps W&B from taking the run, and how to mend it."""
+def _wandb_problem(error: str, host: str) -> str:
+    """Return the reason why W&B cannot record the run, and how to fix it."""
     if "No API key" in error:
         return (
             "W&B has no key to log in with: run wandb login, or set WANDB_API_KEY, for the next"
@@ -359,18 +365,19 @@ def _trouble(error: str, host: str) -> str:
     return f"W&B refuses the key ({host}, error 401): {mend}, for the next start"
 
 
-def _json_number(value: Any) -> Any:
+def _json_number(value: object) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
 def _wandb_id(path: Path, say: Say) -> str:
-    """Return the W&B id of the run folder: the value of WANDB_RUN_ID, else the id that the folder
-    keeps, else a new one.
+    """Return the run folder's W&B id.
 
-    The file `path` also states its folder, because a copy of the folder must not write into the W&B
-    run of the original. A folder that was renamed keeps its inode, and a folder on a disk that was
+    This is the value of WANDB_RUN_ID, else the id stored in the folder, else a new id.
+
+    The file `path` also records the identity of its folder, because a copy of the folder must not
+    write into the original's W&B run. A renamed folder keeps its inode. A folder on a disk that was
     mounted again keeps its path.
     """
     folder = path.parent.resolve()
@@ -378,9 +385,9 @@ def _wandb_id(path: Path, say: Say) -> str:
     kept, where = "", list[str]()
     with contextlib.suppress(OSError, ValueError):
         first, *rest = path.read_text().split("\n")
-        if re.fullmatch(r"[^\x00-\x20/\\#?%:]{1,128}", first.strip()):  # what W&B accepts
+        if re.fullmatch(r"[^\x00-\x20/\\#?%:]{1,128}", first.strip()):  # ids that W&B accepts
             kept, where = first.strip(), (rest[0] if rest else "").split(" ", 1)
-    # older files state the id alone
+    # older files contain only the id
     copied = len(where) == 2 and inode != where[0] and str(folder) != where[1]
     chosen = os.environ.get("WANDB_RUN_ID", "").strip()
     used = chosen or (kept if not copied else "") or secrets.token_hex(4)
@@ -394,5 +401,5 @@ def _wandb_id(path: Path, say: Say) -> str:
             f" set WANDB_RUN_ID={kept}"
         )
     if (used, where) != (kept, [inode, str(folder)]):
-        write_whole(path, f"{used}\n{inode} {folder}\n")
+        write_atomic(path, f"{used}\n{inode} {folder}\n")
     return used

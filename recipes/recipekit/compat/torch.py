@@ -1,0 +1,217 @@
+"""torch: module attributes that we replace, settings in variables, and release differences."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.parallel import DistributedDataParallel
+
+
+def set_forward(module: "nn.Module", forward: Callable[..., Any]) -> None:
+    """Replace a module's forward, in place.
+
+    Why: A different class would change the module's type and repr, and every other module of its
+        class. A forward on the instance keeps hooks, names and parameters unchanged.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_module_has_another_forward_and_keeps_its_hooks
+    Until: torch.nn.Module has a method that wraps its forward.
+    """
+    module.forward = forward
+
+
+@contextlib.contextmanager
+def forward_replaced(module: "nn.Module", forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace a module's forward within the `with` block.
+
+    The module's hooks stay. The tensor-parallel wrapper around the original forward is bypassed.
+
+    Why: A forward hook could replace the output only after the module has computed full logits.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_module_has_another_forward_and_keeps_its_hooks
+    Until: torch.nn.Module has a method that replaces its forward temporarily.
+    """
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def set_class(module: "nn.Module", kind: type) -> None:
+    """Make a module an instance of a subclass of its class, in place.
+
+    Why: A new module would lose the old module's hooks and all references to it.
+    Version: torch 2.13
+    Test: tests/model/test_norms.py::test_a_step_of_several_micro_batches_moves_by_their_mean
+    Until: torch's BatchNorm accepts a function that returns its statistics.
+    """
+    module.__class__ = kind
+
+
+def set_parameters(module: "nn.Module", tensors: Mapping[str, "torch.Tensor | None"]) -> None:
+    """Replace a module's own parameters with tensors.
+
+    Why: `setattr` does not accept a tensor that is not an `nn.Parameter`, for example a DTensor in
+        a forward pass.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_tensor_takes_the_place_of_a_parameter
+    Until: torch.nn.Module accepts any tensor under a parameter's name.
+    """
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+
+
+def remove_parameter(module: "nn.Module", key: str) -> None:
+    """Remove a module's own parameter, so that a buffer can use its name.
+
+    Why: register_buffer does not accept a name that the module already uses.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_buffer_takes_the_name_of_a_parameter
+    Until: torch.nn.Module has a method that removes a parameter.
+    """
+    del module._parameters[key]
+
+
+def set_buffer(module: "nn.Module", key: str, value: "torch.Tensor") -> None:
+    """Replace a module's own buffer with a tensor. Whether it is persistent does not change.
+
+    Why: register_buffer would make a non-persistent buffer persistent.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_buffer_has_another_value_and_stays_out_of_the_state
+    Until: torch.nn.Module has a method that replaces a buffer.
+    """
+    module._buffers[key] = value
+
+
+def copy_marks(source: object, target: object) -> None:
+    """Copy the attributes that other libraries have set from one parameter to another.
+
+    Why: A copy of a parameter lacks these attributes. DeepSpeed reads several of them, for example
+        ds_pipe_replicated and model_parallel.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_parameter_takes_over_the_marks_of_another
+    Until: torch copies the attributes of a parameter.
+    """
+    for mark, kept in vars(source).items():
+        setattr(target, mark, kept)
+
+
+def set_gradient_sync(module: "DistributedDataParallel", on: bool) -> None:
+    """Make DDP sum gradients in the next backward pass, or keep them local.
+
+    Why: `no_sync` must enclose the forward pass, but our loop runs the forward pass elsewhere.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_ddp_sums_only_when_it_is_told
+    Until: DDP has a method for this, like FSDP2's `set_requires_gradient_sync`.
+    """
+    module.require_backward_grad_sync = on
+
+
+def stop_tracking(norm: "_BatchNorm") -> None:
+    """Let a BatchNorm without statistics load a state without num_batches_tracked.
+
+    Why: torch adds num_batches_tracked to a state that lacks it (_NormBase, version 1).
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_a_norm_without_statistics_adds_nothing_to_a_state
+    Until: _NormBase._load_from_state_dict does not change a state.
+    """
+    norm.track_running_stats = False
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[dict[tuple[int, str], "torch.Tensor"]]:
+    """Create every new parameter on the meta device, and yield copies of the small parameters.
+
+    The keys of the copies are (id of the module, parameter key).
+
+    Why: `torch.device("meta")` would also create buffers there, and no file contains their values.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_parameters_are_made_on_meta_and_buffers_are_not
+    Until: torch has a context that creates parameters, but not buffers, on a device.
+    """
+    from torch import nn
+
+    small: dict[tuple[int, str], torch.Tensor] = {}
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            if parameter.numel() <= 4096:
+                small[id(module), name] = parameter.detach().clone()
+            module._parameters[name] = nn.Parameter(
+                parameter.detach().to("meta"), requires_grad=parameter.requires_grad
+            )
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield small
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def set_compiler(deterministic: bool, asked: bool) -> None:
+    """Set up torch.compile for this process.
+
+    With `deterministic`, no kernel is chosen by its speed. Unless `asked`, code that cannot be
+    compiled runs uncompiled, and torch logs a warning.
+
+    Why: These settings are variables in three modules, and torch.compile has no argument for them.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_the_compiler_has_its_settings
+    Until: torch.compile accepts the settings as arguments.
+    """
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+
+    dynamo.suppress_errors = not asked
+    # Otherwise a backward pass is compiled when it first runs, where errors are not suppressed.
+    functorch.force_non_lazy_backward_lowering = not asked
+    # A pool of compiler processes would outlive a killed rank, and only a few small kernels are
+    # compiled.
+    inductor.compile_threads = 1
+    inductor.deterministic = deterministic
+
+
+def set_deterministic() -> None:
+    """Choose the same cuDNN kernels in every run, and do not fill new memory.
+
+    Why: torch has no functions for these variables. `use_deterministic_algorithms` would fill every
+        torch.empty with NaN. This would cost one more write per buffer. It would also turn the
+        padding of ZeRO's partitions, which nothing ever sets, into NaN.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_deterministic_settings_are_in_force
+    Until: torch has functions that set these variables.
+    """
+    import torch
+
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def pins_exactly() -> bool:
+    """Return True if this torch's pinned allocator has a setting for exact sizes.
+
+    This function does not import torch.
+
+    Why: torch 2.11 fails with an error if a setting is unknown.
+    Version: torch 2.13 has the setting
+    Test: tests/compat/test_torch.py::test_an_exact_allocator_is_found_in_the_headers_of_torch
+    Until: requirements.txt allows no torch without `pinned_max_round_threshold_mb`.
+    """
+    spec = find_spec("torch")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        header = Path(folder) / "include" / "c10" / "core" / "AllocatorConfig.h"
+        if header.is_file():
+            return "pinned_max_round_threshold" in header.read_text(errors="replace")
+    return False

@@ -1,0 +1,149 @@
+"""Attributes of torch that we replace, tested on torch's modules."""
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config as dynamo
+import torch._functorch.config as functorch
+import torch._inductor.config as inductor
+import torch.distributed as dist
+from recipekit.compat import torch as compat
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def test_a_module_has_another_forward_and_keeps_its_hooks() -> None:
+    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    seen: list[float] = []
+    linear.register_forward_hook(lambda module, inputs, output: seen.append(output.item()))
+    compat.set_forward(linear, lambda x: x.sum())
+    assert linear(torch.ones(2)).item() == 2.0 and seen == [2.0]
+    assert type(linear) is nn.Linear and other(torch.ones(2)).shape == (2,)
+
+    with compat.forward_replaced(linear, lambda x: x.sum() * 10):
+        assert linear(torch.ones(2)).item() == 20.0
+    assert linear(torch.ones(2)).item() == 2.0
+    with compat.forward_replaced(other, lambda x: x):
+        assert other(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
+    assert other(torch.ones(2)).shape == (2,) and "forward" not in vars(other)
+
+
+def test_a_tensor_takes_the_place_of_a_parameter() -> None:
+    linear = nn.Linear(2, 1, bias=False)
+    own, other = linear.weight, torch.full((1, 2), 3.0)
+    with pytest.raises(TypeError):
+        linear.weight = other  # type: ignore[assignment]
+    compat.set_parameters(linear, {"weight": other})
+    assert linear(torch.ones(2)).item() == 6.0
+    compat.set_parameters(linear, {"weight": own})
+    assert dict(linear.named_parameters()) == {"weight": own}
+
+
+def test_a_buffer_takes_the_name_of_a_parameter() -> None:
+    linear = nn.Linear(2, 1)
+    compat.remove_parameter(linear, "bias")
+    linear.register_buffer("bias", torch.zeros(0))
+    assert [name for name, _ in linear.named_parameters()] == ["weight"]
+
+
+def test_a_buffer_has_another_value_and_stays_out_of_the_state() -> None:
+    module = nn.Module()
+    module.register_buffer("a", torch.zeros(1, device="meta"), persistent=False)
+    compat.set_buffer(module, "a", torch.ones(1))
+    assert module.a.item() == 1.0 and module.state_dict() == {}
+
+
+def test_a_parameter_takes_over_the_marks_of_another() -> None:
+    source, target = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
+    source.ds_pipe_replicated = True  # type: ignore[attr-defined]
+    compat.copy_marks(source, target)
+    assert vars(target) == {"ds_pipe_replicated": True} and target.item() == 0.0
+
+
+def test_ddp_sums_only_when_it_is_told() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(2, 1))
+        summed: list[int] = []
+
+        def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            summed.append(1)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        model.register_comm_hook(None, count)  # type: ignore[arg-type]
+        for on, sums in ((False, 0), (True, 1), (False, 1)):
+            compat.set_gradient_sync(model, on)
+            model(torch.ones(1, 2)).sum().backward()
+            assert len(summed) == sums
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_norm_without_statistics_adds_nothing_to_a_state() -> None:
+    norm, state = nn.BatchNorm1d(2), dict[str, Any]()
+    compat.stop_tracking(norm)
+    norm._load_from_state_dict(state, "", {}, False, [], [], [])
+    assert state == {}
+
+
+def test_parameters_are_made_on_meta_and_buffers_are_not() -> None:
+    with compat.parameters_on_meta() as small:
+        norm = nn.BatchNorm1d(2)
+        norm.scale = nn.Parameter(torch.full((2,), 3.0))
+    assert norm.weight.is_meta and not norm.running_mean.is_meta  # type: ignore[union-attr]
+    assert norm.scale.is_meta and small[id(norm), "scale"].tolist() == [3.0, 3.0]
+    assert not nn.BatchNorm1d(2).weight.is_meta
+
+
+def test_deterministic_settings_are_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = torch.utils.deterministic
+    monkeypatch.setattr(settings, "fill_uninitialized_memory", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    compat.set_deterministic()
+    assert not settings.fill_uninitialized_memory
+    assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
+
+
+def test_the_compiler_has_its_settings() -> None:
+    settings: list[tuple[Any, str]] = [
+        (dynamo, "suppress_errors"),
+        (functorch, "force_non_lazy_backward_lowering"),
+        (inductor, "deterministic"),
+        (inductor, "compile_threads"),
+    ]
+    with contextlib.ExitStack() as undo:  # pytest's monkeypatch would remove a setting permanently
+        for module, name in settings:
+            undo.enter_context(module.patch(name, 4 if name == "compile_threads" else False))
+        for deterministic, asked in ((True, False), (False, True)):
+            compat.set_compiler(deterministic, asked)
+            found = [getattr(module, name) for module, name in settings]
+            assert found == [not asked, not asked, deterministic, 1]
+
+
+def test_an_exact_allocator_is_found_in_the_headers_of_torch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The pinned torch has the setting.
+
+    A torch without the setting, or without headers, must be recognised.
+    """
+    assert compat.pins_exactly()
+    monkeypatch.setattr(
+        compat,
+        "find_spec",
+        lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]),
+    )
+    assert not compat.pins_exactly()
+    header = tmp_path / "include" / "c10" / "core" / "AllocatorConfig.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("size_t max_split_size_;")
+    assert not compat.pins_exactly()
+    header.write_text("static size_t pinned_max_round_threshold() {")
+    assert compat.pins_exactly()

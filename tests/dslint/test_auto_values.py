@@ -1,0 +1,134 @@
+"""The numbers that replace "auto" in a DeepSpeed JSON."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from pool import ROOT
+from recipekit.dslint import check, json_file, numbers, resolve
+from recipekit.spec.mesh import Mesh
+from shipped_jsons import FILES, LLAMA, RECIPE, put, shipped
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_a_shipped_file_is_clean_and_resolves_to_what_deepspeed_accepts(file: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config, _ = json_file.load_ds_config(str(file), ROOT)
+    world, recipe = (
+        (16, dataclasses.replace(RECIPE, global_batch=96)) if "hosts" in file.stem else (4, RECIPE)
+    )
+    assert (
+        check.lint_config(check.LintInput(config, world=world, recipe=recipe, model_config=LLAMA))
+        == []
+    )
+    resolved, lines = resolve.resolve_ds_config(config, RECIPE, Mesh(dp=4), LLAMA)
+    rounded = [
+        "gradients: ZeRO-0 sums the 2 micro-batches of a step in bf16; zero1.json sums them in fp32"
+    ]
+    assert "auto" not in json.dumps(resolved) and lines == (
+        rounded if file.stem.startswith("zero0") else []
+    )
+    kind, params = resolved["optimizer"]["type"], resolved["optimizer"]["params"]
+    # Optimizers without the usual betas and eps.
+    whole = {
+        "SGD": {"momentum": 0.9, "dampening": 0, "nesterov": True, "fused": True},
+        "Adafactor": {},
+    }
+    numbers = {"lr": 7e-4, "weight_decay": 0.07} | whole.get(
+        kind, {"betas": [0.8, 0.97], "eps": 3e-7}
+    )
+    assert (params if kind in whole else {key: params[key] for key in numbers}) == numbers
+    assert (
+        resolved["train_batch_size"],
+        resolved["train_micro_batch_size_per_gpu"],
+        resolved["gradient_accumulation_steps"],
+    ) == (24, 3, 2)
+    parsed = DeepSpeedConfig(resolve.resolve_ds_config(config, RECIPE, Mesh(), LLAMA)[0])
+    assert (
+        parsed.gradient_clipping == 0.7
+        and parsed.bfloat16_config.enabled
+        and parsed.bfloat16_config.check_grad_overflow
+    )
+    assert f"zero{int(parsed.zero_optimization_stage)}" == file.stem.split("_")[0]
+
+
+def test_a_literal_beats_the_recipe_and_says_so() -> None:
+    config = put(
+        put(shipped("zero2"), "optimizer.params.lr", 1e-4), "train_micro_batch_size_per_gpu", 4
+    )
+    resolved, lines = resolve.resolve_ds_config(config, RECIPE, Mesh(dp=2), LLAMA)
+    assert (
+        resolved["optimizer"]["params"]["lr"] == 1e-4
+        and resolved["gradient_accumulation_steps"] == 3
+    )
+    assert lines == [
+        "micro_batch: the JSON's 4 overrides the recipe's 3",
+        "lr: the JSON's 0.0001 overrides the recipe's 0.0007",
+    ]
+
+
+def test_a_typed_flag_that_equals_the_literal_is_fine() -> None:
+    config = put(
+        put(shipped("zero2"), "optimizer.params.lr", RECIPE.lr),
+        "optimizer.params.betas",
+        [RECIPE.beta1, 0.9],
+    )
+    assert (
+        check.lint_config(check.LintInput(config, recipe=RECIPE, typed=frozenset({"lr", "beta1"})))
+        == []
+    )
+
+
+def test_degrees_are_read_and_taken_out() -> None:
+    config = put(
+        put(shipped("zero1"), "tensor_parallel.autotp_size", 2), "sequence_parallel_size", 1
+    )
+    assert numbers.read_degrees(config) == {"tp": 2, "sp": 1}
+    resolved, lines = resolve.resolve_ds_config(config, RECIPE, Mesh(dp=2, tp=2), LLAMA)
+    assert not {"tensor_parallel", "sequence_parallel_size"} & set(resolved)
+    assert lines == ["tp: the JSON's 2 overrides the recipe's 1"]
+
+
+def test_micro_batches_are_counted_of_data_parallel_ranks_only() -> None:
+    recipe = dataclasses.replace(RECIPE, global_batch=48, micro_batch=3)
+    for mesh, steps in (
+        (Mesh(dp=2), 8),
+        (Mesh(dp=2, tp=4), 8),
+        (Mesh(dp=4, pp=2), 4),
+        (Mesh(dp=1, sp=2), 16),
+    ):
+        resolved, _ = resolve.resolve_ds_config(shipped("zero1"), recipe, mesh, LLAMA)
+        assert (
+            resolved["train_batch_size"],
+            resolved["train_micro_batch_size_per_gpu"],
+            resolved["gradient_accumulation_steps"],
+        ) == (48, 3, steps)
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    config = put(shipped("zero2"), "zero_optimization.reduce_bucket_size", 5e8)
+    assert check.lint_config(check.LintInput(config)) == []
+    size = resolve.resolve_ds_config(config, RECIPE, Mesh(), LLAMA)[0]["zero_optimization"][
+        "reduce_bucket_size"
+    ]
+    assert size == 500_000_000 and isinstance(size, int)
+
+
+def test_a_json_without_an_optimizer_gets_adamw() -> None:
+    resolved, lines = resolve.resolve_ds_config({}, RECIPE, Mesh(), LLAMA)
+    assert resolved["optimizer"] == {
+        "type": "AdamW",
+        "params": {
+            "torch_adam": True,
+            "fused": True,
+            "lr": 7e-4,
+            "weight_decay": 0.07,
+            "betas": [0.8, 0.97],
+            "eps": 3e-7,
+        },
+    }
+    assert resolved["zero_optimization"] == {"stage": 0} and lines == [
+        "optimizer: the JSON names no optimizer, so the run uses AdamW"
+    ]
