@@ -7,7 +7,7 @@ import importlib
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     import torch
@@ -587,7 +587,7 @@ def let_auto_ep_read_outputs() -> None:
     from transformers.utils import output_capturing
 
     registry = output_capturing._CAN_RECORD_REGISTRY
-    kind = type(registry)
+    kind = cast("type[dict[object, object]]", type(registry))
     if kind is dict or getattr(kind, "accepts_names", False):
         return
 

@@ -3,9 +3,10 @@ between its releases.
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -196,11 +197,7 @@ def without_layer_numbers(name: str) -> str:
     Test: tests/compat/test_transformers.py::test_a_plan_is_asked_for_the_style_of_a_name
     Until: 5.22 is no longer supported.
     """
-    try:
-        from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
-    except ImportError:
-        from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
-    return replace_layer_number_by_wildcard(name)
+    return _plan_function("replace_layer_number_by_wildcard")(name)
 
 
 def style_of(name: str, plan: Mapping[str, str], is_weight: bool = True) -> str | None:
@@ -211,11 +208,21 @@ def style_of(name: str, plan: Mapping[str, str], is_weight: bool = True) -> str 
     Test: tests/compat/test_transformers.py::test_a_plan_is_asked_for_the_style_of_a_name
     Until: transformers publishes the function.
     """
-    try:
-        from transformers.distributed.parallel_utils import _get_parameter_plan
-    except ImportError:
-        from transformers.distributed.tensor_parallel import _get_parameter_plan
-    return _get_parameter_plan(name, dict(plan), is_weight=is_weight)
+    return _plan_function("_get_parameter_plan")(name, dict(plan), is_weight=is_weight)
+
+
+def _plan_function(name: str) -> Callable[..., Any]:
+    """Return a function of transformers by its name, from the module that defines it.
+
+    Why: transformers 5.23 moved functions from `tensor_parallel` to `parallel_utils`.
+    Version: transformers 5.22.2, 5.23.0
+    Test: tests/compat/test_transformers.py::test_a_plan_is_asked_for_the_style_of_a_name
+    Until: 5.22 is no longer supported.
+    """
+    module = importlib.import_module("transformers.distributed.parallel_utils")
+    if not hasattr(module, name):
+        module = importlib.import_module("transformers.distributed.tensor_parallel")
+    return getattr(module, name)
 
 
 def shard_by_plan(model: "PreTrainedModel", mesh: "DeviceMesh", plan: Mapping[str, str]) -> None:
@@ -290,7 +297,8 @@ def set_layer_forward(layer: "GradientCheckpointingLayer", forward: Callable[...
 
     def recomputed(*args: object, **kwargs: object) -> object:
         if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-            return layer._gradient_checkpointing_func(partial(forward, **kwargs), *args)
+            recompute = cast("Callable[..., object]", layer._gradient_checkpointing_func)
+            return recompute(partial(forward, **kwargs), *args)
         return forward(*args, **kwargs)
 
     layer.forward = recomputed if recomputes_in_forward() else forward
