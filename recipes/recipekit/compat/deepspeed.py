@@ -603,4 +603,4 @@ def let_auto_ep_read_outputs() -> None:
             else:
                 super().__setitem__(key, value)
 
-    registry.__class__ = Registry
+    cast("object", registry).__class__ = Registry
