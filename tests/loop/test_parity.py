@@ -83,8 +83,17 @@ CASES = [
         slow=True,
     ),
     # The activation has parameters that are not in the tensor plan. Every rank computes with its
-    # own shard of these parameters.
-    Case("a parameter that the plan does not name", 2, "zero0", TP2, model="apertus"),
+    # own shard of these parameters. The derivative of the activation jumps at -1e-6, so rounding
+    # changes the gradient of an element there: perturbing the weights by 1e-7 changed the norm by
+    # up to 4e-5, and by 6e-8 without the jump.
+    Case(
+        "a parameter that the plan does not name",
+        2,
+        "zero0",
+        TP2,
+        model="apertus",
+        norm_rel=1e-4,
+    ),
 ]
 
 
