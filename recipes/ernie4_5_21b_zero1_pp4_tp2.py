@@ -3,7 +3,7 @@ with ZeRO-1.
 
     deepspeed --num_gpus 8 recipes/ernie4_5_21b_zero1_pp4_tp2.py
 
-Each stage holds about 7 of the 28 layers with all their experts. The model's own plan splits each
+Each stage holds 7 of the 28 layers with all their experts. The model's own plan splits each
 expert over two neighbouring GPUs. The first and the last stage both hold the tied embedding and sum
 its gradient.
 Needs: 8 x 80 GB GPUs (51.1 GiB of states each). Measured: not measured. Less memory: more hosts,

@@ -2,8 +2,9 @@
 
     deepspeed --hostfile hosts --num_nodes 2 --num_gpus 8 recipes/seed_oss_36b_zero1_pp4_tp2.py
 
-Each stage holds 16 of the 64 layers. config.json sets a dropout of 0.1 for attention and residuals,
-which training applies. `hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each host.
+Each stage holds 15 to 17 of the 64 layers. config.json sets a dropout of 0.1 for attention and
+residuals, which training applies. `hosts` is a DeepSpeed hostfile, one line `NAME slots=8` for each
+host.
 Needs: 16 x 80 GB GPUs (51.3 GiB of states each). Measured: not measured. Less memory: more hosts,
 which shard the optimizer states further.
 """

@@ -33,11 +33,11 @@ WORLDS = range(1, 10)
 TINY = {
     "deepseek_v2_lite_zero1_ep8": (
         "dp1 dp2_ep2 dp3 dp4_ep4 dp5 dp6_ep2 dp7 dp8_ep4 dp9",
-        ", 4 experts",
+        " and 4 experts",
     ),
     "glm4_5_air_zero1_pp8_tp4": (
         "dp1 dp1_tp2 dp1_pp3 dp1_tp4 dp5 dp1_tp2_pp3 dp7 dp1_tp4_pp2 dp3_pp3",
-        ", 4 layers",
+        " and 4 layers",
     ),
     "gpt2_xl_zero1_pp4": ("dp1 dp1_pp2 dp1_pp3 dp1_pp4 dp5 dp2_pp3 dp7 dp2_pp4 dp3_pp3", ""),
     "llama3_1_405b_zero1_pp16_tp8": (
