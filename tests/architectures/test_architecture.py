@@ -328,6 +328,31 @@ def test_the_factors_of_longrope_are_as_many_as_the_pairs_of_a_tiny_head():
     }
 
 
+@pytest.mark.parametrize(
+    ("factor", "original", "reached"), [(8.0, 8192, 4096), (40, 4096, 20480), (8.0, 4096, 2048)]
+)
+def test_yarn_reaches_the_positions_of_a_tiny_config_as_in_the_published_one(
+    factor, original, reached
+):
+    """transformers warns if YaRN's factor is not the ratio of the two numbers of positions.
+
+    In the last case, the ratio of the published config is not its factor. It stays so.
+    """
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    most = 8 * 8192 if factor == 8.0 else 163840
+    config = SHAPES["mixtral"] | {"max_position_embeddings": most, "rope_parameters": yarn}
+    tiny = shrink(config, BYTE_VOCAB)
+    assert tiny["max_position_embeddings"] == reached
+    assert tiny["rope_parameters"] == yarn | {"original_max_position_embeddings": 512}
+    old = {"factor": factor, "original_max_position_embeddings": original, "type": "yarn"}
+    assert (
+        shrink(config | {"rope_parameters": None, "rope_scaling": old}, BYTE_VOCAB)[
+            "max_position_embeddings"
+        ]
+        == reached
+    )
+
+
 # Image classifiers that must have tiny copies. recipes/SUPPORT.md states the results of the others.
 IMAGES = ("vit", "deit", "beit", "dinov2", "swin", "convnext", "resnet", "siglip", "clip")
 OF_IMAGES = TASKS["image_classification"].tiny

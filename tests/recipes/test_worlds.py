@@ -31,6 +31,14 @@ WORLDS = range(1, 10)
 
 # Layouts of all recipes with model parallelism on 1 to 9 ranks, and the tiny model's other limits.
 TINY = {
+    "deepseek_v2_lite_zero1_ep8": (
+        "dp1 dp2_ep2 dp3 dp4_ep4 dp5 dp6_ep2 dp7 dp8_ep4 dp9",
+        " and 4 experts",
+    ),
+    "glm4_5_air_zero1_pp8_tp4": (
+        "dp1 dp1_tp2 dp1_pp3 dp1_tp4 dp5 dp1_tp2_pp3 dp7 dp1_tp4_pp2 dp3_pp3",
+        " and 4 layers",
+    ),
     "gpt2_xl_zero1_pp4": ("dp1 dp1_pp2 dp1_pp3 dp1_pp4 dp5 dp2_pp3 dp7 dp2_pp4 dp3_pp3", ""),
     "llama3_1_405b_zero1_pp16_tp8": (
         "dp1 dp1_tp2 dp1_pp3 dp1_tp4 dp5 dp1_tp2_pp3 dp7 dp1_tp4_pp2 dp3_pp3",
@@ -50,6 +58,9 @@ TINY = {
     ),
     "qwen3_30b_a3b_zero1_ep4": ("dp1 dp2_ep2 dp3 dp4_ep4 dp5 dp6_ep2 dp7 dp8_ep4 dp9", ""),
 }
+TINY["apertus_8b_zero1_tp2"] = TINY["llama3_1_8b_zero3_tp2"]
+TINY["ernie4_5_21b_zero1_pp4_tp2"] = TINY["mixtral_8x7b_zero1_pp4_tp2"]
+TINY["seed_oss_36b_zero1_pp4_tp2"] = TINY["mixtral_8x7b_zero1_pp4_tp2"]
 TINY["vit_h14_imagenet_zero1_tp2"] = TINY["llama3_1_8b_zero3_tp2"]
 TINY["resnet152_imagenet_zero1_pp4"] = TINY["llama3_1_8b_zero1_pp4"]
 ONLY_DP = (" ".join(f"dp{world}" for world in WORLDS), "")

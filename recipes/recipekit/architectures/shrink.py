@@ -265,7 +265,7 @@ def _shrink_stages(config: dict[str, Any]) -> dict[str, Any]:
 
 def _derived_values(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, Any]:
     """Return the values that repeat a tiny config's other values in a different form."""
-    derived: dict[str, Any] = {}
+    derived: dict[str, Any] = _yarn_positions(config, tiny)
     if config.get("qk_nope_head_dim"):  # latent attention: a head has two parts
         derived |= {
             "qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"],
@@ -282,6 +282,22 @@ def _derived_values(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, A
     if config.get("attention_types"):
         derived["attention_types"] = [[[kind], 1] for kind in tiny["attention_layers"]]
     return derived
+
+
+def _yarn_positions(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, int]:
+    """Return the positions of a tiny config that YaRN reaches, if the published config names them.
+
+    They are YaRN's factor times the positions before YaRN. transformers warns about other numbers.
+    """
+    most, original = "max_position_embeddings", "original_max_position_embeddings"
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key) or {}
+        if "yarn" not in (rope.get("rope_type"), rope.get("type")):
+            continue
+        factor = rope.get("factor") or 0
+        if config.get(most) == factor * (rope.get(original) or 0):
+            return {most: int(factor * tiny[key][original])}
+    return {}
 
 
 def _count_layers(config: dict[str, Any]) -> int:
