@@ -219,7 +219,9 @@ def told_of_documents(
 def spread(model: Any) -> None:
     """Change parameters and saved buffers that start as a constant (norms, gates, biases).
 
-    With only zeros and ones, a wrong layout could pass unnoticed, and top-k would meet ties.
+    With only zeros and ones, a wrong layout could pass unnoticed, and top-k would meet ties. Doge's
+    top-k takes the exponential of an exponent near 0, which fp32 rounds to ties. Its factor `A`
+    becomes larger.
     """
     import torch
 
@@ -230,9 +232,11 @@ def spread(model: Any) -> None:
         if name in model.state_dict() and buffer.is_floating_point()
     ]
     with torch.no_grad():
+        wide = [value for name, value in model.named_parameters() if name.endswith("self_attn.A")]
         for tensor in [*model.parameters(), *kept]:
             if tensor.numel() > 1 and tensor.min() == tensor.max():
-                tensor += 0.02 * torch.randn(tensor.shape, generator=generator)
+                scale = 1.0 if any(tensor is value for value in wide) else 0.02
+                tensor += scale * torch.randn(tensor.shape, generator=generator)
 
 
 def smooth(model: Any) -> None:
