@@ -293,6 +293,44 @@ def test_every_type_with_a_pipeline_plan_has_a_tiny_model():
             {"per_layer_config": {"3": {"head_dim": 32}}, "head_dim": 16},
         ),
         (6, {"hybrid_override_pattern": "MMM-*-"}, {"hybrid_override_pattern": "MM-*"}),
+        (
+            9,
+            {"n_input_layers": 2, "n_recurrent_layers": 5, "n_output_layers": 2},
+            {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+        ),
+        (
+            16,  # an attention and its MLP are counted as two blocks
+            {"layer_types": ["a", "mlp", "b", "mlp"] * 4, "n_layer": 16},
+            {"layer_types": ["a", "b", "a", "b"], "n_layer": 4},
+        ),
+        (
+            24,
+            {
+                "loop_layer_index_start": 6,
+                "loop_layer_index_end": 18,
+                "n_layers_per_attn_res_block": 6,
+            },
+            {
+                "loop_layer_index_start": 1,
+                "loop_layer_index_end": 3,
+                "n_layers_per_attn_res_block": 1,
+            },
+        ),
+        (
+            6,  # the head of layer 5 has two parts, and its width is their sum
+            {
+                "per_layer_config": {"5": {"qk_nope_head_dim": 192}},
+                "head_dim": 256,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+            },
+            {
+                "per_layer_config": {"3": {"qk_nope_head_dim": 16, "head_dim": 32}},
+                "head_dim": 16,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 16,
+            },
+        ),
     ],
 )
 def test_one_layer_of_each_kind_stays_and_the_lists_of_layers_agree(layers, says, kept):

@@ -379,6 +379,12 @@ def test_a_hollow_module_has_no_parameters_and_no_saved_buffers():
         ("deepseek_v3", []),  # part of a projection bypasses the column-wise layer that follows
         ("gpt_oss", []),
         ("llama4_text", []),  # writes into the input of its router
+        (
+            "doge",
+            ["model.layers.*.self_attn.k_norm.weight", "model.layers.*.self_attn.q_norm.weight"],
+        ),
+        ("gemma3n_text", []),  # its activation passes a shard of all columns on
+        ("inkling_text", []),  # experts that share an input sum its gradient
     ],
 )
 def test_gradients_that_have_to_be_summed(family, expected):
@@ -395,6 +401,22 @@ def test_gradients_that_have_to_be_summed(family, expected):
         )
         == expected
     )
+
+
+def test_a_published_plan_is_corrected():
+    """A fused gate and up projection has two blocks, and each of them is sharded."""
+    model_config = tiny_config("inkling_text", 264)
+    model = empty_model(model_config, "eager")
+    plan = published_plans(model).tp
+    assert plan["model.layers.*.mlp.experts.gate_up_proj"] == "packed_colwise"
+    assert plan["model.layers.*.mlp.shared_experts"] == "shared_experts"
+    rules = tensor_parallel.sharding_rules(model, plan)
+    assert {rule for name, rule in rules.items() if name.endswith("experts.gate_up_proj")} == {
+        (1, 2)
+    }
+    assert not any("embed_tokens" in name for name in rules), "a norm is inside the embedding"
+    doge = published_plans(empty_model(tiny_config("doge", 264), "eager")).tp
+    assert doge["model.layers.*.self_attn.A"] == "colwise"
 
 
 class Small(PreTrainedModel):

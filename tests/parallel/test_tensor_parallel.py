@@ -75,7 +75,7 @@ def test_a_layer_sums_two_activations_and_two_gradients(pools: Any, checkpointed
 
 
 def logits_of(family: str, tp: int) -> torch.Tensor:
-    """Return the logits of a model whose biases, initially all zeros, are set to 0.1.
+    """Return the logits of a model whose biases and head factors, initially zeros, are set to 0.1.
 
     The model is unsharded, or sharded over a pool's ranks.
     """
@@ -97,7 +97,7 @@ def logits_of(family: str, tp: int) -> torch.Tensor:
     biases = [
         parameter
         for name, parameter in model.named_parameters()
-        if name.endswith(("_proj.bias", "c_fc.bias"))
+        if name.endswith(("_proj.bias", "c_fc.bias", "self_attn.A"))
     ]
     assert biases
     with torch.no_grad():
@@ -106,9 +106,12 @@ def logits_of(family: str, tp: int) -> torch.Tensor:
         return model(input_ids=torch.arange(10).view(2, 5), use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", ["starcoder2"])
+@pytest.mark.parametrize("family", ["starcoder2", "doge"])
 def test_cut_layers_compute_what_whole_ones_do(pools: Any, family: str) -> None:
-    """If a bias follows a sum over ranks, the bias must be added only once."""
+    """If a bias follows a sum over ranks, the bias must be added only once.
+
+    Doge computes a number for each head from all heads. Its published plan is corrected.
+    """
     whole = logits_of(family, 1)
     for logits in pools.run(2, logits_of, family=family, tp=2):
         torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)

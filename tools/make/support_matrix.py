@@ -219,7 +219,9 @@ def told_of_documents(
 def spread(model: Any) -> None:
     """Change parameters and saved buffers that start as a constant (norms, gates, biases).
 
-    With only zeros and ones, a wrong layout could pass unnoticed, and top-k would meet ties.
+    With only zeros and ones, a wrong layout could pass unnoticed, and top-k would meet ties. Doge's
+    top-k takes the exponential of an exponent near 0, which fp32 rounds to ties. Its factor `A`
+    becomes larger.
     """
     import torch
 
@@ -230,9 +232,11 @@ def spread(model: Any) -> None:
         if name in model.state_dict() and buffer.is_floating_point()
     ]
     with torch.no_grad():
+        wide = [value for name, value in model.named_parameters() if name.endswith("self_attn.A")]
         for tensor in [*model.parameters(), *kept]:
             if tensor.numel() > 1 and tensor.min() == tensor.max():
-                tensor += 0.02 * torch.randn(tensor.shape, generator=generator)
+                scale = 1.0 if any(tensor is value for value in wide) else 0.02
+                tensor += scale * torch.randn(tensor.shape, generator=generator)
 
 
 def smooth(model: Any) -> None:
@@ -738,10 +742,10 @@ def reason_of(error: BaseException) -> str:
 class Group:
     """The running ranks for one layout size. They stay warm from cell to cell."""
 
-    def __init__(self, world: int, folder: Path):
+    def __init__(self, world: int, folder: Path, cell_seconds: float):
         from recipekit.hosts.ports import free_port
 
-        self.world, self.folder, self.cells = world, folder, 0
+        self.world, self.folder, self.cell_seconds, self.cells = world, folder, cell_seconds, 0
         port = str(free_port())
         own = {
             "OMP_NUM_THREADS": "1",
@@ -800,7 +804,7 @@ class Group:
             reason = (
                 failed[0]["reason"]
                 if failed
-                else f"no answer within {CELL_S:.0f} s"
+                else f"no answer within {self.cell_seconds:.0f} s"
                 if self.alive
                 else "a process died"
             )
@@ -822,7 +826,7 @@ class Group:
         files = [self.folder / f"{number}_{rank}.json" for rank in range(self.world)]
 
         # The first cell waits for the imports.
-        deadline = time.monotonic() + CELL_S + (60 if self.cells == 1 else 0)
+        deadline = time.monotonic() + self.cell_seconds + (60 if self.cells == 1 else 0)
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             if any(file.exists() and not json.loads(file.read_text())["ok"] for file in files):
                 # A failed rank's peers fail soon, or wait forever.
@@ -843,9 +847,14 @@ class Group:
 
 
 def run_matrix(
-    types: list[str], layouts: list[str], results: Path | None, say: Any = print, task: str = TEXT
+    types: list[str],
+    layouts: list[str],
+    results: Path | None,
+    say: Any = print,
+    task: str = TEXT,
+    cell_seconds: float = CELL_S,
 ) -> dict[str, Row]:
-    """Run a task's cells, and return type -> row.
+    """Run a task's cells, each in at most `cell_seconds`, and return type -> row.
 
     Cells that `results` already contains are not run again.
     """
@@ -853,7 +862,10 @@ def run_matrix(
 
     torch.set_num_threads(1)
     cells = Cells(task, results)
-    with tempfile.TemporaryDirectory() as temporary, WarmGroups(Path(temporary)) as groups:
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        WarmGroups(Path(temporary), cell_seconds) as groups,
+    ):
         for index, model_type in enumerate(types, 1):
             if not cells.missing(model_type, layouts):
                 continue
@@ -929,8 +941,8 @@ def run_reference(model_type: str, cells: Cells, folder: Path) -> dict[str, Any]
 class WarmGroups:
     """The running process groups, one for each number of ranks; leaving the context closes them."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.began = folder, time.monotonic()
+    def __init__(self, folder: Path, cell_seconds: float):
+        self.folder, self.cell_seconds, self.began = folder, cell_seconds, time.monotonic()
         self._groups: dict[int, Group] = {}
         self._number = 0
 
@@ -941,7 +953,7 @@ class WarmGroups:
         if world in groups and (not groups[world].alive or groups[world].cells >= 40):
             groups.pop(world).close()
         if world not in groups:
-            groups[world] = Group(world, self.folder)
+            groups[world] = Group(world, self.folder, self.cell_seconds)
         reference = self.folder / "reference.pt"
         return groups[world].run(self._number, task, model_type, layout, reference)
 
@@ -1323,6 +1335,12 @@ def make_parser() -> argparse.ArgumentParser:
         ),
     )
     parser.add_argument(
+        "--cell_seconds",
+        type=float,
+        default=CELL_S,
+        help=f"Time limit of a cell. Set it higher on a busy machine. (default: {CELL_S:.0f})",
+    )
+    parser.add_argument(
         "--varlen",
         action="store_true",
         help="Only print for each type whether it uses varlen attention. This takes a minute.",
@@ -1355,7 +1373,9 @@ def main() -> None:
             key=lambda name: (not publishes_pipeline_plan(name), name),
         )
         layouts = [layout for layout in arguments.layouts if layout in layouts_of(task)]
-        done[task] = run_matrix(types, layouts, arguments.results, task=task)
+        done[task] = run_matrix(
+            types, layouts, arguments.results, task=task, cell_seconds=arguments.cell_seconds
+        )
 
     if not arguments.types:
         write_pages(done)

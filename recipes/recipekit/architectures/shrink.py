@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from math import gcd
 from typing import Any
 
 from ..spec.errors import config_error
@@ -64,6 +65,7 @@ SHRINK_RULES = {
     r".*vocab_size.*": "vocabulary",
     # Intervals at which a kind of layer recurs, and layer counts of stacks other than the decoder.
     r".*_(interval|pattern|period|every_n_layers|step)": 4,
+    r"n_layers_per_\w+_block": 2,
     r".*_layer_offset|encoder_layers|num_encoder_layers|num_layers_per_stack": 2,
     # Widths.
     r"image_size|crop_size": 56,
@@ -126,6 +128,7 @@ def shrink(
     """
     if limits and not vocab_size:
         return _shrink_images(config, limits)
+    config = _merge_block_pairs(config)
     count = _count_layers(config)
     if unknown := [
         names[0]
@@ -151,6 +154,8 @@ def shrink(
         for key, value in config.items()
     }
     tiny |= {key: value for key, value in _derived_values(config, tiny).items() if key in config}
+    if tiny.get("per_layer_config"):
+        tiny["per_layer_config"] = _derived_per_layer(config, tiny, kept)
     if vocab_size:
         tiny["vocab_size"] = vocab_size
         for key, types in REQUIRED_TOKEN_IDS.items():
@@ -267,10 +272,19 @@ def _derived_values(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, A
     """Return the values that repeat a tiny config's other values in a different form."""
     derived: dict[str, Any] = _yarn_positions(config, tiny)
     if config.get("qk_nope_head_dim"):  # latent attention: a head has two parts
-        derived |= {
-            "qk_head_dim": tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"],
-            "head_dim": tiny["qk_rope_head_dim"],
-        }
+        parts = ("qk_nope_head_dim", "qk_rope_head_dim")
+        both = sum(tiny[part] for part in parts)
+        is_sum = config.get("head_dim") == sum(config[part] for part in parts)
+        derived |= {"qk_head_dim": both, "head_dim": both if is_sum else tiny[parts[1]]}
+    # Dory runs the layers between its first and its last layers several times.
+    if config.get("n_recurrent_layers"):
+        first, repeated, last = SECTION_KEYS
+        derived[repeated] = tiny["num_hidden_layers"] - tiny[first] - tiny[last]
+    # Inkling 2 runs some of its blocks of layers several times.
+    if config.get("loop_layer_index_start"):
+        block = "n_layers_per_attn_res_block"
+        ends = (tiny[f"loop_layer_index_{end}"] for end in ("start", "end"))
+        derived[block] = gcd(*ends, tiny[block])
     # hrm_text runs its stacks several times and counts every run of a layer.
     if config.get("num_layers_per_stack"):
         derived["num_hidden_layers"] = (
@@ -298,6 +312,41 @@ def _yarn_positions(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, i
         if config.get(most) == factor * (rope.get(original) or 0):
             return {most: int(factor * tiny[key][original])}
     return {}
+
+
+def _derived_per_layer(
+    config: dict[str, Any], tiny: dict[str, Any], kept: list[int]
+) -> dict[str, Any]:
+    """Return the tiny numbers of single layers, for example of sliding layers with wider heads.
+
+    `kept` lists the layers of the full model. A number that a layer lacks is the model's number.
+    """
+    full = {int(layer): own for layer, own in config["per_layer_config"].items()}
+    return {
+        layer: own
+        | {
+            key: value
+            for key, value in _derived_values(config | full[kept[int(layer)]], tiny | own).items()
+            if key in config and value != (tiny | own)[key]
+        }
+        for layer, own in tiny["per_layer_config"].items()
+    }
+
+
+def _merge_block_pairs(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config that counts layers, if it counts an attention and its MLP as two blocks.
+
+    Dory's config.json does so. Its class reads both forms.
+    """
+    blocks = config.get("layer_types") or []
+    if not blocks or {*blocks[1::2]} != {"mlp"} or "mlp" in blocks[::2]:
+        return config
+    counts = {
+        key: config[key] // 2
+        for key in (*NUM_LAYERS_KEYS, *SECTION_KEYS)
+        if isinstance(config.get(key), int)
+    }
+    return config | counts | {"layer_types": blocks[::2]}
 
 
 def _count_layers(config: dict[str, Any]) -> int:
@@ -413,6 +462,8 @@ def _shrink_value(
     return min(value, rule) if isinstance(rule, int) else proportions[rule](value)
 
 
+# Counts of layers before, in and after a part that runs several times.
+SECTION_KEYS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
 # Counts of first or last layers that are of a different kind, and keys whose lists contain layer
 # numbers.
 LEADING_LAYER_COUNTS = (
@@ -420,8 +471,12 @@ LEADING_LAYER_COUNTS = (
     "num_dense_layers",
     "moe_layer_start_index",
     "max_window_layers",
+    # the layers before a part that runs several times, and the layers up to its end
+    "n_input_layers",
+    "loop_layer_index_start",
+    "loop_layer_index_end",
 )
-TRAILING_LAYER_COUNTS = ("num_kv_shared_layers",)
+TRAILING_LAYER_COUNTS = ("num_kv_shared_layers", "n_output_layers")
 LAYER_INDEX_LISTS = r".*(_layers|_idxs|_indices|_ids)"
 
 

@@ -225,6 +225,43 @@ def _plan_function(name: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
+# model type -> corrected styles of its published tensor-parallel plan, by the base model's names
+TP_CORRECTIONS = {
+    "doge": {
+        "layers.*.self_attn.dt_proj": "rowwise_scatter_output",
+        "layers.*.self_attn.A": "colwise",
+    },
+    "gemma3n_text": {
+        "layers.*.mlp.gate_proj": "colwise_gather_output",
+        "layers.*.mlp.act_fn": "split_output",
+    },
+    "inkling_text": {
+        "embed_tokens": "replicate",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.shared_experts": "shared_experts",
+    },
+    "inkling2_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+    "inkling2_loop_text": {"layers.*.mlp.experts.gate_up_proj": "packed_colwise"},
+}
+
+
+def corrected_tp_plan(plan: Mapping[str, str], model_type: str) -> dict[str, str]:
+    """Return a published tensor-parallel plan without its known mistakes.
+
+    Why: The plans of some types give a rank too little, and training goes wrong or stops. Inkling
+        shards fused gate and up projections of experts as one block, does not sum the gradient of
+        the input of its shared experts, and shards an embedding with a norm inside. Doge leaves
+        numbers of single heads unsharded between sharded heads. Gemma 3n computes a mean and a
+        deviation over a sharded gate. Our styles for them are in parallel/tensor.py.
+    Version: transformers 5.22.2, 5.24.0
+    Test: tests/parallel/test_plans.py::test_a_published_plan_is_corrected
+    Until: The type's base_model_tp_plan trains on 2 ranks like plain PyTorch.
+    """
+    base = next((key.partition("layers.*.")[0] for key in plan if "layers.*." in key), "")
+    corrections = TP_CORRECTIONS.get(model_type, {}) if plan else {}
+    return dict(plan) | {f"{base}{key}": style for key, style in corrections.items()}
+
+
 def shard_by_plan(model: "PreTrainedModel", mesh: "DeviceMesh", plan: Mapping[str, str]) -> None:
     """Shard a model in place by a plan of patterns, and install the forward of each style.
 

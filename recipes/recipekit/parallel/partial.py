@@ -20,6 +20,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from ..compat.transformers import only_hands_out_shards, style_of, without_layer_numbers
 from ..spec.errors import config_error
+from .tensor import SharedExperts
 
 
 class _PartContext(Protocol):
@@ -48,6 +49,8 @@ def _marks_of_style(style: object) -> tuple[bool | None, bool | None]:
     """
     if isinstance(style, styles.RowwiseParallel):
         return (None, True) if style.input_layouts.is_shard() else (False, None)
+    if isinstance(style, SharedExperts):
+        return False, True
     if isinstance(style, styles.AllReduceParallel):
         return None, True
     # This style sums the gradient of the input that bypasses the next column-wise layer.

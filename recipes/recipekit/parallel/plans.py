@@ -10,7 +10,7 @@ from torch import OutOfMemoryError, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
-from ..compat.transformers import without_layer_numbers
+from ..compat.transformers import corrected_tp_plan, without_layer_numbers
 from ..spec.errors import ConfigError, config_error
 from ..spec.mesh import Mesh
 from ..spec.task_specs import Plans
@@ -272,7 +272,9 @@ def _published_tp(model: PreTrainedModel) -> dict[str, str]:
 
     A tied head stays unsharded, like its embedding.
     """
-    plan = dict(getattr(model, "tp_plan", None) or {})
+    plan = corrected_tp_plan(
+        getattr(model, "tp_plan", None) or {}, model.config.get_text_config().model_type
+    )
     if plan and has_tied_head(model):
         embedding, head = embedding_and_head(model)
         names = {module: name for name, module in model.named_modules()}

@@ -6,6 +6,7 @@ forward, where transformers' plan styles require DTensors.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +62,44 @@ class PackedColwise(styles.PackedColwiseParallel):
             set_parameters(module, {param: made})
 
 
+class SplitOutput(styles.TensorParallelLayer):
+    """Style for a module that needs all columns, between column-wise and row-wise layers.
+
+    Every rank computes the full output and passes its own columns on. In the backward pass, the
+    ranks gather the gradient of all columns.
+    """
+
+    def transform_output_post_forward(
+        self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh
+    ) -> torch.Tensor:
+        full = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+        return full.redistribute(placements=[Shard(-1)]).to_local()
+
+
+class SharedExperts(styles.AllReduceParallel):
+    """Style for experts that every token uses, with weights that are parameters of one module.
+
+    The output is summed in the forward pass, and the gradient of each input in the backward pass.
+    transformers 5.24.0's own style sums only the output, and expects weights without shards.
+    """
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def transform_inputs_pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        read = partial(_copy_to_tensor_parallel, group=mesh.get_group())
+        return tuple(map(read, args)), {key: read(value) for key, value in kwargs.items()}
+
+
 known_styles: Any = styles
+known_styles.ALL_PARALLEL_STYLES.register("split_output", SplitOutput())
+known_styles.ALL_PARALLEL_STYLES.register("shared_experts", SharedExperts())
+known_styles.ALL_PARALLEL_STYLES.register(
+    "rowwise_scatter_output",
+    styles.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(-1)),
+)
 for blocks in (2, 3):
     known_styles.ALL_PARALLEL_STYLES.register(
         f"packed_colwise_{blocks}", PackedColwise(split_factor=blocks)
@@ -252,6 +290,13 @@ class _CopyToTensorParallel(torch.autograd.Function):
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+def _copy_to_tensor_parallel(value: Any, group: dist.ProcessGroup) -> Any:
+    """Return an input whose gradient is summed over the group; other values stay as they are."""
+    if not (torch.is_tensor(value) and value.requires_grad):
+        return value
+    return _CopyToTensorParallel.apply(value, group)
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
