@@ -16,6 +16,7 @@ from .hosts import op_cache
 from .hosts.accounts import wandb_disabled
 from .hosts.locks import lock_file
 from .hosts.ports import free_port, has_joined
+from .hosts.transformers_release import check_transformers_release
 from .runtime import environment
 from .spec.atomic_write import DISK_ERRORS
 from .spec.command import RunCommand, parse
@@ -49,7 +50,11 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         start_launcher_watch()
         command = parse(recipe, Path(sys.argv[0]), argv)
         check_packages()
+        too_old, untested = check_transformers_release()
+        if too_old:
+            raise ConfigError(too_old)
         plan = _plan_command(command)
+        plan = replace(plan, notes=(*untested, *plan.notes))
         if command.dry_run:
             _dry_run(plan)
             return

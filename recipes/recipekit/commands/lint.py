@@ -30,6 +30,7 @@ from ..data.mixture import domains_of
 from ..dslint import baseline, check, divisibility, fixes, json_file, numbers, resolve
 from ..dslint import rules as ds_rules
 from ..dslint.schema import schema
+from ..hosts.transformers_release import check_transformers_release
 from ..plan import check_mixture
 from ..spec.command import recipe_of
 from ..spec.errors import (
@@ -544,6 +545,7 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
             config, arguments.recipe, arguments.world, json_only, arguments.filled_by, layout
         )
 
+    too_old, untested = ([], []) if json_only else check_transformers_release()
     name, (problems, lines) = arguments.config, linted(arguments.config)
     if arguments.fix and name is not None and problems:
         folder = arguments.recipe.resolve().parent if arguments.recipe else Path.cwd()
@@ -556,7 +558,8 @@ def main(argv: list[str] | None = None, prog: str = "recipekit lint") -> int:
         if written is not None:
             print("\n".join(changes))
             name, (problems, lines) = written, linted(str(written))
-    print_problems(name or arguments.recipe, problems, lines)
+    problems = too_old + problems
+    print_problems(name or arguments.recipe, problems, lines + untested)
     return 1 if problems else 0
 
 

@@ -22,6 +22,7 @@ from .gpus import check_gpu_of_rank, check_torch_sees_gpus
 from .ops import check_ops, check_torch_compile
 from .ports import check_master_port
 from .torch_builds import gpus_in_use
+from .transformers_release import check_transformers_release
 
 
 def check_package_versions(pins: list[str]) -> Findings:
@@ -34,7 +35,9 @@ def check_package_versions(pins: list[str]) -> Findings:
         except PackageNotFoundError:
             found = "not installed"
         matching += found == pinned
-        if found != pinned:
+        if name == "transformers" and found not in (pinned, "not installed"):
+            yield from _check_other_transformers(found)
+        elif found != pinned:
             yield Problem(
                 f"{name} {found}",
                 f"requirements.txt pins {pinned}",
@@ -50,6 +53,15 @@ def check_package_versions(pins: list[str]) -> Findings:
                 f"run: pip install --force-reinstall --no-deps {name}=={pinned}",
             )
     yield ReportRow("packages", f"{matching} of {len(pins)} as requirements.txt pins them")
+
+
+def _check_other_transformers(found: str) -> Findings:
+    """Report a release of transformers that is not the pinned one: several releases are tested."""
+    problems, lines = check_transformers_release()
+    yield from problems
+    if not problems:
+        said = "; ".join(lines) or f"{found}, a supported release"
+        yield ReportRow("transformers", said)
 
 
 def _import_names_of(name: str) -> list[str]:

@@ -1,0 +1,46 @@
+"""The releases of transformers with which the project is tested, and the check of the installed
+release. Only this file compares releases: `compat` distinguishes them by a feature.
+"""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from ..spec.errors import Problem
+from ..spec.packages import pinned_requirements
+
+OLDEST_RELEASE = "5.22.2"  # the newest tested release is the pin in requirements.txt
+
+
+def pinned_release() -> str:
+    """Return the release of transformers that requirements.txt pins."""
+    pins = dict(line.split("==") for line in pinned_requirements() if "==" in line)
+    return pins["transformers"]
+
+
+def check_transformers_release() -> tuple[list[Problem], list[str]]:
+    """Check the installed transformers, by its metadata and without importing it.
+
+    Return a problem if the release is older than the oldest supported one, and a line if it is
+    newer than the pinned one, except in its last number. Both lists are empty between the two, and
+    if transformers is not installed.
+    """
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        return [], []
+    pinned = pinned_release()
+    if _numbers(found) < _numbers(OLDEST_RELEASE):
+        rule = f"must be {OLDEST_RELEASE} or newer"
+        fix = f"run: pip install transformers=={pinned}"
+        return [Problem(f"transformers {found}", rule, fix)], []
+    if _numbers(found)[:2] > _numbers(pinned)[:2]:
+        return [], [
+            f"transformers {found} is newer than the tested releases, {OLDEST_RELEASE} to {pinned}:"
+            f" not tested. recipes/VERSIONS.md has the command that tests it"
+        ]
+    return [], []
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """Return the numbers of a release, as (5, 24, 0); a suffix such as .dev0 is left out."""
+    return tuple(map(int, re.findall(r"\d+(?=\.|$)", release.partition("+")[0])[:3]))

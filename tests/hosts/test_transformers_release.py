@@ -1,0 +1,85 @@
+"""transformers_release.py, by the commands of a user: the installed release is another one by its
+metadata.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job import NANO
+from pool import ROOT, environment
+from recipekit.hosts.transformers_release import OLDEST_RELEASE, pinned_release
+
+KIT = [sys.executable, "-P", "-m", "recipekit"]
+START = [*KIT, "run", str(NANO), "--tiny", "--dry_run"]
+LINT = [*KIT, "lint", "zero2.json", "--recipe", str(NANO)]
+DOCTOR = [*KIT, "doctor", "--quick", "--ranks", "1"]
+COMMANDS = {"start": START, "lint": LINT, "doctor": DOCTOR}
+
+
+def run(command: list[str], folder: Path, release: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in an environment whose transformers has the metadata of `release`."""
+    info = folder / "site" / f"transformers-{release}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: transformers\nVersion: {release}\n"
+    )
+    (info / "top_level.txt").write_text("transformers\n")
+    path = f"{folder / 'site'}{os.pathsep}{environment()['PYTHONPATH']}"
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment() | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stdout, done.stdout
+    return done
+
+
+def lines_about(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "transformers" in line]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_older_release_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    done = run(COMMANDS[name], tmp_path, "5.20.0")
+    assert done.returncode == 1, done.stdout
+    (line,) = lines_about(done.stdout)
+    assert line == (
+        f"  1. transformers 5.20.0: must be {OLDEST_RELEASE} or newer. Run: pip install"
+        f" transformers=={pinned_release()}"
+    )
+
+
+@pytest.mark.parametrize("name", [pytest.param("start", marks=pytest.mark.slow), "lint", "doctor"])
+def test_a_newer_release_is_said_in_one_line(tmp_path: Path, name: str) -> None:
+    done = run(COMMANDS[name], tmp_path, "5.25.0")
+    assert done.returncode == 0, done.stdout
+    (line,) = lines_about(done.stdout)
+    assert (
+        f"transformers 5.25.0 is newer than the tested releases, {OLDEST_RELEASE} to"
+        f" {pinned_release()}: not tested" in line
+    )
+
+
+@pytest.mark.parametrize("release", [OLDEST_RELEASE, "5.24.3"])
+def test_a_release_between_the_two_is_accepted_silently(tmp_path: Path, release: str) -> None:
+    done = run(LINT, tmp_path, release)
+    assert done.returncode == 0 and not lines_about(done.stdout), done.stdout
+
+
+def test_the_doctor_counts_a_supported_release(tmp_path: Path) -> None:
+    done = run(DOCTOR, tmp_path, "5.23.0")
+    assert done.returncode == 0, done.stdout
+    assert "transformers  5.23.0, a supported release" in done.stdout
+
+
+def test_the_readme_names_both_releases() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert OLDEST_RELEASE in text and pinned_release() in text
