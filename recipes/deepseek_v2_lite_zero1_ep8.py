@@ -3,9 +3,10 @@ ZeRO-1.
 
     deepspeed --num_gpus 8 recipes/deepseek_v2_lite_zero1_ep8.py
 
-Each GPU holds 8 of the 64 experts of every layer (DeepSeek's AutoEP). Tokens travel to the GPU that
-holds their expert. Everything else is data parallel: the first layer, which is dense, the 2 shared
-experts and the attention, whose keys and values come from 512 numbers for each token.
+Each GPU holds 8 of the 64 experts of every layer except the first, which is dense (DeepSpeed's
+AutoEP). Tokens travel to the GPU that holds their expert. Everything else is data parallel: the
+attention, the first layer and the 2 shared experts. Keys and values come from 512 numbers for each
+token (latent attention).
 Needs: 8 x 80 GB GPUs (39.3 GiB of states each). Measured: not measured.
 """
 
