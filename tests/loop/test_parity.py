@@ -85,9 +85,6 @@ CASES = [
     # The activation has parameters that are not in the tensor plan. Every rank computes with its
     # own shard of these parameters.
     Case("a parameter that the plan does not name", 2, "zero0", TP2, model="apertus"),
-    # The published plans of these models are corrected (compat/transformers.py).
-    Case("a statistic over a sharded gate", 2, "zero0", TP2, model="gemma3n_text", slow=True),
-    Case("experts that share an input", 2, "zero0", TP2, model="inkling_text", slow=True),
 ]
 
 
