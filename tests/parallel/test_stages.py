@@ -22,22 +22,37 @@ from recipekit.spec.task_specs import TASKS, Plans
 
 # Five layers over three stages: 2, 2 and 1, or as their sizes require.
 LAYERS, ROWS, LENGTH = 5, 2, 11
+# The last two layers read keys and values of earlier layers. Every layer reads the embedding.
+SHARING = {
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding") * 2][:LAYERS],
+    "num_kv_shared_layers": 2,
+    "intermediate_size": 64,
+    "activation_sparsity_pattern": None,
+}
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("pretrain", "llama", {"tie_word_embeddings": False}),
     ("pretrain", "llama", {"tie_word_embeddings": True}),
     ("reward", "llama", {"num_labels": 1, "pad_token_id": 0}),
     ("masked_lm", "bert", {}),
     ("image_classification", "vit", {"image_size": [16, 24], "patch_size": 8, "num_labels": 7}),
+    ("pretrain", "gemma3n_text", SHARING),
 ]
-IDS = ["untied", "tied", "reward", "bert, both ways", "pictures that are no square"]
+IDS = [
+    "untied",
+    "tied",
+    "reward",
+    "bert, both ways",
+    "pictures that are no square",
+    "gemma3n, shared keys",
+]
 
 
 def model_of(task: str, kind: str, changes: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = config_of(
         tiny_config(kind, 264, task)
-        | changes
         | {"num_hidden_layers": LAYERS, "layer_types": None}
+        | changes
         | {"model_type": kind}
     )
     model = (
@@ -82,7 +97,11 @@ def test_stages_one_after_the_other_are_the_model(
                 for tensor in blueprints.tensors_on_rank(made, layout, stage)
                 if not tensor.buffer
             ]
-            layers = {int(word) for name in names for word in name.split(".") if word.isdecimal()}
+            layers = {
+                number
+                for number, block in enumerate(split.blocks)
+                if any(name.startswith(f"{block}.") for name in names)
+            }
             assert layers == set(range(split.bounds[stage], split.bounds[stage + 1]))
             passed = own(passed)
     assert torch.allclose(passed, expected, rtol=1e-5, atol=1e-6)

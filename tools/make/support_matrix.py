@@ -558,8 +558,10 @@ def initialize(model: Any, built: Any, config: dict[str, Any], groups: Any) -> A
     import deepspeed
     from recipekit.engine.deepspeed_engine import apply_workarounds
     from recipekit.optim.groups import parameter_groups
+    from recipekit.parallel.pipeline import partition_settings
 
     trained: Any = parameter_groups(model, built.blueprint.trained)
+    config = config | partition_settings(built.models[0], groups.mesh)
     engine: Any = deepspeed.initialize(
         model=model,
         model_parameters=trained,

@@ -54,9 +54,10 @@ def make_deepspeed_engine(
         "model_parameters": trained,
         "optimizer": _deepspeed_optimizer(ds_config, groups),
     }
+    config = ds_config | pipeline.partition_settings(built.models[0], groups.mesh)
     with broadcasting_scalars():
         made: Any = deepspeed.initialize(
-            **named, config=ds_config, mpu=groups.mpu, dist_init_required=False
+            **named, config=config, mpu=groups.mpu, dist_init_required=False
         )[0]
     if hasattr(made.basic_optimizer, "ranks"):  # this optimizer communicates by itself
         made.basic_optimizer.ranks = groups.dp_group

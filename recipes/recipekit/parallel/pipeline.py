@@ -7,11 +7,13 @@ output. The removed layer after the stage's last layer leaves the forward with t
 """
 
 import contextlib
-from collections import deque
+import itertools
+import json
+from collections import UserDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from transformers import PreTrainedModel
 from ..compat.deepspeed import mark_copy, set_named_parameters, set_tied_weights
 from ..compat.torch import remove_parameter, set_forward, stop_tracking
 from ..spec.errors import config_error
+from ..spec.mesh import Mesh
 from ..spec.task_specs import TaskSpec
 from .blueprint import Blueprint, on_stage, stage_bounds, stages_of_rank
 from .groups import ProcessGroups
@@ -183,7 +186,7 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
 class RemovedLayer(nn.Module):
     """Replacement for a layer that belongs to a different stage."""
 
-    def __init__(self, layer: nn.Module, replacement: Callable[[Any], Any]):
+    def __init__(self, layer: nn.Module, replacement: Callable[[Any, Any], Any]):
         super().__init__()
         self._replacement = replacement
         # Some models read an attribute of the layer, for example its attention type.
@@ -193,8 +196,10 @@ class RemovedLayer(nn.Module):
         self.training = layer.training
 
     def forward(self, *args: object, **kwargs: object) -> Any:
+        given = (*args, *kwargs.values())
         return self._replacement(
-            next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
+            next(value for value in given if torch.is_tensor(value)),
+            next((value for value in given if isinstance(value, UserDict)), None),
         )
 
 
@@ -226,8 +231,12 @@ def remove_parameters(
     set_forward(module, forward)
 
 
+# tensors that layers stored for later layers, by the keys of the model
+Stored = Mapping[str | int, tuple[torch.Tensor, ...]]
+
+
 class _StageExit(Exception):
-    """Exception that carries the hidden states out of the model's forward."""
+    """Exception that carries the hidden states and stored tensors out of the model's forward."""
 
 
 class Stage:
@@ -240,6 +249,9 @@ class Stage:
     `embed` replaces the embedding, `receive` replaces each block before the stage, and `send`
     replaces the block after the stage. `send` leaves the model's forward by raising an exception,
     because only the model knows which calls follow in its forward.
+
+    Layers of Gemma 3n and Gemma 4 read keys and values that earlier layers stored in a `UserDict`.
+    Its contents are sent together with the hidden states.
     """
 
     def __init__(
@@ -254,17 +266,23 @@ class Stage:
             name for name in task_spec.inputs if name not in task_spec.float_inputs
         ]
         self._received: Any = None  # output of the previous stage's last block
+        self._received_stored: Stored = {}
         self._last_output: Any = None  # output of this stage's last block
-        # positions of the tensors in `_received`, the same for every micro-batch
-        self._tensor_places: list[int] | None = None
+        # `_pack`'s description of the received tensors, the same for every micro-batch
+        self._packing: list[int] | None = None
 
-    def receive(self, hidden: torch.Tensor) -> Any:
-        """Return the previous stage's output instead of a removed block's output."""
+    def receive(self, hidden: torch.Tensor, stored: "UserDict[Any, Any] | None") -> Any:
+        """Return the previous stage's output instead of a removed block's output.
+
+        `stored` holds tensors that layers store for later layers, or is None.
+        """
+        if stored is not None:
+            stored.update(self._received_stored)
         return self._received
 
-    def send(self, hidden: torch.Tensor) -> Any:
+    def send(self, hidden: torch.Tensor, stored: Stored | None) -> Any:
         """Leave the model's forward with this stage's output."""
-        raise _StageExit(hidden, self._last_output)
+        raise _StageExit(hidden, self._last_output, dict(stored or {}))
 
     def keep_output(self, module: nn.Module, inputs: object, output: object) -> None:
         """Store the output of the last block (a forward hook)."""
@@ -306,10 +324,10 @@ class Stage:
 
         states = list(inputs[: len(inputs) - len(self._passed_inputs)])
         given = dict(zip(self._passed_inputs, inputs[len(states) :], strict=True)) | stage_kwargs
-        if len(states) > 1 and self._tensor_places is None:
-            self._tensor_places = states[-1].tolist()
-        self._received = (
-            states[0] if self._tensor_places is None else _unpack(states, self._tensor_places)
+        if len(states) > 1 and self._packing is None:
+            self._packing = states[-1].tolist()
+        self._received, self._received_stored = (
+            (states[0], {}) if self._packing is None else _unpack(states, self._packing)
         )
         # The forward requires a float input, but the input's values have no effect here.
         return given | {
@@ -363,23 +381,58 @@ def _embedding_shape(hidden: torch.Tensor, of_tokens: bool) -> tuple[int, ...]:
     return (*hidden.shape[:2], hidden.shape[-1]) if of_tokens else tuple(hidden.shape)
 
 
-def _pack(hidden: torch.Tensor, output: object) -> tuple[torch.Tensor, ...]:
+def _pack(hidden: torch.Tensor, output: object, stored: Stored) -> tuple[torch.Tensor, ...]:
     """Return the tensors to send to the next stage.
 
     The result is (hidden states,) for a layer that returns one tensor. For a layer that returns a
-    tuple, it is (hidden states, the other tensors, flags). The flag of each position is 1 for a
-    tensor and 0 for None.
+    tuple, or if layers stored tensors, it is (hidden states, the other tensors, stored tensors,
+    packing). `packing` (int64) holds the tuple's length, for each position 1 for a tensor and 0 for
+    None, and then the bytes of a JSON list of the stored tensors' keys.
     """
     hidden = hidden.contiguous()  # torch 2.13 sends only contiguous tensors (SigLIP's are not)
-    if not isinstance(output, tuple):
+    values = output if isinstance(output, tuple) else ()
+    if not values and not stored:
         return (hidden,)
-    there = torch.tensor([int(torch.is_tensor(value)) for value in output], device=hidden.device)
-    return hidden, *(value.contiguous() for value in output[1:] if torch.is_tensor(value)), there
+    flags = [int(torch.is_tensor(value)) for value in values]
+    keys = json.dumps([(key, len(own)) for key, own in stored.items()]).encode()
+    others = [value for value in values[1:] if torch.is_tensor(value)]
+    others += [value for own in stored.values() for value in own]
+    packing = torch.tensor([len(flags), *flags, *keys], device=hidden.device)
+    return hidden, *(value.contiguous() for value in others), packing
 
 
-def _unpack(states: list[torch.Tensor], is_tensor: list[int]) -> tuple[torch.Tensor | None, ...]:
-    values = iter(states)
-    return tuple(next(values) if present else None for present in is_tensor)
+def _unpack(states: list[torch.Tensor], packing: list[int]) -> tuple[Any, Stored]:
+    """Return a block's output and the stored tensors from the tensors of `_pack`."""
+    length, keys = packing[0], json.loads(bytes(packing[packing[0] + 1 :]))
+    count = sum(number for _, number in keys)
+    last = len(states) - 1 - count
+    held = iter(states[last : last + count])
+    stored = {key: tuple(itertools.islice(held, number)) for key, number in keys}
+    # DeepSpeed sends a gradient back for each tensor, also for a tensor that no layer reads.
+    hidden = _ReadAll.apply(states[0], *states[last : last + count]) if count else states[0]
+    values = iter([hidden, *states[1:last]])
+    output = tuple(next(values) if present else None for present in packing[1 : length + 1])
+    return output if length else hidden, stored
+
+
+class _ReadContext(Protocol):
+    """The value that the forward pass keeps for the backward pass."""
+
+    others: list[torch.Tensor]
+
+
+class _ReadAll(torch.autograd.Function):
+    """Identity of the first tensor, with a gradient of zeros for the other tensors."""
+
+    @staticmethod
+    def forward(ctx: "_ReadContext", hidden: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [torch.empty_like(other, device="meta") for other in others]
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: "_ReadContext", *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        device = gradients[0].device
+        return gradients[0], *(torch.zeros_like(other, device=device) for other in ctx.others)
 
 
 def build_pipeline_module(
@@ -410,6 +463,18 @@ def build_pipeline_module(
     net.stages, net.pending_kwargs = list(models), [deque() for _ in models]
     net.register_forward_pre_hook(_append_stage_kwargs)
     return net
+
+
+def partition_settings(model: PreTrainedModel, mesh: Mesh) -> dict[str, Any]:
+    """Return additions to DeepSpeed's JSON for stages that send stored tensors.
+
+    Under tp, DeepSpeed 0.19.8 partitions the hidden states between stages, and then requires that
+    all other tensors have no gradient (pipe/engine.py, _exec_forward_pass).
+    """
+    stored = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
+    if not stored or mesh.pp == 1 or mesh.tp == 1:
+        return {}
+    return {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 
 
 def set_stage_inputs(

@@ -188,12 +188,15 @@ def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict
     """Return the pipeline plan that the model publishes.
 
     The plan lists modules in the order of the forward pass. Modules before the module list are
-    "first".
+    "first". In Gemma 3n and some Gemma 4, every layer has an input of its own that is computed from
+    the embedded tokens. Every stage then keeps the embedding.
     """
     plan: dict[str, str] = {}
     place, head = "first", model.get_output_embeddings()
+    own_inputs = getattr(model.config.get_text_config(), "hidden_size_per_layer_input", 0)
+    others = (head, model.get_input_embeddings() if own_inputs else head)
     for name in [
-        name for name in model.pp_plan or {} if name in modules and modules[name] is not head
+        name for name in model.pp_plan or {} if name in modules and modules[name] not in others
     ]:
         is_list = isinstance(modules[name], nn.ModuleList)
         plan[name] = "split" if is_list else place
