@@ -338,9 +338,10 @@ def judge_cell(plain: dict[str, Any], folder: Path, out: Path) -> Verdict:
 
 def judge_plain(plain: dict[str, Any], expected: dict[str, Any]) -> Verdict:
     """Compare plain PyTorch with the values that the pinned releases recorded."""
-    keys = ("losses", "norms")
+    keys = {"loss": "losses", "grad_norm": "norms"}
     worst, step, message = first_difference(
-        {key: plain[key] for key in keys}, {key: expected[key] for key in keys}
+        {key: plain[values] for key, values in keys.items()},
+        {key: expected[values] for key, values in keys.items()},
     )
     updates = expected["updates"]
     if lost := sorted(updates.keys() ^ plain["updates"].keys()):
