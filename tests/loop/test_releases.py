@@ -21,11 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import releases
 
 CELLS = ROOT / "tools" / "make" / "release_cells.py"
-ROWWISE = "            # Dtensor tracks whether the result is partial, sharded, or replicated.\n"
-WITHOUT_SUM = """\
-            local = output.to_local() if isinstance(output, DTensor) else output
-            output = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
-"""
+SUM = "            top_k_weights = _AllReduceBackward.apply(top_k_weights, tp_group)\n"
 CHECKPOINT = "self._gradient_checkpointing_func(partial(forward, self, **kwargs), *args)"
 OTHER_DROPOUT = """\
 self._gradient_checkpointing_func(
@@ -74,12 +70,11 @@ def judged(folder: Path, release: Path, *cells: str) -> releases.Judged:
     return found
 
 
-PARALLEL = "distributed/tensor_parallel.py"
 PLANTED = {
     "a style's sum": (
-        {PARALLEL: (ROWWISE, WITHOUT_SUM)},
-        ["dense zero3", "dense tp2"],
-        r"dense tp2: step 1, model\.\S+weight: loss ",
+        {"distributed/tensor_parallel.py": (SUM, "")},
+        ["experts pp2", "experts tp2"],
+        r"experts tp2: step 1, model\.layers\.\d\.mlp\.\S+: grad_norm ",
     ),
     "a renamed function": (
         {
