@@ -1,5 +1,5 @@
-"""Judge releases of transformers, torch and peft: train tiny models in each kind of layout with
-them, compare with plain PyTorch, and write a row for each into recipes/VERSIONS.md.
+"""Judge releases of transformers, torch and peft, and write a row for each into
+recipes/VERSIONS.md. Tiny models train in each kind of layout and are compared with plain PyTorch.
 
     python tools/releases.py --transformers 5.22.2 5.24.0     # a minute or two for each release
     python tools/releases.py --torch 2.14.1                   # a download of up to 3 GB

@@ -50,11 +50,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
         start_launcher_watch()
         command = parse(recipe, Path(sys.argv[0]), argv)
         check_packages()
-        too_old, untested = check_transformers_release()
-        if too_old:
-            raise ConfigError(too_old)
         plan = _plan_command(command)
-        plan = replace(plan, notes=(*untested, *plan.notes))
         if command.dry_run:
             _dry_run(plan)
             return
@@ -114,6 +110,9 @@ def _plan_command(command: RunCommand) -> "RunPlan":
     """
     from .plan import resolve_run
 
+    too_old, untested = check_transformers_release()
+    if too_old:
+        raise ConfigError(too_old)
     problems: list[Problem] = []
     try:
         if command.device:
@@ -126,7 +125,7 @@ def _plan_command(command: RunCommand) -> "RunPlan":
         raise ConfigError(problems + error.problems) from None
     if problems:
         raise ConfigError(problems)
-    return plan
+    return replace(plan, notes=(*untested, *plan.notes))
 
 
 def _dry_run(plan: "RunPlan") -> None:

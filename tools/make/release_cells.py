@@ -5,13 +5,13 @@ installed transformers and torch.
     python tools/make/release_cells.py --cells "dense tp2" "tied pp2"
 
 `python tools/releases.py` runs this program with other releases. Each cell is a run of the shared
-loop on two ranks (gloo, fp32). Its losses and gradient norms must agree with plain PyTorch of the
-same release within 1e-5 relative, and the update of each tensor within 1e-3 of the tensor's largest
-update. Plain PyTorch must also agree with release_cells.json, which the pinned releases wrote. The
-second comparison finds a changed default, which changes both runs in the same way.
+loop on two ranks (gloo, fp32), and is compared with plain PyTorch of the same release. Losses and
+gradient norms must agree within 1e-5 relative. The update of each tensor must agree within 1e-3 of
+its largest update. Plain PyTorch must also agree with release_cells.json, which the pinned releases
+wrote. The second comparison finds a changed default, which changes both runs in the same way.
 
 The config.json of each model states only its shape, so that all other values are defaults of the
-release. AdamW has a large epsilon, so that an update is proportional to its gradient: with a small
+release. AdamW has a large epsilon, so that an update is proportional to its gradient. With a small
 one, a wrong factor of a gradient would hardly change the update. The recomputed cells use dropout.
 """
 
@@ -211,15 +211,10 @@ def train_plain(name: str, folder: Path) -> dict[str, Any]:
     """Train a model in one process without recipekit's model code; return losses, norms and sizes.
 
     `folder` then contains the weights before and after, under the names in the files (start, end)
-    and under the names of the parameters, as in an export. The random numbers of dropout are the
-    ones of two ranks, each of which reads half of the rows.
+    and under the names of the parameters, as in an export.
     """
     import torch
     import transformers
-    from recipekit.data.batching import DataRank
-    from recipekit.data.processors import load_tokenizer
-    from recipekit.data.request import request_from_recipe
-    from recipekit.data.stream import open_stream
 
     torch.set_num_threads(1)
     start = folder / "start"
@@ -237,6 +232,28 @@ def train_plain(name: str, folder: Path) -> dict[str, Any]:
         eps=recipe.eps,
         weight_decay=recipe.weight_decay,
     )
+    losses, norms = train_steps(model, optimizer, recipe)
+
+    save_parameters(model, folder / "after")
+    model.save_pretrained(folder / "end")
+    before, after = read_tensors(start), read_tensors(folder / "end")
+    updates = {name: (after[name] - before[name]).norm().item() for name in sorted(after)}
+    return {"losses": losses, "norms": norms, "updates": updates}
+
+
+def train_steps(
+    model: Any, optimizer: "torch.optim.Optimizer", recipe: "Recipe"
+) -> tuple[list[float], list[float]]:
+    """Train STEPS steps, and return the loss and the gradient norm of each.
+
+    Dropout uses the random numbers of two ranks, and each rank reads half of the rows.
+    """
+    import torch
+    from recipekit.data.batching import DataRank
+    from recipekit.data.processors import load_tokenizer
+    from recipekit.data.request import request_from_recipe
+    from recipekit.data.stream import open_stream
+
     tokenizer = load_tokenizer(recipe.model, recipe.tokenizer)
     torch.manual_seed(recipe.seed)
     generators = [torch.get_rng_state()] * WORLD
@@ -260,12 +277,7 @@ def train_plain(name: str, folder: Path) -> dict[str, Any]:
             optimizer.step()
             losses.append(total)
             norms.append(norm.item())
-
-    save_parameters(model, folder / "after")
-    model.save_pretrained(folder / "end")
-    before, after = read_tensors(start), read_tensors(folder / "end")
-    updates = {name: (after[name] - before[name]).norm().item() for name in sorted(after)}
-    return {"losses": losses, "norms": norms, "updates": updates}
+    return losses, norms
 
 
 def save_parameters(model: Any, folder: Path) -> None:
@@ -338,9 +350,10 @@ def judge_cell(plain: dict[str, Any], folder: Path, out: Path) -> Verdict:
 
 def judge_plain(plain: dict[str, Any], expected: dict[str, Any]) -> Verdict:
     """Compare plain PyTorch with the values that the pinned releases recorded."""
-    keys = ("losses", "norms")
+    keys = {"loss": "losses", "grad_norm": "norms"}
     worst, step, message = first_difference(
-        {key: plain[key] for key in keys}, {key: expected[key] for key in keys}
+        {key: plain[values] for key, values in keys.items()},
+        {key: expected[values] for key, values in keys.items()},
     )
     updates = expected["updates"]
     if lost := sorted(updates.keys() ^ plain["updates"].keys()):
@@ -393,7 +406,7 @@ def reason_of(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def forked(works: list[Callable[[], Any]], folder: Path) -> Iterator[list[Any]]:
-    """Run each function as a rank in a process of its own, and yield their results.
+    """Run each function as a rank in a separate process, and yield their results.
 
     A result is (True, value) or (False, message). All processes are killed at the end. If a rank
     fails, the others have 5 seconds left, because they may wait for it.

@@ -20,7 +20,7 @@ def pinned_release() -> str:
 def check_transformers_release() -> tuple[list[Problem], list[str]]:
     """Check the installed transformers, by its metadata and without importing it.
 
-    Return a problem if the release is older than the oldest supported one, and a line if it is
+    Return a problem if the release is older than the oldest supported one. Return a line if it is
     newer than the pinned one, except in its last number. Both lists are empty between the two, and
     if transformers is not installed.
     """
