@@ -91,7 +91,9 @@ def engine_of(
         "gradient_accumulation_steps": accumulation,
         "train_batch_size": 8 * accumulation,
     }
-    built: Any = SimpleNamespace(model=model, blueprint=SimpleNamespace(trained=groups_of(model)))
+    built: Any = SimpleNamespace(
+        model=model, blueprint=SimpleNamespace(trained=groups_of(model)), fp32_parameters=[]
+    )
     return torch_engine.make_torch_engine(
         built, groups, kind, precision, config, torch.device("cpu")
     )

@@ -385,7 +385,9 @@ def test_fsdp2_divides_its_sums_by_itself_only_where_the_backend_cannot(
     )
     asked.of(torch_engine, _torch_optimizer="optimizer", parameter_groups="groups")
     asked._patch.setattr(torch_engine, "TorchEngine", lambda **given: given)
-    built: Any = SimpleNamespace(model=model, blueprint=SimpleNamespace(trained={}))
+    built: Any = SimpleNamespace(
+        model=model, blueprint=SimpleNamespace(trained={}), fp32_parameters=[]
+    )
     config = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}
     groups: Any = SimpleNamespace(dp_group="group")
     made: Any = torch_engine.make_torch_engine(built, groups, "fsdp2", precision, config, device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..parallel.blueprint import Blueprint, Layout, Tensor
+from ..parallel.blueprint import Blueprint, Layout, Tensor, weight_dtype
 from ..parallel.groups import long_wait_group
 from ..spec.cores import usable_cores
 from ..spec.engine import Engine
@@ -109,9 +109,12 @@ def check_resumable(step: Path, blueprint: Blueprint, layout: Layout) -> tuple[S
             "use the model that it was saved with, or start a new run with --out NEW",
         )
     error_feedback.check_saved_errors(step, layout, before, blueprint)
-    return state, same and [tensor.group for tensor in before.tensors] == [
-        tensor.group for tensor in blueprint.tensors
-    ]
+    return state, same and _storage(before, layout) == _storage(blueprint, layout)
+
+
+def _storage(blueprint: Blueprint, layout: Layout) -> list[tuple[int | None, str]]:
+    """Return the optimizer group and the dtype of each tensor."""
+    return [(tensor.group, weight_dtype(tensor, layout)) for tensor in blueprint.tensors]
 
 
 def _first_difference(
@@ -120,14 +123,14 @@ def _first_difference(
     """Return the first difference in names, shapes or optimizer groups; "" if all are equal.
 
     With `compare_splits`, also compare how tensor parallelism splits the tensors. The groups'
-    learning rates may differ. Before the first step, all values of a group may differ.
+    learning rates and dtypes may differ. Before the first step, all values of a group may differ.
     """
 
     def group(blueprint: Blueprint, tensor: Tensor) -> Any:
         if tensor.group is None or not has_stepped:
             return None if tensor.group is None else "trained"
         return (
-            replace(blueprint.groups[tensor.group], lr_scale=1.0).name
+            replace(blueprint.groups[tensor.group], lr_scale=1.0, fp32=False).name
             if tensor.group < len(blueprint.groups)
             else tensor.group
         )

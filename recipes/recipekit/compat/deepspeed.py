@@ -5,7 +5,7 @@ import errno
 import functools
 import importlib
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -354,6 +354,33 @@ def broadcasting_scalars() -> Iterator[None]:
         yield
     finally:
         engines._broadcast_model, inits._zero_init_param = plain, plain_init
+
+
+@contextlib.contextmanager
+def parameters_kept(parameters: "Iterable[nn.Parameter]") -> Iterator[None]:
+    """Let an engine that is created in the `with` block keep the dtype of these parameters.
+
+    Why: DeepSpeed converts every parameter to the training dtype (engine.py,
+        _cast_module_mixed_precision). Its setting `data_types.keep_in_fp32_modules` keeps only
+        buffers.
+    Version: DeepSpeed 0.19.8
+    Test: tests/model/test_fp32_parameters.py::test_a_run_keeps_the_parameters_in_fp32
+    Until: `keep_in_fp32_modules` keeps parameters.
+    """
+    engines = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    plain = engines._cast_module_mixed_precision
+
+    def cast(made: object, *given: object, **named: object) -> None:
+        values = [(parameter, parameter.data) for parameter in parameters]
+        plain(made, *given, **named)
+        for parameter, value in values:
+            parameter.data = value
+
+    engines._cast_module_mixed_precision = cast
+    try:
+        yield
+    finally:
+        engines._cast_module_mixed_precision = plain
 
 
 def skip_shm_op_build() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.parallel import DistributedDataParallel
 
@@ -215,3 +216,33 @@ def pins_exactly() -> bool:
         if header.is_file():
             return "pinned_max_round_threshold" in header.read_text(errors="replace")
     return False
+
+
+def gather_in_fp32(module: "FSDPModule", parameters: "list[nn.Parameter]") -> None:
+    """Add parameters of a module, which `fully_shard` left out, as a group that stays in fp32.
+
+    Why: FSDP2 gathers all parameters of a module in the one dtype of its policy. A second policy
+        requires a second module, but a module may own parameters of both kinds.
+    Version: torch 2.13
+    Test: tests/model/test_fp32_parameters.py::test_a_run_keeps_the_parameters_in_fp32
+    Until: `fully_shard` accepts a policy for each parameter.
+    """
+    if not parameters:
+        return
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    first = groups[0]
+    groups.append(
+        FSDPParamGroup(
+            parameters,
+            first.modules,
+            first.mesh_info,
+            first.post_forward_mesh_info,
+            first.device,
+            None,
+            MixedPrecisionPolicy(cast_forward_inputs=False),
+            first.offload_policy,
+        )
+    )

@@ -4,6 +4,7 @@ between its releases.
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -356,3 +357,19 @@ def without_old_names(forward: Callable[..., Any]) -> Callable[..., Any]:
     if wrapper is not None and wrapper.co_filename == outer:
         return without_old_names(forward.__wrapped__)  # type: ignore[attr-defined]
     return forward
+
+
+def fp32_name_pattern(model: "PreTrainedModel") -> "re.Pattern[str] | None":
+    """Return the pattern of the names that a model keeps in fp32 in bf16, or None without any.
+
+    A name is kept if the pattern is found anywhere in the name.
+
+    Why: transformers keeps such parameters only while it loads files, and it publishes no list.
+    Version: transformers 5.22.2, 5.24.0
+    Test: tests/model/test_fp32_parameters.py::test_the_names_are_what_transformers_keeps
+    Until: transformers publishes the names.
+    """
+    names = sorted(model._keep_in_fp32_modules_strict or ())
+    if not names:
+        return None
+    return re.compile("|".join(name.replace("*", ".*") for name in names))

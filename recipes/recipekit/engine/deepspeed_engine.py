@@ -13,6 +13,7 @@ from ..compat.deepspeed import (
     after_step,
     before_step,
     broadcasting_scalars,
+    parameters_kept,
     undo_hidden_step,
     wrap_step,
 )
@@ -55,7 +56,7 @@ def make_deepspeed_engine(
         "optimizer": _deepspeed_optimizer(ds_config, groups),
     }
     config = ds_config | pipeline.partition_settings(built.models[0], groups.mesh)
-    with broadcasting_scalars():
+    with broadcasting_scalars(), parameters_kept(built.fp32_parameters):
         made: Any = deepspeed.initialize(
             **named, config=config, mpu=groups.mpu, dist_init_required=False
         )[0]

@@ -3,7 +3,7 @@
 The engine has the same interface as the DeepSpeed engine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoints.torch_io import TorchStates
-from ..compat.torch import set_gradient_sync
+from ..compat.torch import gather_in_fp32, set_forward, set_gradient_sync
 from ..model.build import BuiltModel
 from ..optim import factory
 from ..optim.groups import parameter_groups
@@ -227,7 +227,9 @@ def make_torch_engine(
     module: Any = built.model
     called, autocast = module, None
     if kind == "ddp":
-        called, autocast = _wrap_ddp(module, groups, device), compute_dtype(precision)
+        autocast = compute_dtype(precision)
+        compute_in_fp32(module, built.fp32_parameters, device.type)
+        called = _wrap_ddp(module, groups, device)
     else:
         # If a rank does not use a parameter, it contributes a zero gradient.
         module.set_reduce_scatter_unused_params(True)
@@ -291,12 +293,32 @@ def compute_dtype(precision: str) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
 
 
+def compute_in_fp32(module: nn.Module, kept: list[nn.Parameter], device_type: str) -> None:
+    """Run the modules whose parameters are all in `kept` outside of autocast.
+
+    Autocast would compute their products in half precision. A module that also has other
+    parameters, such as an attention with sinks, stays inside autocast.
+    """
+    found = {id(parameter) for parameter in kept}
+    inner = [id(parameter) for parameter in module.parameters()]
+    if inner and found.issuperset(inner):
+        set_forward(module, torch.autocast(device_type, enabled=False)(module.forward))
+        return
+    if found.intersection(inner):
+        for child in module.children():
+            compute_in_fp32(child, kept, device_type)
+
+
 def fsdp2_sharder(
-    groups: ProcessGroups, precision: str, device_type: str
+    groups: ProcessGroups,
+    precision: str,
+    device_type: str,
+    fp32: Callable[[], Collection[nn.Parameter]] = tuple,
 ) -> Callable[[nn.Module], Any]:
     """Return a function that shards a module over the data-parallel ranks with FSDP2.
 
-    In half precision the module computes in `precision`, and gradients are summed in fp32.
+    In half precision the module computes in `precision`, and gradients are summed in fp32. `fp32`
+    returns the model's parameters that are gathered in fp32, which may change with each sharding.
     """
     group: Any = groups.dp_group or dist.group.WORLD
     mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=("dp",))
@@ -311,7 +333,12 @@ def fsdp2_sharder(
         # fully_shard (torch 2.13) rejects 0-dimensional parameters. They stay unsharded, and the
         # engine sums their gradients.
         scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}
-        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+        own = set(layer.parameters())
+        kept = [p for p in fp32() if p in own and p.dim() > 0 and not isinstance(p, DTensor)]
+        sharded = fully_shard(
+            layer, mesh=mesh, mp_policy=policy, ignored_params=scalars.union(kept)
+        )
+        gather_in_fp32(sharded, kept)
 
     return divide
 

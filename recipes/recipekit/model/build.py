@@ -62,6 +62,15 @@ class BuiltModel:
     def model(self) -> PreTrainedModel:
         return self.models[0]
 
+    @property
+    def fp32_parameters(self) -> list[nn.Parameter]:
+        """Return this rank's parameters that stay in fp32."""
+        kept = self.model_plan.fp32.names
+        found = {
+            id(parameter): parameter for model in self.models for parameter in model.parameters()
+        }
+        return [parameter for key, parameter in found.items() if self.names.get(key) in kept]
+
 
 def build_model(
     recipe: Recipe,
@@ -86,6 +95,7 @@ def build_model(
     This is a collective under ZeRO-3 and with `shard_fn`. Raise `ConfigError` if the files lack a
     parameter.
     """
+    target = replace(target, fp32=model_plan.fp32.names)
     groups, facts = target.groups, TASKS[recipe.task]
     weights = (
         None

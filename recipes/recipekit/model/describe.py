@@ -20,42 +20,54 @@ from ..parallel.plans import embedding_and_head, hidden_matrices, published_plan
 from ..spec.errors import ConfigError, config_error
 from ..spec.task_specs import TASKS, Plans
 from .empty import CAUSAL_AUTO_CLASS, empty_model
+from .fp32_parameters import NO_FP32_PARAMETERS, Fp32Parameters
 from .probes import check_causal
 from .untied_head import config_of_files
 from .weights import Weights, open_weights
 
 
-def draft_blueprint(model: PreTrainedModel, plans: Plans | None = None) -> Blueprint:
+def draft_blueprint(
+    model: PreTrainedModel,
+    plans: Plans | None = None,
+    fp32: Fp32Parameters = NO_FP32_PARAMETERS,
+) -> Blueprint:
     """Return a blueprint of a full model's tensors, for checkpoints.
 
     The model must not be sharded yet. Its parameters are on the meta device or partitioned.
     Pipeline places and sharding rules follow `plans` (`resolve_plans`), or else the plans that the
-    model publishes.
+    model publishes. `fp32` names the parameters that stay in fp32.
     """
     plans = plans or published_plans(model)
     blocks = _pipeline_blocks(model, plans)
     rules = tensor_parallel.sharding_rules(model, plans.tp) if plans.tp else {}
     places = _Places.of(model, blocks, plans)
     experts = expert.moe_blocks(model)
-    divisible = {f"{block.name}.{key}" for block in experts for key in expert.FUSED_EXPERT_PARAMS}
     named = dict(model.named_parameters(remove_duplicate=False))
     shapes = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape))
         for name, parameter in model.named_parameters()
     }
-    own = _param_groups(model, shapes, places, plans)
+    own = _param_groups(model, shapes, places, plans, fp32)
     groups = order_groups(own.values())
 
-    tensors = []
-    for name, shape in shapes.items():
-        group = groups.index(own[name]) if name in own else None
-        expert_of = name in divisible
-        tensors.append(
-            Tensor(name, shape, group, rules.get(name), places.of_tensor(name), expert=expert_of)
+    divisible = {f"{block.name}.{key}" for block in experts for key in expert.FUSED_EXPERT_PARAMS}
+    tensors = [
+        Tensor(
+            name,
+            shape,
+            groups.index(own[name]) if name in own else None,
+            rules.get(name),
+            places.of_tensor(name),
+            expert=name in divisible,
+            dtype="float32" if name in fp32.names else "",
         )
-    for name, value in model.state_dict().items():
-        if name not in named:
-            tensors.append(_describe_buffer(name, value, places))
+        for name, shape in shapes.items()
+    ]
+    tensors += [
+        _describe_buffer(name, value, places)
+        for name, value in model.state_dict().items()
+        if name not in named
+    ]
 
     first_names = {id(parameter): name for name, parameter in reversed(named.items())}
     aliases = {
@@ -122,7 +134,11 @@ def _describe_buffer(name: str, value: torch.Tensor, places: _Places) -> Tensor:
 
 
 def _param_groups(
-    model: PreTrainedModel, shapes: dict[str, tuple[int, ...]], places: _Places, plans: Plans
+    model: PreTrainedModel,
+    shapes: dict[str, tuple[int, ...]],
+    places: _Places,
+    plans: Plans,
+    fp32: Fp32Parameters,
 ) -> dict[str, ParamGroup]:
     """Return the parameter group of each trained parameter.
 
@@ -135,7 +151,7 @@ def _param_groups(
             f"requires a list of layers, but {type(model).__name__} has no known list",
             "leave out --layer_decay, or add a pp_plan to the recipe",
         )
-    return {
+    found = {
         name: param_group_of(
             name,
             len(shapes[name]),
@@ -146,6 +162,8 @@ def _param_groups(
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
+    apart = fp32.names if fp32.grouped else frozenset()
+    return {name: dataclasses.replace(group, fp32=name in apart) for name, group in found.items()}
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,19 @@ class InitialValues:
 class Target:
     """The destination of the values: training device, dtype and optional ZeRO-3 partitioning.
 
-    `ds_config` enables ZeRO-3, which partitions the values over the ranks.
+    `ds_config` enables ZeRO-3, which partitions the values over the ranks. `fp32` names the
+    parameters that stay in fp32.
     """
 
     device: torch.device
     dtype: torch.dtype
     groups: ProcessGroups | None
     ds_config: dict[str, Any]
+    fp32: frozenset[str] = frozenset()
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a parameter."""
+        return torch.float32 if name in self.fp32 else self.dtype
 
     def partition(self, parameter: nn.Parameter, swapper: object) -> Any:
         """Partition a parameter if `ds_config` enables ZeRO-3. Return ZeRO-3's NVMe swapper."""
@@ -96,7 +102,9 @@ def fill_parameters(
         drawn = {} if read else sample_values(model, part, deep, prefix, cuts, values.seed)
         for name, parameter in unfilled:
             value = _local_value(name, drawn, values, outside, cuts.get(name), tp_mesh)
-            filled = _fill_parameter(model, parameter, value, target)
+            filled = _fill_parameter(
+                model, parameter, value, (target.device, target.dtype_of(name))
+            )
             if (weights := values.stored(name)) is not None:
                 weights.check_finite(name, value, filled)
             # Free the full value before the next one is created. Under ZeRO-3 only the partition
@@ -134,14 +142,15 @@ def _local_value(
 
 
 def _fill_parameter(
-    model: PreTrainedModel, meta: nn.Parameter, value: torch.Tensor, target: Target
+    model: PreTrainedModel,
+    meta: nn.Parameter,
+    value: torch.Tensor,
+    where: tuple[torch.device, torch.dtype],
 ) -> nn.Parameter:
     """Replace a meta parameter with one that has this value and the same attributes."""
     # Copy the value, because safetensors' tensors are views of the mapped file, which training must
     # not change.
-    filled = nn.Parameter(
-        value.to(target.device, target.dtype, copy=True), requires_grad=meta.requires_grad
-    )
+    filled = nn.Parameter(value.to(*where, copy=True), requires_grad=meta.requires_grad)
     copy_marks(meta, filled)
     replace_parameter(model, meta, filled)
     return filled

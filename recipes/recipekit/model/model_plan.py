@@ -16,6 +16,7 @@ from ..parallel.pipeline import StageSplit
 from ..spec.memory_terms import ACCELERATOR, STEP_MOMENTS, MemoryRequest, Term, fullest, total_bytes
 from ..spec.task_specs import Plans
 from .flops import Flops
+from .fp32_parameters import NO_FP32_PARAMETERS, Fp32Parameters
 from .loss_path import LossPath
 
 LAYERS, PARTS, UNCOMPILED = "layers", "parts", "off"  # scopes of torch.compile
@@ -49,6 +50,7 @@ class ModelPlan:
     - `terms`: the memory terms for one rank of each pipeline stage.
     - `activations`: empty if no formula predicts them.
     - `flops`: None if the FLOPs cannot be counted or the device's peak is unknown.
+    - `fp32`: the parameters that stay in fp32 in half precision.
     """
 
     model_config: dict[str, Any]
@@ -67,6 +69,12 @@ class ModelPlan:
     terms: tuple[tuple[Term, ...], ...]
     activations: tuple[Term, ...]
     flops: Flops | None
+    fp32: Fp32Parameters = NO_FP32_PARAMETERS
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return the lines for the user about these decisions."""
+        return tuple(filter(None, (self.attention_note, self.fp32.note)))
 
     @property
     def fullest(self) -> Sequence[Term]:
@@ -98,6 +106,7 @@ class ModelPlan:
             "split": list(self.split.bounds) if self.split else None,
             "summed": sorted(self.summed),
             "has_batch_norm": self.has_batch_norm,
+            "fp32_parameters": {"kept": len(self.fp32.names), "note": self.fp32.note},
             "load": dataclasses.asdict(self.load),
             "memory": [_bytes_of(terms) for terms in self.terms],
             "activations": _bytes_of(self.activations, bounds=True),

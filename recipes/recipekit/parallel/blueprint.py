@@ -34,6 +34,9 @@ class Tensor:
 
     `place` is "first", "last" or "ends" (both) of the pipeline stages, "every", or the number of
     the tensor's layer.
+
+    `dtype` is "float32" for a parameter that stays in fp32 in a bf16 model. If it is empty, a
+    parameter has the layout's dtype.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Tensor:
     ranges: tuple[tuple[tuple[int, int], ...], ...] = ()
     expert: bool = False  # dimension 0 counts experts, which expert parallelism can shard
     fresh: bool = False  # DeepSpeed recreates this tensor when experts are sharded
+    dtype: str = ""
 
     @property
     def numel(self) -> int:
@@ -246,6 +250,11 @@ class Layout:
         return f"{self.mesh}, ZeRO-{self.zero_stage}, {kept}" + (
             f", {self.schedule} {list(self.bounds)}" if self.bounds else ""
         )
+
+
+def weight_dtype(tensor: Tensor, layout: Layout) -> str:
+    """Return the dtype of a parameter or buffer in a layout."""
+    return tensor.buffer or tensor.dtype or layout.dtype
 
 
 def default_optimizer(zero_stage: int, dtype: str) -> str:

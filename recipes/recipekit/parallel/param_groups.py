@@ -15,12 +15,14 @@ class ParamGroup:
 
     `matrix` is True if this is a group of matrices and the optimizer has a separate rule for
     matrices (`matrices` in the optimizer's row of spec/optimizer_specs.py). `lr_scale` multiplies
-    the learning rate of each step.
+    the learning rate of each step. `fp32` is True for parameters that stay in fp32 in a bf16 model
+    (model/fp32_parameters.py), because DeepSpeed's flat tensors have one dtype.
     """
 
     matrix: bool = False
     decays: bool = True
     lr_scale: float = 1.0
+    fp32: bool = False
 
     @property
     def name(self) -> str:
@@ -32,6 +34,7 @@ class ParamGroup:
             if self.decays
             else "vectors"
         )
+        kind = f"{kind}, fp32" if self.fp32 else kind
         return kind if self.lr_scale == 1 else f"{kind}, lr x {self.lr_scale}"
 
     @property
@@ -52,8 +55,12 @@ DEFAULT_GROUPS = (ParamGroup(), ParamGroup(decays=False))
 
 
 def order_groups(groups: Iterable[ParamGroup]) -> tuple[ParamGroup, ...]:
-    """Return groups ordered by their numbers. The order depends only on the groups."""
-    return (*DEFAULT_GROUPS, *sorted(set(groups) - set(DEFAULT_GROUPS)))
+    """Return groups ordered by their numbers. The order depends only on the groups.
+
+    Groups in fp32 are last, because DeepSpeed reads the training dtype from the first group.
+    """
+    others = set(groups) - set(DEFAULT_GROUPS)
+    return (*DEFAULT_GROUPS, *sorted(others, key=lambda group: (group.fp32, group)))
 
 
 def layer_lr_scale(place: str, num_layers: int, layer_decay: float) -> float:

@@ -49,7 +49,7 @@ def print_dry_run(plan: RunPlan) -> None:
     model_plan, model = resolve_here(plan)
     of_files = local_file_notes(plan, model)
     unknown = load_task(recipe.task).check(plan.model_config, recipe.attention, recipe.model)
-    for note in (*plan.notes, *filter(None, [*of_files, model_plan.attention_note, unknown])):
+    for note in (*plan.notes, *filter(None, [*of_files, *model_plan.notes, unknown])):
         print(note)
 
     show_run(plan)

@@ -17,6 +17,7 @@ from ..model.describe import draft_blueprint
 from ..model.device import Activations
 from ..model.empty import empty_model
 from ..model.flops import Flops, model_flops
+from ..model.fp32_parameters import Fp32Parameters, Fp32Request, choose_fp32_parameters
 from ..model.loss_path import LossPath, ModelRef, choose_loss_path
 from ..model.model_plan import LAYERS, PARTS, UNCOMPILED, CompileChoice, ModelPlan
 from ..model.probes import partial_gradient_names
@@ -71,11 +72,9 @@ def resolve_model(
     )
     plans = _plans(plan, whole)
     refuse_degrees(plan, whole, plans)
-    summed = frozenset[str]()
-    if mesh.tp > 1:
-        summed = partial_gradient_names(model_config, facts, plans, recipe.model)
-
-    split, drafted = _split(plan, whole, plans)
+    fp32 = _fp32_parameters(plan, whole)
+    drafted = draft_blueprint(whole, plans, fp32)
+    split = _split(plan, whole, plans, drafted)
     base, model, blueprint = _trained_model(plan, whole, plans, drafted)
     check_group_names(blueprint.trained, plans, recipe.matrices)
     loss_path = _loss_path(plan, ModelRef(model_config, recipe.task, recipe.model), base, plans)
@@ -95,12 +94,13 @@ def resolve_model(
         blueprint=blueprint,
         layout=layout,
         split=split,
-        summed=summed,
+        summed=_summed(plan, model_config, plans),
         has_batch_norm=bool(norms_of(whole)),
         load=load,
         terms=terms_of_stages(blueprint, layout, plan.ds_config, load),
         activations=tuple(_activations(plan, model_config, attention, compiled.scope)),
         flops=_flops(model, facts, target),
+        fp32=fp32,
     )
     return model_plan, whole
 
@@ -163,32 +163,45 @@ def refuse_degrees(plan: RunPlan, model: PreTrainedModel, plans: Plans) -> None:
         tensor.check_tp_plan(model, plans.tp)
 
 
-def _split(
-    plan: RunPlan, whole: PreTrainedModel, plans: Plans
-) -> tuple[pipeline.StageSplit | None, Blueprint | None]:
-    """Return (the split into pipeline stages, the blueprint on which the split is based).
+def _summed(plan: RunPlan, model_config: dict[str, Any], plans: Plans) -> frozenset[str]:
+    """Return the parameters whose gradients the tensor-parallel ranks sum."""
+    if plan.mesh.tp == 1:
+        return frozenset()
+    recipe = plan.recipe
+    return partial_gradient_names(model_config, recipe.task_spec, plans, recipe.model)
 
-    Both are None without a pipeline.
-    """
+
+def _fp32_parameters(plan: RunPlan, whole: PreTrainedModel) -> Fp32Parameters:
+    """Return the parameters of the full model that the run keeps in fp32."""
+    recipe = plan.recipe
+    request = Fp32Request(
+        recipe.engine, plan.precision, plan.mesh.ep, recipe.adapt is not None, plan.ds_config
+    )
+    return choose_fp32_parameters(whole, request)
+
+
+def _split(
+    plan: RunPlan, whole: PreTrainedModel, plans: Plans, blueprint: Blueprint
+) -> pipeline.StageSplit | None:
+    """Return the split into pipeline stages, or None without a pipeline."""
     if plan.mesh.pp == 1:
-        return None, None
-    blueprint = draft_blueprint(whole, plans)
+        return None
     stages = num_stages(plan.mesh, plan.recipe.pipeline_schedule)
-    return pipeline.split_stages(whole, blueprint, stages, plans.pp), blueprint
+    return pipeline.split_stages(whole, blueprint, stages, plans.pp)
 
 
 def _trained_model(
-    plan: RunPlan, whole: PreTrainedModel, plans: Plans, drafted: Blueprint | None
+    plan: RunPlan, whole: PreTrainedModel, plans: Plans, drafted: Blueprint
 ) -> tuple[PreTrainedModel, PreTrainedModel, Blueprint]:
     """Return (the model without a wrapper, the model that is trained, its blueprint).
 
     The recipe's adapter wraps a copy, because the builder fills `whole` before adapting it, and the
     adapter may replace modules of the model that it wraps. `drafted` is the blueprint without an
-    adapter, if known.
+    adapter.
     """
     recipe = plan.recipe
     if recipe.adapt is None:
-        return whole, whole, drafted or draft_blueprint(whole, plans)
+        return whole, whole, drafted
     base = copy.deepcopy(whole)
     request = AdapterRequest(recipe.adapt, recipe.model, recipe.merge, recipe.tp, recipe.ep)
     model = apply_adapter(base, request, plan.ds_config)

@@ -276,28 +276,38 @@ def build(inputs: ModelInputs, groups: ProcessGroups, device: torch.device) -> B
     """
     plan = inputs.plan
     target = weights_target(plan.ds_config, groups, device)
-    divide = layer_sharder_of(plan, groups, device)
+    kept = partial(_parameters_of_names, inputs.whole, inputs.model_plan.fp32.names)
+    divide = layer_sharder_of(plan, groups, device, kept)
     built = build_model(plan.recipe, inputs.model_plan, inputs.whole, target, divide)
     check_finite_weights(built)
     return built
 
 
 def layer_sharder_of(
-    plan: RunPlan, groups: ProcessGroups, device: torch.device
+    plan: RunPlan,
+    groups: ProcessGroups,
+    device: torch.device,
+    fp32: Callable[[], list[nn.Parameter]],
 ) -> Callable[[nn.Module], Any] | None:
     """Return the function that shards each layer as soon as it is built.
 
-    The result is None for engines that shard a complete model.
+    `fp32` returns the model's parameters that stay in fp32. The result is None for engines that
+    shard a complete model.
     """
     if plan.recipe.engine != "fsdp2":
         return None
-    return torch_engine.fsdp2_sharder(groups, plan.recipe.precision, device.type)
+    return torch_engine.fsdp2_sharder(groups, plan.recipe.precision, device.type, fp32)
+
+
+def _parameters_of_names(model: nn.Module, names: frozenset[str]) -> list[nn.Parameter]:
+    """Return the model's current parameters with these names."""
+    return [parameter for name, parameter in model.named_parameters() if name in names]
 
 
 def log_notes(separate: str, built: BuiltModel, say: Say) -> None:
     """Log the notes about a built model, including whether its head differs from its embedding."""
     of_files = built.weights.note if built.weights else ""
-    for note in filter(None, (separate, of_files, built.model_plan.attention_note)):
+    for note in filter(None, (separate, of_files, *built.model_plan.notes)):
         say(note)
 
 

@@ -25,6 +25,7 @@ from ..parallel.blueprint import (
     stages_of_rank,
     state_keys,
     tensors_on_rank,
+    weight_dtype,
 )
 from ..parallel.expert_sharding import ExpertTensorSource, shard_experts
 from . import error_feedback
@@ -479,11 +480,13 @@ def distinct_shards(copies: list[Shard]) -> list[Shard]:
 
 def expected_bytes(blueprint: Blueprint, layout: Layout) -> int:
     """Return the total bytes of a checkpoint's tensors, including all copies."""
-    width = {"weight": 4 if layout.dtype == "float32" else 2}
+    wide = {
+        tensor.name for tensor in blueprint.tensors if weight_dtype(tensor, layout) == "float32"
+    }
     found = map_shards(blueprint, layout)
     of_tensors = sum(
-        (piece.stop - piece.start) * width.get(role, 4)
-        for (_, role), own in found.items()
+        (piece.stop - piece.start) * (2 if role == "weight" and name not in wide else 4)
+        for (name, role), own in found.items()
         for shard in own
         for piece in shard.segments
     )

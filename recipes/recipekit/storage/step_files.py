@@ -18,6 +18,7 @@ from ..parallel.blueprint import (
     num_partitions,
     state_keys,
     tensors_on_rank,
+    weight_dtype,
 )
 from . import expert_files, torch_files
 from .file_map import (
@@ -51,7 +52,8 @@ class CommonState:
     def remap_groups(self, was: Blueprint, now: Blueprint) -> "CommonState":
         """Return this state with its groups renumbered as in blueprint `now`.
 
-        A new group receives the values of the first group.
+        A new group in fp32 receives the values of the group with the same rules. Another new group
+        receives the values of the first group.
         """
         if was.groups == now.groups:
             return self
@@ -68,7 +70,7 @@ class CommonState:
         return replace(
             self,
             groups={
-                number: bare.get(group, first) | group.entries
+                number: bare.get(group, bare.get(replace(group, fp32=False), first)) | group.entries
                 for number, group in enumerate(now.groups)
             },
         )
@@ -196,7 +198,7 @@ def _stage_state_dict(holder: ModelParallelRank, stage: int) -> dict[str, FileTe
         if tensor.expert and holder.parts:
             continue
         gone = holder.layout.zero_stage == 3 and not tensor.buffer
-        dtype = tensor.buffer or holder.layout.dtype
+        dtype = weight_dtype(tensor, holder.layout)
         made[key] = (
             made[tensor.name]
             if tensor.name in made
@@ -257,8 +259,12 @@ def _frozen_fragments(
     if holder.layout.zero_stage != 3:
         return {tensor.name: module.get(tensor.name) for tensor in frozen}
     ranks = holder.layout.partitions
-    sizes = {tensor.name: -(-prod(holder.shapes[tensor.name]) // ranks) for tensor in frozen}
-    return {name: FileTensor((size,), holder.layout.dtype) for name, size in sizes.items()}
+    return {
+        tensor.name: FileTensor(
+            (-(-prod(holder.shapes[tensor.name]) // ranks),), weight_dtype(tensor, holder.layout)
+        )
+        for tensor in frozen
+    }
 
 
 def zero0_states(holder: ModelParallelRank, common: CommonState) -> dict[str, Any]:

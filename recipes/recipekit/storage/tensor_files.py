@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ..architectures import safetensors_files
-from ..parallel.blueprint import Blueprint, Layout, Tensor
+from ..parallel.blueprint import Blueprint, Layout, Tensor, weight_dtype
 from ..spec.errors import config_error
 from . import file_map, torch_files
 from .direct_files import DirectFiles
@@ -315,8 +315,11 @@ def open_checkpoint(
                 opened[piece.file] = TorchFileIndex(step / piece.file)
             return opened[piece.file].offset(piece.keys)
 
+    # The tensor may be one of another blueprint, which has its own dtype.
+    dtypes = {tensor.name: weight_dtype(tensor, layout) for tensor in blueprint.tensors}
+
     def dtype_of(tensor: Tensor, role: str) -> str:
-        return tensor.buffer or ("float32" if role != "weight" else layout.dtype)
+        return tensor.buffer or ("float32" if role != "weight" else dtypes[tensor.name])
 
     return TensorFiles(step, file_map.map_shards(blueprint, layout), dtype_of, offset_of, writable)
 

@@ -1,0 +1,306 @@
+"""Parameters that transformers keeps in fp32 in bf16: kept in every engine that can keep them."""
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from built_models import plan_of
+from recipekit.architectures import families
+from recipekit.engine.torch_engine import compute_in_fp32
+from recipekit.model.empty import empty_model
+from recipekit.model.fp32_parameters import (
+    Fp32Parameters,
+    Fp32Request,
+    choose_fp32_parameters,
+    fp32_names,
+)
+from recipekit.parallel.groups import ProcessGroups
+from recipekit.parallel.param_groups import ParamGroup, order_groups
+from recipekit.plan import resolve_run
+from recipekit.planner.dry_run import print_dry_run
+from recipekit.planner.resolve import TargetDevice, resolve_model
+from recipekit.runtime.engine import ModelInputs, build, make_engine, select_loss_path
+from recipekit.runtime.epochs import Epochs
+from recipekit.runtime.step_metrics import StepCounters, StepMetrics
+from recipekit.spec.command import parse
+from recipekit.spec.mesh import make_mesh
+from recipekit.spec.recipe import Recipe
+from recipekit.tasks.find import load_task
+from recipekit.train import pipeline_loss, train_step
+from shipped_jsons import strategy
+from tiny_models import build_model, ds_config
+from torch.distributed.tensor import DTensor
+
+slow = pytest.mark.slow
+KINDS = ("bailing_hybrid", "beam", "deepseek_v4", "ernie4_5_moe", "flint", "hy_v4")
+TORCH = ("ddp", "fsdp2")
+SEQ_LEN = 32
+
+
+@functools.cache
+def config_of(kind: str) -> dict[str, Any]:
+    return {**families.tiny_config(kind, 264)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a function that saves a type's tiny fp32 model, and returns its folder."""
+
+    @functools.cache
+    def save(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        recipe = Recipe(model="none", init="random", seed=5, attention="eager")
+        cpu = torch.device("cpu")
+        model = build_model(recipe, config_of(kind), None, ds_config(0), cpu).model
+        model.save_pretrained(folder, save_original_format=False)
+        return folder
+
+    return save
+
+
+@functools.cache
+def kept_names(kind: str) -> frozenset[str]:
+    return fp32_names(empty_model(config_of(kind), "eager", kind))
+
+
+def load_in_bf16(folder: Path, attention: str = "eager") -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation=attention
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_names_are_what_transformers_keeps(folders, kind):
+    plain = load_in_bf16(folders(kind))
+    kept = {name for name, value in plain.named_parameters() if value.dtype == torch.float32}
+    assert kept
+    assert kept_names(kind) == kept
+
+
+def batch_of(rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(3, 264, (1, SEQ_LEN), generator=generator)
+    positions = torch.arange(SEQ_LEN).unsqueeze(0)
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": positions}
+
+
+def json_of(stage: int, dp: int, offload: str = "none") -> dict[str, Any]:
+    """Return the resolved JSON of a ZeRO stage in bf16."""
+    zero: dict[str, Any] = {"stage": stage}
+    if offload != "none":
+        zero["offload_optimizer"] = {"device": offload}
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}} if stage else {}
+    return (
+        ds_config(stage)
+        | sums
+        | {
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 4 // dp,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "steps_per_print": None,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
+    )
+
+
+def train_on_ranks(kind: str, folder: str, engine: str, degrees: dict[str, int]) -> dict[str, Any]:
+    """Train two steps on each rank.
+
+    `engine` is ddp, fsdp2 or zero0 to zero3. Return the losses, the dtype of each kept parameter in
+    the forward pass, and the kept parameters with values that bf16 cannot represent.
+    """
+    torch.set_num_threads(1)
+    recipe = Recipe(
+        model=folder,
+        init="pretrained",
+        engine=engine if engine in TORCH else "deepspeed",
+        precision="bf16",
+        attention="eager",
+        micro_batch=1,
+        global_batch=4,
+        seq_len=SEQ_LEN,
+        **degrees,  # pyright: ignore[reportArgumentType]
+    )
+    mesh, cpu = make_mesh(2, **degrees), torch.device("cpu")
+    config = json_of(0 if engine in TORCH else int(engine[4]), mesh.dp)
+    plan = plan_of(recipe, config_of(kind), config, mesh)
+    model_plan, whole = resolve_model(plan, config_of(kind), TargetDevice(cpu, "", False))
+    groups, task = ProcessGroups(mesh, "cpu"), load_task("pretrain")
+    inputs = ModelInputs(plan, model_plan, whole, None, Epochs(plan, {}), None)
+    built = build(inputs, groups, cpu)
+    task = select_loss_path(task, model_plan.loss_path, lambda line: None)
+    loss = functools.partial(pipeline_loss, task, StepMetrics())
+    made = make_engine(plan, built, groups, cpu, loss, lambda line: None)
+
+    kept = kept_names(kind)
+    seen, fine = dict[str, str](), list[str]()
+
+    def look(name: str, module: Any, *given: Any) -> None:
+        for key, value in module.named_parameters(recurse=False):
+            if (whole_name := f"{name}.{key}") in kept:
+                seen[whole_name] = str(value.dtype)
+
+    for model in built.models:
+        for name, module in model.named_modules():
+            module.register_forward_hook(functools.partial(look, name))
+    rows = 4 // mesh.dp
+    batches = [batch_of(rows * groups.coords["dp"] + number) for number in range(rows)]
+    losses = [train_step(made, task, batches, None, StepCounters(mesh))["loss"] for _ in range(2)]
+    for model in built.models:
+        for name, value in model.named_parameters():
+            whole_value = value.full_tensor() if isinstance(value, DTensor) else value
+            if name in kept and not torch.equal(
+                whole_value, whole_value.bfloat16().to(whole_value.dtype)
+            ):
+                fine.append(name)
+    made.destroy()
+    return {"losses": losses, "seen": seen, "fine": fine, "note": model_plan.fp32.note}
+
+
+def plain_loss(folder: Path) -> float:
+    """Return the first loss of transformers' own bf16 model, which keeps the parameters in fp32."""
+    model, total = load_in_bf16(folder), 0.0
+    for number in range(4):
+        batch = batch_of(number)
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits.float()
+        total += torch.nn.functional.cross_entropy(logits[0], labels[0]).item()
+    return total / 4
+
+
+CASES = [
+    ("ernie4_5_moe", "zero2", {}),
+    ("ernie4_5_moe", "zero1", {"tp": 2}),
+    ("ernie4_5_moe", "zero1", {"pp": 2}),
+    *(("flint", engine, {}) for engine in ("zero0", "zero1", "zero2", "ddp", "fsdp2")),
+    ("ernie4_5_moe", "zero0", {}),
+    ("ernie4_5_moe", "ddp", {}),
+    ("ernie4_5_moe", "fsdp2", {}),
+    ("hy_v4", "zero1", {}),
+    ("hy_v4", "fsdp2", {}),
+    ("deepseek_v4", "zero2", {}),
+    ("deepseek_v4", "fsdp2", {}),
+    ("bailing_hybrid", "zero1", {}),
+    ("beam", "zero1", {"pp": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "degrees"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]} {case[1]} {'x'.join(case[2]) or 'dp'}2",
+            marks=() if number < 3 else slow,
+        )
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_a_run_keeps_the_parameters_in_fp32(pools, folders, kind, engine, degrees):
+    """They are fp32 in the forward pass, and steps change them by less than bf16 could store.
+
+    Without tensor parallelism the first loss is the loss of transformers' bf16 model.
+    """
+    results = pools.run(
+        2,
+        train_on_ranks,
+        kind=kind,
+        folder=str(folders(kind)),
+        engine=engine,
+        degrees=degrees,
+    )
+    seen = {name: dtype for result in results for name, dtype in result["seen"].items()}
+    assert set(seen) <= kept_names(kind) and set(seen.values()) == {"torch.float32"}
+    assert {name for result in results for name in result["fine"]} >= moved(kind)
+    assert not any(result["note"] for result in results)
+    if engine != "ddp" and "tp" not in degrees:
+        assert results[-1]["losses"][0] == pytest.approx(plain_loss(folders(kind)), rel=1e-5)
+
+
+def moved(kind: str) -> set[str]:
+    """Return the kept matrices that a step changes."""
+    model = empty_model(config_of(kind), "eager", kind)
+    return {
+        name
+        for name, value in model.named_parameters()
+        if name in kept_names(kind) and value.requires_grad and name.endswith("gate.weight")
+    }
+
+
+class Routed(torch.nn.Module):
+    """A router that stays in fp32 next to a layer in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.router(x), self.other(x)
+
+
+def test_autocast_leaves_out_a_module_in_fp32():
+    model = Routed()
+    compute_in_fp32(model, list(model.router.parameters()), "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        routed, other = model(torch.ones(1, 4))
+    assert (routed.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+
+
+ALL_IN_BF16 = Fp32Request("deepspeed", "bf16", 1, False, json_of(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ds_config": json_of(3, 1)}, "bf16 here, because ZeRO-3 partitions"),
+        ({"ds_config": json_of(2, 1, "cpu")}, "bf16 here, because an offloaded optimizer"),
+        ({"precision": "fp16"}, "fp16 here, because only bf16 runs"),
+        ({"ep": 2}, "bf16 here, because expert parallelism"),
+        ({"adapted": True}, "bf16 here, because an adapter"),
+        ({"engine": "fsdp2", "adapted": True}, "bf16 here, because an adapter"),
+    ],
+)
+def test_a_line_counts_the_parameters_that_are_not_kept(changes, reason):
+    model = empty_model(config_of("flint"), "eager", "flint")
+    found = choose_fp32_parameters(model, replace(ALL_IN_BF16, **changes))
+    assert not found.names
+    number = len(kept_names("flint"))
+    assert found.note.startswith(
+        f"{number} parameters that transformers keeps in fp32 are {reason}"
+    )
+
+
+def test_nothing_is_kept_in_fp32_or_for_a_model_without_such_parameters():
+    flint = empty_model(config_of("flint"), "eager", "flint")
+    llama = empty_model(config_of("llama"), "eager", "llama")
+    none = Fp32Parameters()
+    assert choose_fp32_parameters(flint, replace(ALL_IN_BF16, precision="fp32")) == none
+    zero3 = replace(ALL_IN_BF16, ds_config=json_of(3, 1))
+    assert choose_fp32_parameters(llama, zero3) == none
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_dry_run_prints_the_line(tmp_path, capsys, stage):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("flint")))
+    config = strategy(f"zero{stage}", bf16=True)
+    recipe = Recipe(model=str(tmp_path), ds_config=config, attention="eager", init="random")
+    command = parse(recipe, Path("fp32.py"), ["--dry_run", "--world", "2", "--tiny"])
+    print_dry_run(resolve_run(command))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "keeps in fp32" in line]
+    assert len(lines) == (stage == 3)
+
+
+def test_groups_in_fp32_are_last():
+    """DeepSpeed reads the training dtype from the first group."""
+    early = ParamGroup(lr_scale=0.1, fp32=True)
+    late = ParamGroup(lr_scale=0.2)
+    assert order_groups([early, late])[2:] == (late, early)
+    assert early.name == "matrices, fp32, lr x 0.1"
