@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from built_models import plan_of
+from job import metrics, reproducible_values
 from recipekit.architectures import families
+from recipekit.checkpoints.reshape import reshape
+from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
 from recipekit.engine.torch_engine import compute_in_fp32
+from recipekit.model.describe import draft_blueprint
 from recipekit.model.empty import empty_model
 from recipekit.model.fp32_parameters import (
     Fp32Parameters,
@@ -18,6 +23,7 @@ from recipekit.model.fp32_parameters import (
     choose_fp32_parameters,
     fp32_names,
 )
+from recipekit.parallel.blueprint import Blueprint, Layout, blueprint_in
 from recipekit.parallel.groups import ProcessGroups
 from recipekit.parallel.param_groups import ParamGroup, order_groups
 from recipekit.plan import resolve_run
@@ -27,11 +33,15 @@ from recipekit.runtime.engine import ModelInputs, build, make_engine, select_los
 from recipekit.runtime.epochs import Epochs
 from recipekit.runtime.step_metrics import StepCounters, StepMetrics
 from recipekit.spec.command import parse
-from recipekit.spec.mesh import make_mesh
+from recipekit.spec.mesh import Mesh, make_mesh
 from recipekit.spec.recipe import Recipe
+from recipekit.storage import manifest
+from recipekit.storage.file_map import expected_bytes
+from recipekit.storage.step_files import CommonState
 from recipekit.tasks.find import load_task
 from recipekit.train import pipeline_loss, train_step
 from shipped_jsons import strategy
+from short_runs import BASE, train
 from tiny_models import build_model, ds_config
 from torch.distributed.tensor import DTensor
 
@@ -304,3 +314,141 @@ def test_groups_in_fp32_are_last():
     late = ParamGroup(lr_scale=0.2)
     assert order_groups([early, late])[2:] == (late, early)
     assert early.name == "matrices, fp32, lr x 0.1"
+
+
+RUN = replace(BASE, steps=4, warmup_steps=1, lr=1e-3, eval_every=0, attention="eager")
+
+
+@pytest.fixture(scope="module")
+def flint(tmp_path_factory):
+    """Return the folder of flint's config."""
+    folder = tmp_path_factory.mktemp("flint_config")
+    (folder / "config.json").write_text(json.dumps(config_of("flint")))
+    return str(folder)
+
+
+def run_two_ranks(pools: Any, flint: str, out: Path, engine: str, *resume: str) -> list[Any]:
+    """Train four steps with a checkpoint after each second one; return the metrics."""
+    of_torch = {"engine": engine, "precision": "bf16"} if engine in TORCH else {}
+    config = {} if of_torch else strategy(engine, bf16=True)
+    recipe = replace(RUN, model=flint, init="random", ds_config=config, **of_torch)
+    argv = ["--out", str(out), "--save_every", "2", *resume]
+    results = pools.run(2, train, recipe=recipe, argv=argv)
+    assert [code for code, _ in results] == [0, 0], results
+    return reproducible_values(metrics(out))
+
+
+def step_of(run: Path, number: int = 2) -> Path:
+    return run / "checkpoints" / f"step_{number:08d}"
+
+
+def tensors_of(step: Path) -> dict[str, Any]:
+    return manifest.read_manifest(step)["tensors"]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["zero2", *(pytest.param(name, marks=slow) for name in ("zero0", "zero1", "zero3", "fsdp2"))],
+)
+def test_a_run_resumes_bit_for_bit(pools, flint, tmp_path, engine):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    expected = run_two_ranks(pools, flint, whole, engine)
+    shutil.copytree(whole, resumed)
+    found = run_two_ranks(pools, flint, resumed, engine, "--resume", str(step_of(resumed)))
+    assert found == expected
+    assert tensors_of(step_of(resumed, 4)) == tensors_of(step_of(whole, 4))
+
+
+@slow
+def test_a_checkpoint_changes_to_layouts_that_keep_no_parameter_in_fp32(pools, flint, tmp_path):
+    """ZeRO-2, ZeRO-3 and back: every bit of the masters and states stays, and a run resumes."""
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    expected = run_two_ranks(pools, flint, whole, "zero2")
+    step, there, back = open_step(step_of(whole)), tmp_path / "there", tmp_path / "back"
+    kept = {tensor.name for tensor in step.blueprint.tensors if tensor.dtype}
+    assert kept == kept_names("flint") and any(group.fp32 for group in step.blueprint.groups)
+
+    third = target_layout(step.blueprint, step.layout, LayoutChange(dp=4, zero=3))
+    reshape(step.folder, there, third)
+    assert not any(group.fp32 for group in open_step(there).blueprint.groups)
+    second = target_layout(step.blueprint, step.layout, LayoutChange(dp=2, zero=2))
+    reshape(there, back, second)
+    assert tensors_of(step.folder) == tensors_of(there) == tensors_of(back)
+
+    # The run converts what ZeRO-3 has merged, and continues with the same bits.
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(step_of(resumed))
+    shutil.copytree(back, step_of(resumed))
+    found = run_two_ranks(pools, flint, resumed, "zero2", "--resume", str(step_of(resumed)))
+    assert found == expected
+    assert tensors_of(step_of(resumed, 4)) == tensors_of(step_of(whole, 4))
+
+
+@slow
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_a_run_resumes_from_another_engine(pools, flint, tmp_path, engine):
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    run_two_ranks(pools, flint, other, engine)
+    found = run_two_ranks(pools, flint, whole, "zero2", "--resume", str(step_of(other)))
+    assert [line["step"] for line in found] == [3, 4]
+    for key, value in tensors_of(step_of(whole, 4)).items():
+        assert value[1] == "float32" or key.rpartition("|")[0] not in kept_names("flint")
+
+
+def blueprint_of(kind: str, grouped: bool = True) -> Blueprint:
+    model = empty_model(config_of(kind), "eager", kind)
+    return draft_blueprint(model, fp32=Fp32Parameters(kept_names(kind), grouped))
+
+
+BF16 = Layout(Mesh(), 2, "DeepSpeedZeroOptimizer", "bfloat16")
+
+
+def test_a_blueprint_without_the_fields_is_read_as_before():
+    saved = json.loads(json.dumps(blueprint_of("flint").to_json()))
+    assert Blueprint.from_json(saved) == blueprint_of("flint")
+    old = json.loads(
+        json.dumps(blueprint_in(replace(BF16, zero_stage=3), blueprint_of("flint")).to_json())
+    )
+    for entry, field in ((old["tensors"], "dtype"), (old["groups"], "fp32")):
+        for item in entry:
+            del item[field]
+    model = empty_model(config_of("flint"), "eager", "flint")
+    assert Blueprint.from_json(old) == draft_blueprint(model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept"),
+    [
+        (BF16, True),
+        (replace(BF16, zero_stage=3), False),
+        (replace(BF16, dtype="float16"), False),
+        (replace(BF16, mesh=Mesh(dp=2, ep=2)), False),
+    ],
+)
+def test_a_layout_keeps_the_parameters_or_merges_their_groups(layout, kept):
+    before = blueprint_of("flint")
+    found = blueprint_in(layout, before)
+    assert (found == before) == kept
+    model = empty_model(config_of("flint"), "eager", "flint")
+    assert kept or found == draft_blueprint(model)
+
+
+def test_a_checkpoint_counts_the_bytes_of_fp32_weights():
+    plain = expected_bytes(blueprint_in(replace(BF16, zero_stage=3), blueprint_of("flint")), BF16)
+    wide = sum(tensor.numel for tensor in blueprint_of("flint").tensors if tensor.dtype)
+    assert expected_bytes(blueprint_of("flint", grouped=False), BF16) == plain + 2 * wide
+
+
+def test_new_groups_in_fp32_take_the_values_of_their_rules():
+    """An older checkpoint has the vectors in one group, with their own weight decay."""
+    was = blueprint_in(replace(BF16, zero_stage=3), blueprint_of("flint"))
+    now = blueprint_of("flint")
+    numbers = {0: {"weight_decay": 0.1}, 1: {"weight_decay": 0.0}}
+    found = CommonState(numbers, {}, {}).remap_groups(was, now).groups
+    decays = {now.groups[number].name: own["weight_decay"] for number, own in found.items()}
+    assert decays == {
+        "matrices": 0.1,
+        "vectors": 0.0,
+        "matrices, fp32": 0.1,
+        "vectors, fp32": 0.0,
+    }

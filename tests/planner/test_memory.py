@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from recipekit.architectures.families import tiny_config
 from recipekit.doctor.needs import count_required_bytes
 from recipekit.plan import resolve_run
 from recipekit.planner import memory
@@ -224,6 +225,13 @@ def odd_model(folder: Path) -> str:
     return str(folder)
 
 
+def flint_model(folder: Path) -> str:
+    """Write a tiny Flint, whose routers and sinks stay in fp32 in bf16."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config("flint", 264)))
+    return str(folder)
+
+
 def lora(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -256,6 +264,11 @@ CASES = [  # JSON, bf16, flags, fields
     ("zero2_muon", True, [], {}),
     # Defaults of torch's optimizers on a GPU.
     *((f"{file} foreach", True, [], {}) for file in ("zero0", "zero1", "zero3")),
+]
+FLINT = {"model": "flint", "attention": "eager"}
+CASES += [
+    *((file, True, [], FLINT) for file in ("zero0", "zero1", "zero2", "fsdp2")),
+    ("zero1", True, ["--tp", "2"], FLINT),
 ]
 QUICK = [("zero1", True, [], {}), ("fsdp2", True, [], {}), ("zero2_muon", True, [], {})]
 
@@ -298,9 +311,11 @@ def test_terms_are_the_live_storages(
         wandb=False,
         export=False,
     )
-    recipe = Recipe(
-        **({"model": odd_model(tmp_path / "model"), "ds_config": config} | common | fields)
-    )
+    if fields.get("model") == "flint":
+        fields = fields | {"model": flint_model(tmp_path / "model")}
+    else:
+        common["model"] = odd_model(tmp_path / "model")
+    recipe = Recipe(**({"ds_config": config} | common | fields))
     ranks = pools.run(
         4 if file == "zero3_hosts" else 2,
         measured,

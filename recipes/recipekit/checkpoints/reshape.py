@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..parallel.blueprint import Blueprint, Layout
+from ..parallel.blueprint import Blueprint, Layout, blueprint_in
 from ..spec.errors import config_error
 from ..storage import error_feedback, manifest, step_files
 from ..storage.copying import Effort, plan_copies, run_copies
@@ -31,11 +31,12 @@ def reshape(
     """Write `source` (a step or run folder) to `out` in a different layout, bit for bit.
 
     `out` is either complete or not created at all. `blueprint` describes the model that will load
-    `out`. Its plans may differ from the plans in the source.
+    `out`. Its plans may differ from the plans in the source. Without it, the source's blueprint is
+    used, with the parameters in fp32 that the layout can keep.
     """
     effort = effort or Effort()
     step = open_step(source)
-    now = blueprint or step.blueprint
+    now = blueprint or blueprint_in(layout, step.blueprint)
     error_feedback.check_saved_errors(step.folder, layout, step.blueprint, now)
     if not any(tensor.group is not None for tensor in step.blueprint.tensors):
         rule = "was saved at ZeRO-0 by another program, so its optimizer states have no names"

@@ -34,7 +34,7 @@ from ..checkpoints.verify import verify
 from ..convert import published
 from ..convert.hugging_face import FolderChanges, from_hf, to_hf
 from ..model.card import card_of_run
-from ..parallel.blueprint import Blueprint, Layout, default_optimizer
+from ..parallel.blueprint import Blueprint, Layout, blueprint_in, default_optimizer
 from ..spec.cores import usable_cores
 from ..spec.errors import ConfigError, config_error
 from ..spec.help_page import CommandFormatter
@@ -393,7 +393,7 @@ def reshape_command(arguments: argparse.Namespace) -> int:
     print(f"{step.folder}: step {step.state['step']}, {step.layout}")
     return run_conversion(
         arguments,
-        step.blueprint,
+        blueprint_in(layout, step.blueprint),
         layout,
         lambda own: reshape(step.folder, arguments.out, layout, effort=own),
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..spec.mesh import Mesh
 from ..spec.optimizer_specs import ADAFACTOR_STATES, state_sizes
-from .param_groups import DEFAULT_GROUPS, ParamGroup
+from .param_groups import DEFAULT_GROUPS, ParamGroup, order_groups
 
 # maximum number of elements in an optimizer group of sharded experts (DeepSpeed 0.19.8,
 # moe/utils.py)
@@ -250,6 +250,36 @@ class Layout:
         return f"{self.mesh}, ZeRO-{self.zero_stage}, {kept}" + (
             f", {self.schedule} {list(self.bounds)}" if self.bounds else ""
         )
+
+
+def keeps_fp32(layout: Layout) -> bool:
+    """Return True if bf16 training in this layout may keep parameters in fp32.
+
+    model/fp32_parameters.py decides for a run, with the reasons.
+    """
+    return layout.dtype == "bfloat16" and layout.zero_stage < 3 and layout.mesh.ep == 1
+
+
+def blueprint_in(layout: Layout, blueprint: Blueprint) -> Blueprint:
+    """Return a checkpoint's blueprint for a different layout, which may not keep fp32 parameters.
+
+    Their groups are then merged into the groups with the same rules.
+    """
+    if keeps_fp32(layout) or not any(tensor.dtype for tensor in blueprint.tensors):
+        return blueprint
+    trained = {
+        name: dataclasses.replace(group, fp32=False) for name, group in blueprint.trained.items()
+    }
+    groups = order_groups(trained.values())
+    tensors = tuple(
+        dataclasses.replace(
+            tensor,
+            dtype="",
+            group=groups.index(trained[tensor.name]) if tensor.name in trained else None,
+        )
+        for tensor in blueprint.tensors
+    )
+    return dataclasses.replace(blueprint, tensors=tensors, groups=groups)
 
 
 def weight_dtype(tensor: Tensor, layout: Layout) -> str:

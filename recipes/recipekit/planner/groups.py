@@ -11,12 +11,14 @@ class GroupSizes:
     """The number of elements in a rank's shard of each parameter in one optimizer group.
 
     `ranks` is the number of ranks over which ZeRO partitions the parameters. `matrix` is True if
-    the optimizer treats the parameters as matrices.
+    the optimizer treats the parameters as matrices. `fp32` is True if the parameters stay in fp32
+    in a bf16 model.
     """
 
     numels: tuple[int, ...]
     ranks: int
     matrix: bool = False
+    fp32: bool = False
 
     @property
     def numel(self) -> int:
@@ -64,9 +66,11 @@ def group_sizes(
 ) -> tuple[list[GroupSizes], list[int]]:
     """Return the optimizer groups of a rank's tensors, and the size of each frozen parameter.
 
-    The sizes are in elements. Sharded experts are in separate groups.
+    The sizes are in elements. Sharded experts are in separate groups. A frozen parameter that stays
+    in fp32 in a bf16 model counts twice.
     """
     ep = layout.mesh.ep
+    wide = any(group.fp32 for group in blueprint.groups)
     found: dict[tuple[int, bool], list[int]] = {}
     frozen = []
     for tensor in tensors:
@@ -75,7 +79,7 @@ def group_sizes(
         if tensor.buffer or not numel:
             continue
         if tensor.group is None:
-            frozen.append(numel)
+            frozen.append(2 * numel if wide and tensor.dtype else numel)
         else:
             found.setdefault((tensor.group, expert), []).append(numel)
     return [
@@ -83,6 +87,7 @@ def group_sizes(
             tuple(found[key]),
             layout.partitions // (ep if key[1] else 1),
             blueprint.groups[key[0]].matrix,
+            blueprint.groups[key[0]].fp32,
         )
         for key in sorted(found)
     ], frozen

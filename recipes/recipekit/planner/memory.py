@@ -187,10 +187,19 @@ def _unfused_terms(
     Each parameter has a master copy. The fp32 gradient of the master copy exists during the step.
     """
     numels = [numel for group in groups for numel in group.numels]
-    more = 4 if communication_width(ds_config) == 4 else 0
+    narrow, wide = ([group for group in groups if group.fp32 == fp32] for fp32 in (False, True))
+    few, many = (sum(group.numel for group in own) for own in (wide, narrow))
+    sent = communication_width(ds_config)
+    # DeepSpeed sums the gradients of each dtype separately.
+    copied = max(
+        allreduce_copy_bytes(narrow, 2, 4 if sent == 4 else 0),
+        allreduce_copy_bytes(wide, 4, 0 if sent == 4 else sent),
+    )
     return [
-        Term(ACCELERATOR, "parameters, bf16", 2 * (sum(numels) + sum(frozen))),
-        Term(ACCELERATOR, "gradients, bf16", 2 * sum(numels), gradient_moments(request)),
+        Term(ACCELERATOR, "parameters, bf16", 2 * (many + sum(frozen))),
+        Term(ACCELERATOR, "parameters, fp32", 4 * few),
+        Term(ACCELERATOR, "gradients, bf16", 2 * many, gradient_moments(request)),
+        Term(ACCELERATOR, "gradients, fp32", 4 * few, gradient_moments(request)),
         Term(ACCELERATOR, "master weights, fp32", 4 * sum(numels)),
         Term(
             ACCELERATOR,
@@ -200,7 +209,7 @@ def _unfused_terms(
         Term(
             ACCELERATOR,
             "copy of the gradients that are summed",
-            allreduce_copy_bytes(groups, 2, more),
+            copied,
             (REDUCE,),
         ),
         Term(ACCELERATOR, "gradients of the master weights, fp32", 4 * sum(numels), (STEP,)),
@@ -215,19 +224,23 @@ def _bf16_terms(
 
     The sums are unsharded. Autograd's bf16 gradients exist in addition, until the step is over.
     """
-    numels = [numel for group in groups for numel in group.numels]
+    gradients = [
+        (4 if group.fp32 else 2) * numel for group in groups for numel in group.numels
+    ]  # bytes
     parts = [group.padded // group.ranks for group in groups]
     flat = sum(group.padded for group in groups)
+    wide = sum(group.padded for group in groups if group.fp32)
     sent = 0 if communication_width(ds_config) == 4 else 2
     # Each gradient is added to the sums and freed as soon as it is computed.
     at_once = ds_config["bf16"].get("immediate_grad_update")
     made = (
-        (2 * max(numels, default=0), (BACKWARD,))
+        (max(gradients, default=0), (BACKWARD,))
         if at_once
-        else (2 * sum(numels), gradient_moments(request))
+        else (sum(gradients), gradient_moments(request))
     )
     return [
-        Term(ACCELERATOR, "parameters, bf16", 2 * (flat + sum(frozen))),
+        Term(ACCELERATOR, "parameters, bf16", 2 * (flat - wide + sum(frozen))),
+        Term(ACCELERATOR, "parameters, fp32", 4 * wide),
         Term(ACCELERATOR, "gradients of a micro-batch, bf16", *made),
         Term(ACCELERATOR, "sums of gradients, fp32", 4 * flat),
         Term(ACCELERATOR, "master weights, fp32", 4 * sum(parts)),

@@ -83,29 +83,35 @@ def fsdp2_terms(
 
 
 def _fsdp2_gather_terms(tensors: list[Tensor], width: int) -> list[Term]:
-    """Count the weights that FSDP2 gathers and their gradients, at `width` bytes per element."""
-    layers: dict[str, int] = {}
+    """Count the weights that FSDP2 gathers and their gradients, at `width` bytes per element.
+
+    Parameters that stay in fp32 have four bytes.
+    """
+    layers: dict[str, int] = {}  # elements
+    gathered: dict[str, int] = {}  # bytes
     for tensor in tensors:
         found = LAYER_PREFIX.match(tensor.name)
-        layers[found[0] if found else ""] = layers.get(found[0] if found else "", 0) + tensor.numel
-    root, layer = layers.pop("", 0), max(layers.values(), default=0)
+        layer = found[0] if found else ""
+        layers[layer] = layers.get(layer, 0) + tensor.numel
+        gathered[layer] = gathered.get(layer, 0) + (4 if tensor.dtype else width) * tensor.numel
+    root, root_bytes = layers.pop("", 0), gathered.pop("", 0)
+    largest = max(layers, key=lambda layer: gathered[layer], default="")
+    layer_numel, layer_bytes = layers.get(largest, 0), gathered.get(largest, 0)
 
     return [
         Term(
             ACCELERATOR,
             "weights outside of the layers, gathered",
-            width * root,
+            root_bytes,
             (LOSS, BACKWARD, REDUCE),
         ),
-        Term(ACCELERATOR, "their gradients", width * root, (BACKWARD, REDUCE)),
+        Term(ACCELERATOR, "their gradients", root_bytes, (BACKWARD, REDUCE)),
         Term(ACCELERATOR, "copy of these that is summed, fp32", 4 * root, (REDUCE,)),
         Term(
             ACCELERATOR,
             "the largest layer, gathered, its gradients, and their copy in fp32",
-            (2 * width + 4) * layer,
+            2 * layer_bytes + 4 * layer_numel,
             (BACKWARD,),
         ),
-        Term(
-            ACCELERATOR, "a further layer, gathered ahead", width * layer, (BACKWARD,), bound=True
-        ),
+        Term(ACCELERATOR, "a further layer, gathered ahead", layer_bytes, (BACKWARD,), bound=True),
     ]

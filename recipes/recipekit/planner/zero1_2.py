@@ -77,10 +77,13 @@ def zero_1_2_terms(
     """
     own = _flat_partition(groups, ds_config)
     home = HOST if own.offloaded else ACCELERATOR
-    flat = sum(group.padded for group in groups)
+    flat, wide = (
+        sum(group.padded for group in groups if group.fp32 == fp32) for fp32 in (False, True)
+    )
     return [
         # bit16_groups_flat
         Term(ACCELERATOR, f"parameters, {dtype_name(own.width)}", own.width * (flat + sum(frozen))),
+        Term(ACCELERATOR, "parameters, fp32", 4 * wide),
         # single_partition_of_fp32_groups
         pinned_term(
             home, "master weights, fp32", [4 * part for part in own.parts], own.pin, request
