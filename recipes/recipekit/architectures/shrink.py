@@ -543,10 +543,10 @@ def _restrict_to_layers(key: str, value: object, layers: list[int], count: int) 
     )
 
 
-def _is_layer_index_list(key: str, value: Any, count: int) -> bool:
-    numbers = (
+def _is_layer_index_list(key: str, value: object, count: int) -> bool:
+    return (
         isinstance(value, list)
         and bool(re.fullmatch(LAYER_INDEX_LISTS, key))
         and all(type(number) is int for number in value)
+        and value == sorted({*value} & {*range(count)})
     )
-    return numbers and value == sorted({*value} & {*range(count)})

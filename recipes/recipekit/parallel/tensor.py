@@ -83,7 +83,7 @@ class SharedExperts(styles.AllReduceParallel):
     transformers 5.24.0's own style sums only the output, and expects weights without shards.
     """
 
-    def should_use_local_tensors(self, module: nn.Module) -> bool:
+    def should_use_local_tensors(self, module: nn.Module) -> Any:
         return True
 
     def transform_inputs_pre_forward(

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -324,11 +324,11 @@ def find_screen() -> Screen:
     return PlainScreen()
 
 
-def terminal_columns(stream: Any) -> int:
+def terminal_columns(stream: TextIO | None) -> int:
     """Return the width of the stream's terminal, else the value of COLUMNS, else 80."""
     # The terminal is gone, or the stream is not a terminal.
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if columns := os.get_terminal_size(stream.fileno()).columns:
+        if stream and (columns := os.get_terminal_size(stream.fileno()).columns):
             return columns
     said = os.environ.get("COLUMNS", "").strip()
     return int(said) if said.isdigit() and int(said) else 80
