@@ -383,12 +383,11 @@ def test_yarn_reaches_the_positions_of_a_tiny_config_as_in_the_published_one(
     assert tiny["max_position_embeddings"] == reached
     assert tiny["rope_parameters"] == yarn | {"original_max_position_embeddings": 512}
     old = {"factor": factor, "original_max_position_embeddings": original, "type": "yarn"}
-    assert (
-        shrink(config | {"rope_parameters": None, "rope_scaling": old}, BYTE_VOCAB)[
-            "max_position_embeddings"
-        ]
-        == reached
-    )
+    for other in (
+        {"rope_parameters": None, "rope_scaling": old},
+        {"rope_parameters": {"sliding_attention": ROPE, "full_attention": yarn}},
+    ):
+        assert shrink(config | other, BYTE_VOCAB)["max_position_embeddings"] == reached
 
 
 # Image classifiers that must have tiny copies. recipes/SUPPORT.md states the results of the others.

@@ -305,12 +305,14 @@ def _yarn_positions(config: dict[str, Any], tiny: dict[str, Any]) -> dict[str, i
     """
     most, original = "max_position_embeddings", "original_max_position_embeddings"
     for key in ("rope_scaling", "rope_parameters"):
-        rope = config.get(key) or {}
-        if "yarn" not in (rope.get("rope_type"), rope.get("type")):
-            continue
-        factor = rope.get("factor") or 0
-        if config.get(most) == factor * (rope.get(original) or 0):
-            return {most: int(factor * tiny[key][original])}
+        published, small = config.get(key) or {}, tiny.get(key) or {}
+        # Some models have a separate scaling for each type of layer.
+        kinds = [kind for kind, own in published.items() if isinstance(own, dict)]
+        for rope, own in ((published, small), *((published[kind], small[kind]) for kind in kinds)):
+            factor = rope.get("factor") or 0
+            is_yarn = "yarn" in (rope.get("rope_type"), rope.get("type"))
+            if is_yarn and config.get(most) == factor * (rope.get(original) or 0):
+                return {most: int(factor * own[original])}
     return {}
 
 
