@@ -50,10 +50,6 @@ MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # samples in each of the BATCHES
 NORMED = 16
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
 WHY = {  # (prefix of a type, part of a layout) -> the reason, found by hand
-    ("gemma3n", "tp"): (
-        "Gemma3nTextMLP._gaussian_topk computes mean and deviation over the dimension that tp"
-        " shards"
-    ),
     ("reformer", ""): "LSHSelfAttention samples new hashes in every forward pass",
 }
 # Relative tolerance for an fp64 gradient. It is not zero because the loss and some norms are
@@ -1054,6 +1050,8 @@ def page(done: dict[str, Row]) -> str:
 
 def causal_intro(done: dict[str, Row], ran: list[str]) -> list[str]:
     """Return the page up to its counts: how cells are run, and the meaning of the marks."""
+    from recipekit.compat.transformers import TP_CORRECTIONS
+
     ahead = [name for name in done if AHEAD in done[name]["reference"].get("reason", "")]
     return [
         "# Which families train in which layout",
@@ -1062,9 +1060,10 @@ def causal_intro(done: dict[str, Row], ran: list[str]) -> list[str]:
         "",
         versions(),
         "",
-        (
+        *paragraph(
             "No family has its own code: the stages and shards come from the plans that the model"
-            " publishes."
+            " publishes. The tensor-parallel plans of these types are corrected:"
+            f" {', '.join(sorted(TP_CORRECTIONS))}."
         ),
         "",
         *paragraph(
