@@ -212,7 +212,8 @@ def _unfused_terms(
             copied,
             (REDUCE,),
         ),
-        Term(ACCELERATOR, "gradients of the master weights, fp32", 4 * sum(numels), (STEP,)),
+        # For a parameter in fp32, this is the parameter's own gradient.
+        Term(ACCELERATOR, "gradients of the master weights, fp32", 4 * many, (STEP,)),
         optimizer_temporaries(ds_config, [group.numel for group in groups]),
     ]
 
