@@ -1337,6 +1337,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--cell_seconds",
+        "--cell-seconds",
         type=float,
         default=CELL_S,
         help=f"Time limit of a cell. Set it higher on a busy machine. (default: {CELL_S:.0f})",
