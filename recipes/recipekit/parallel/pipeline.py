@@ -386,8 +386,8 @@ def _pack(hidden: torch.Tensor, output: object, stored: Stored) -> tuple[torch.T
 
     The result is (hidden states,) for a layer that returns one tensor. For a layer that returns a
     tuple, or if layers stored tensors, it is (hidden states, the other tensors, stored tensors,
-    packing). `packing` (int64) holds the tuple's length, and for each position 1 for a tensor and 0
-    for None. The bytes of a JSON list of the stored tensors' keys follow.
+    packing). `packing` (int64) starts with the tuple's length. Then it holds 1 for each position of
+    a tensor and 0 for None. The bytes of a JSON list of the stored tensors' keys come last.
     """
     hidden = hidden.contiguous()  # torch 2.13 sends only contiguous tensors (SigLIP's are not)
     values = output if isinstance(output, tuple) else ()

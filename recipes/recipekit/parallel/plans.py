@@ -188,8 +188,8 @@ def _published_pp(model: PreTrainedModel, modules: dict[str, nn.Module]) -> dict
     """Return the pipeline plan that the model publishes.
 
     The plan lists modules in the order of the forward pass. Modules before the module list are
-    "first". In Gemma 3n and some Gemma 4, every layer has a separate input that is computed from
-    the embedded tokens. Every stage then keeps the embedding.
+    "first". In Gemma 3n and some Gemma 4, every layer also reads an input that is computed from the
+    embedded tokens. Every stage then keeps the embedding.
     """
     plan: dict[str, str] = {}
     place, head = "first", model.get_output_embeddings()

@@ -292,7 +292,7 @@ class _CopyToTensorParallel(torch.autograd.Function):
         return total, None
 
 
-def _copy_to_tensor_parallel(value: Any, group: dist.ProcessGroup) -> Any:
+def _copy_to_tensor_parallel(value: object, group: dist.ProcessGroup) -> object:
     """Return an input whose gradient is summed over the group; other values stay as they are."""
     if not (torch.is_tensor(value) and value.requires_grad):
         return value
