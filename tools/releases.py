@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,7 @@ from recipekit.spec.packages import require_packages
 PAGE = ROOT / "recipes" / "VERSIONS.md"
 CELLS = ROOT / "tools" / "make" / "release_cells.py"
 CACHE = ROOT / ".cache" / "releases"
+INSTALLING = threading.Lock()
 CHOSEN = ("transformers", "torch", "peft")  # packages whose release may be chosen
 COLUMNS = ("transformers", "torch", "deepspeed", "peft")
 BEGIN = "<!-- written by python tools/releases.py -->\n"
@@ -127,7 +129,12 @@ def main(argv: list[str] | None = None) -> int:
             judged.append(found)
             if not arguments.check:
                 write_atomic(PAGE, with_row(PAGE.read_text(), found))
-    changed = [line for pair in pairs for line in run_matrices(pair)] if arguments.all else []
+    installed = [
+        pair
+        for pair, found in zip(pairs, judged, strict=True)
+        if arguments.all and not found.result.startswith("pip:")
+    ]
+    changed = [line for pair in installed for line in run_matrices(pair)]
     print("\n".join(changed), end="\n" if changed else "")
 
     wrong = [found for found in judged if found.worst]
@@ -165,7 +172,11 @@ def install(name: str, wanted: str) -> Path:
 
     Only torch comes with its dependencies, because a release for GPUs needs its own libraries.
     """
-    folder = CACHE / f"{name}-{wanted}"
+    with INSTALLING:
+        return _install(CACHE / f"{name}-{wanted}", name, wanted)
+
+
+def _install(folder: Path, name: str, wanted: str) -> Path:
     if folder.exists():
         return folder
     partial = CACHE / f"{name}-{wanted}.{os.getpid()}"

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 from job import NANO
 from pool import ROOT, environment
-from recipekit.hosts.transformers_release import OLDEST_RELEASE, pinned_release
+from recipekit.hosts.transformers_release import (
+    OLDEST_RELEASE,
+    pinned_release,
+    release_numbers,
+)
 
 KIT = [sys.executable, "-P", "-m", "recipekit"]
 START = [*KIT, "run", str(NANO), "--tiny", "--dry_run"]
@@ -44,6 +48,21 @@ def run(command: list[str], folder: Path, release: str) -> subprocess.CompletedP
 
 def lines_about(text: str) -> list[str]:
     return [line for line in text.splitlines() if "transformers" in line]
+
+
+@pytest.mark.parametrize(
+    ("release", "numbers"),
+    [
+        ("5.24.0", (5, 24, 0)),
+        ("5.24.0.dev0", (5, 24, 0)),
+        ("5.25.0.dev0+g1234", (5, 25, 0)),
+        ("5.22.3rc1", (5, 22, 3)),
+        ("5.23rc1", (5, 23)),
+        ("6.0.0rc0", (6, 0, 0)),
+    ],
+)
+def test_a_release_is_read_without_its_suffix(release: str, numbers: tuple[int, ...]) -> None:
+    assert release_numbers(release) == numbers
 
 
 @pytest.mark.parametrize("name", COMMANDS)

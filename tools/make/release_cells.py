@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -340,12 +341,17 @@ def judge_cell(plain: dict[str, Any], folder: Path, out: Path) -> Verdict:
     ratios = {}
     for name, value in expected.items():
         largest = max((value - before[name]).abs().max().item(), 1e-6)
-        ratios[name] = (exported[name] - value).abs().max().item() / largest
+        ratios[name] = number_or_inf((exported[name] - value).abs().max().item() / largest)
     tensor = max(ratios, key=lambda name: ratios[name])
     if not step and ratios[tensor] <= UPDATE:
         return Verdict(worst)
     update = f"its update differs by {ratios[tensor]:.1e}"
     return Verdict(worst, "; ".join(filter(None, [message, update])), step or STEPS, tensor)
+
+
+def number_or_inf(ratio: float) -> float:
+    """Return a ratio, or infinity if it is not a number, because `max` may skip NaN."""
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def judge_plain(plain: dict[str, Any], expected: dict[str, Any]) -> Verdict:
@@ -358,7 +364,9 @@ def judge_plain(plain: dict[str, Any], expected: dict[str, Any]) -> Verdict:
     updates = expected["updates"]
     if lost := sorted(updates.keys() ^ plain["updates"].keys()):
         return Verdict(worst, message or "its files have other tensors", step, lost[0])
-    ratios = {name: abs(plain["updates"][name] / updates[name] - 1) for name in updates}
+    ratios = {
+        name: number_or_inf(abs(plain["updates"][name] / updates[name] - 1)) for name in updates
+    }
     tensor = max(ratios, key=lambda name: ratios[name])
     if not step and ratios[tensor] <= UPDATE:
         return Verdict(worst)

@@ -29,11 +29,11 @@ def check_transformers_release() -> tuple[list[Problem], list[str]]:
     except PackageNotFoundError:
         return [], []
     pinned = pinned_release()
-    if _numbers(found) < _numbers(OLDEST_RELEASE):
+    if release_numbers(found) < release_numbers(OLDEST_RELEASE):
         rule = f"must be {OLDEST_RELEASE} or newer"
         fix = f"run: pip install transformers=={pinned}"
         return [Problem(f"transformers {found}", rule, fix)], []
-    if _numbers(found)[:2] > _numbers(pinned)[:2]:
+    if release_numbers(found)[:2] > release_numbers(pinned)[:2]:
         return [], [
             f"transformers {found} is newer than the tested releases, {OLDEST_RELEASE} to {pinned}:"
             f" not tested. recipes/VERSIONS.md has the command that tests it"
@@ -41,6 +41,7 @@ def check_transformers_release() -> tuple[list[Problem], list[str]]:
     return [], []
 
 
-def _numbers(release: str) -> tuple[int, ...]:
-    """Return the numbers of a release, as (5, 24, 0); a suffix such as .dev0 is left out."""
-    return tuple(map(int, re.findall(r"\d+(?=\.|$)", release.partition("+")[0])[:3]))
+def release_numbers(release: str) -> tuple[int, ...]:
+    """Return the numbers of a release, as (5, 24, 0), without a suffix such as rc1 or .dev0."""
+    numbers = re.match(r"\d+(\.\d+)*", release)
+    return tuple(map(int, numbers[0].split(".")[:3])) if numbers else ()

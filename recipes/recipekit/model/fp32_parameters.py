@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..compat.transformers import fp32_name_pattern
 from ..dslint.numbers import is_block_enabled
+from ..spec.optimizer_specs import GRADIENT, optimizer_spec_of
 
 BF16, FP16 = "bf16", "fp16"
 
@@ -79,6 +80,8 @@ def _why_not(request: Fp32Request) -> str:
         return "only bf16 runs keep them"
     if request.engine != "deepspeed":
         return ""
+    if optimizer_spec_of(request.ds_config).acts_on == GRADIENT:
+        return "the optimizer sends signs of one dtype"
     zero = request.ds_config.get("zero_optimization", {})
     if zero.get("stage", 0) == 3:
         return "ZeRO-3 partitions parameters of one dtype"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 
-from ..parallel.blueprint import Blueprint, Layout, Tensor, local_shape
+from ..parallel.blueprint import Blueprint, Layout, Tensor, keeps_fp32, local_shape
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def group_sizes(
     in fp32 in a bf16 model counts twice.
     """
     ep = layout.mesh.ep
-    wide = any(group.fp32 for group in blueprint.groups)
+    wide = keeps_fp32(layout)
     found: dict[tuple[int, bool], list[int]] = {}
     frozen = []
     for tensor in tensors:
