@@ -3,6 +3,7 @@
 The names in the comments are attributes and functions in zero/stage_1_and_2.py of DeepSpeed 0.19.8.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,27 @@ from .memory_request import (
 
 
 @dataclass(frozen=True)
+class ParamSize:
+    """A trained parameter on a rank: its elements, and the bytes of an element of its gradient."""
+
+    numel: int
+    width: int
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * self.width
+
+
+@dataclass(frozen=True)
 class FlatPartition:
     """A rank's part of ZeRO-1 and -2's flat tensors, with the settings that its terms need."""
 
     zero: dict[str, Any]  # the JSON's zero_optimization
     width: int  # bytes per element of a training parameter
     fp32_sums: bool  # two-byte gradients are summed in fp32
-    numels: list[int]  # elements of each trained parameter
+    params: list[ParamSize]  # the trained parameters
     parts: list[int]  # elements of the rank's part of each group
-    numels_by_rank: list[list[int]]  # rank -> elements of each parameter that overlaps its part
+    params_by_rank: list[list[ParamSize]]  # rank -> parameters that overlap its part
 
     @property
     def stage_1(self) -> bool:
@@ -55,14 +68,18 @@ class FlatPartition:
 def _flat_partition(groups: list[GroupSizes], ds_config: dict[str, Any]) -> FlatPartition:
     """Return a rank's part of these groups' flat tensors."""
     width = param_width(ds_config)
+
+    def sized(group: GroupSizes, numels: Iterable[int]) -> list[ParamSize]:
+        return [ParamSize(numel, 4 if group.fp32 else width) for numel in numels]
+
     return FlatPartition(
         zero=ds_config["zero_optimization"],
         width=width,
         fp32_sums=width == 2 and sums_in_fp32(ds_config),
-        numels=[numel for group in groups for numel in group.numels],
+        params=[param for group in groups for param in sized(group, group.numels)],
         parts=[group.padded // group.ranks for group in groups],
-        numels_by_rank=[
-            [numel for group in groups for numel in group.numels_in_partition(rank)]
+        params_by_rank=[
+            [param for group in groups for param in sized(group, group.numels_in_partition(rank))]
             for rank in range(max((group.ranks for group in groups), default=1))
         ],
     )
@@ -110,14 +127,16 @@ def _zero_1_2_buckets(partition: FlatPartition, sent: int) -> list[Term]:
         else 0
     )
 
-    exceeding = max(numel if numel > partition.bucket else 0 for numel in (0, *partition.numels))
+    exceeding = max(
+        (param.bytes for param in partition.params if param.numel > partition.bucket), default=0
+    )
     # With fp32 sums, such gradients are kept until backward has ended (copy_grads_in_partition).
     if partition.fp32_sums and not partition.stage_1:
         exceeding = max(
             exceeding,
             *(
-                sum(numel for numel in touched if numel > partition.bucket)
-                for touched in partition.numels_by_rank
+                sum(param.bytes for param in touched if param.numel > partition.bucket)
+                for touched in partition.params_by_rank
             ),
         )
 
@@ -129,14 +148,12 @@ def _zero_1_2_buckets(partition: FlatPartition, sent: int) -> list[Term]:
         Term(
             ACCELERATOR,
             "copies while a bucket is summed",
-            (sent + 4) * min(partition.bucket, sum(partition.numels)),
+            (sent + 4) * min(partition.bucket, sum(param.numel for param in partition.params)),
             (BACKWARD, REDUCE),
             bound=True,
         ),
         # extra_large_param_to_reduce
-        Term(
-            ACCELERATOR, "gradients that exceed a bucket", partition.width * exceeding, (BACKWARD,)
-        ),
+        Term(ACCELERATOR, "gradients that exceed a bucket", exceeding, (BACKWARD,)),
     ]
 
 
@@ -146,7 +163,7 @@ def _zero_1_2_sums(partition: FlatPartition, request: MemoryRequest) -> list[Ter
     gradients = Term(
         ACCELERATOR,
         f"gradients, {dtype}",
-        partition.width * sum(partition.numels),
+        sum(param.bytes for param in partition.params),
         (LOSS, BACKWARD, REDUCE) if several else (REDUCE,),
     )
     terms = [gradients] if partition.stage_1 else []
@@ -161,7 +178,7 @@ def _zero_1_2_sums(partition: FlatPartition, request: MemoryRequest) -> list[Ter
         return [*terms, sums]
 
     kept, what = (
-        [partition.width * numel for numel in max(partition.numels_by_rank, key=sum)],
+        max(([param.bytes for param in touched] for touched in partition.params_by_rank), key=sum),
         "sums of gradients",
     )
     if partition.offloaded:
@@ -180,7 +197,8 @@ def _zero_1_2_sums(partition: FlatPartition, request: MemoryRequest) -> list[Ter
 
 def _zero_1_2_offloaded(partition: FlatPartition, request: MemoryRequest) -> list[Term]:
     """Count the host's copies of a rank's part, and the buffers that move one gradient there."""
-    dtype, largest = dtype_name(partition.width), partition.width * max(partition.numels, default=0)
+    dtype = dtype_name(partition.width)
+    largest = max((param.bytes for param in partition.params), default=0)
     masters, back = (
         [4 * part for part in partition.parts],
         [partition.width * part for part in partition.parts],
