@@ -45,7 +45,7 @@ CANDIDATES = (
         (["cp", ""], {*recipes(), *strategies(), "my run.py", "own.json", "recipekit.bash"}),
         (["lint", "o"], {"own.json"}),
         (["lint", "own.json", "--f"], {"--fix", "--filled-by"}),
-        (["lint", "own.json", "--recipe", "smol"], {"smollm2_135m_zero1"}),
+        (["lint", "own.json", "--recipe", "smol"], {"smollm2_135m_zero1", "smollm3_3b_zero2"}),
         (["run", "my"], {"my run.py"}),
         (["run", "my run.py", "--ti"], {"--tiny"}),
         (["run", "my run.py", "--learning"], {""}),

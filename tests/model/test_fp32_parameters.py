@@ -272,6 +272,10 @@ ALL_IN_BF16 = Fp32Request("deepspeed", "bf16", 1, False, json_of(1, 1))
     [
         ({"ds_config": json_of(3, 1)}, "bf16 here, because ZeRO-3 partitions"),
         ({"ds_config": json_of(2, 1, "cpu")}, "bf16 here, because an offloaded optimizer"),
+        (
+            {"ds_config": json_of(0, 1) | {"optimizer": {"type": "OneBitAdam", "params": {}}}},
+            "bf16 here, because the optimizer sends signs",
+        ),
         ({"precision": "fp16"}, "fp16 here, because only bf16 runs"),
         ({"ep": 2}, "bf16 here, because expert parallelism"),
         ({"adapted": True}, "bf16 here, because an adapter"),
@@ -306,6 +310,19 @@ def test_a_dry_run_prints_the_line(tmp_path, capsys, stage):
     print_dry_run(resolve_run(command))
     lines = [line for line in capsys.readouterr().out.splitlines() if "keeps in fp32" in line]
     assert len(lines) == (stage == 3)
+
+
+@pytest.mark.parametrize("pp", [1, 4])
+def test_no_stage_of_a_pipeline_lacks_a_group_in_fp32(tmp_path, capsys, pp):
+    """ERNIE's first layer has no router, so the first of four stages lacks these parameters."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of("ernie4_5_moe")))
+    config = strategy("zero1", bf16=True)
+    recipe = Recipe(model=str(tmp_path), ds_config=config, init="random", pp=pp)
+    command = parse(recipe, Path("fp32.py"), ["--dry_run", "--world", "4", "--tiny"])
+    print_dry_run(resolve_run(command))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "keeps in fp32" in line]
+    assert len(lines) == (pp == 4)
+    assert all("because pipeline stage 0 has no such parameter" in line for line in lines)
 
 
 def test_groups_in_fp32_are_last():

@@ -54,12 +54,16 @@ def choose_fp32_parameters(model: PreTrainedModel, request: Fp32Request) -> Fp32
     if not names:
         return NO_FP32_PARAMETERS
     if reason := _why_not(request):
-        note = (
-            f"{len(names)} parameters that transformers keeps in fp32 are {request.precision} here,"
-            f" because {reason}"
-        )
-        return Fp32Parameters(note=note)
+        return fp32_not_kept(len(names), request.precision, reason)
     return Fp32Parameters(names, grouped=request.engine == "deepspeed")
+
+
+def fp32_not_kept(count: int, precision: str, reason: str) -> Fp32Parameters:
+    """Return the choice to train `count` such parameters in `precision`, with its reason."""
+    return Fp32Parameters(
+        note=f"{count} parameters that transformers keeps in fp32 are {precision} here, because"
+        f" {reason}"
+    )
 
 
 def fp32_names(model: PreTrainedModel) -> frozenset[str]:

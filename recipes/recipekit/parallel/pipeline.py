@@ -31,7 +31,7 @@ from ..spec.mesh import Mesh
 from ..spec.task_specs import TaskSpec
 from .blueprint import Blueprint, on_stage, stage_bounds, stages_of_rank
 from .groups import ProcessGroups
-from .param_groups import DEFAULT_GROUPS
+from .param_groups import DEFAULT_GROUPS, ParamGroup
 from .plans import embedding_and_head, has_tied_head
 
 
@@ -156,6 +156,25 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
     group at a time (stage_1_and_2.py, scaled_global_norm). If a stage lacked one of the groups, it
     would wait for the other stages forever.
     """
+    if missing := missing_groups(blueprint, bounds):
+        stage, group = missing[0]
+        rule = (
+            f"leaves stage {stage} without the optimizer group {group.name!r}, and DeepSpeed adds"
+            " up norms group by group over the stages"
+        )
+        raise config_error(
+            f"{len(bounds) - 1} pipeline stages",
+            rule,
+            "use --pp 1, or lr_scale and matrices with names that every stage has, without"
+            " layer_decay",
+        )
+
+
+def missing_groups(blueprint: Blueprint, bounds: tuple[int, ...]) -> list[tuple[int, ParamGroup]]:
+    """Return (stage, an optimizer group that it lacks and another stage has), in order.
+
+    If there are only the first two groups, none is missing.
+    """
     own = [
         {
             tensor.group
@@ -164,23 +183,14 @@ def check_stages(blueprint: Blueprint, bounds: tuple[int, ...]) -> None:
         }
         for stage in range(len(bounds) - 1)
     ]
-    if len(blueprint.groups) > len(DEFAULT_GROUPS) and any(groups != own[0] for groups in own):
-        every = set[int]().union(*own)
-        lacking = [
-            (stage, blueprint.groups[number].name)
-            for stage, groups in enumerate(own)
-            for number in sorted(every - groups)
-        ]
-        rule = (
-            f"leaves stage {lacking[0][0]} without the optimizer group {lacking[0][1]!r}, and"
-            " DeepSpeed adds up norms group by group over the stages"
-        )
-        raise config_error(
-            f"{len(own)} pipeline stages",
-            rule,
-            "use --pp 1, or lr_scale and matrices with names that every stage has, without"
-            " layer_decay",
-        )
+    if len(blueprint.groups) <= len(DEFAULT_GROUPS):
+        return []
+    every = set[int]().union(*own)
+    return [
+        (stage, blueprint.groups[number])
+        for stage, groups in enumerate(own)
+        for number in sorted(every - groups)
+    ]
 
 
 class RemovedLayer(nn.Module):

@@ -17,7 +17,12 @@ from ..model.describe import draft_blueprint
 from ..model.device import Activations
 from ..model.empty import empty_model
 from ..model.flops import Flops, model_flops
-from ..model.fp32_parameters import Fp32Parameters, Fp32Request, choose_fp32_parameters
+from ..model.fp32_parameters import (
+    Fp32Parameters,
+    Fp32Request,
+    choose_fp32_parameters,
+    fp32_not_kept,
+)
 from ..model.loss_path import LossPath, ModelRef, choose_loss_path
 from ..model.model_plan import LAYERS, PARTS, UNCOMPILED, CompileChoice, ModelPlan
 from ..model.probes import partial_gradient_names
@@ -72,8 +77,7 @@ def resolve_model(
     )
     plans = _plans(plan, whole)
     refuse_degrees(plan, whole, plans)
-    fp32 = _fp32_parameters(plan, whole)
-    drafted = draft_blueprint(whole, plans, fp32)
+    fp32, drafted = _draft(plan, whole, plans)
     split = _split(plan, whole, plans, drafted)
     base, model, blueprint = _trained_model(plan, whole, plans, drafted)
     check_group_names(blueprint.trained, plans, recipe.matrices)
@@ -169,6 +173,24 @@ def _summed(plan: RunPlan, model_config: dict[str, Any], plans: Plans) -> frozen
         return frozenset()
     recipe = plan.recipe
     return partial_gradient_names(model_config, recipe.task_spec, plans, recipe.model)
+
+
+def _draft(plan: RunPlan, whole: PreTrainedModel, plans: Plans) -> tuple[Fp32Parameters, Blueprint]:
+    """Return the parameters that stay in fp32, and the blueprint without an adapter.
+
+    DeepSpeed needs the same optimizer groups on all stages of a pipeline. If a stage would lack one
+    with fp32 parameters, none stay in fp32.
+    """
+    fp32 = _fp32_parameters(plan, whole)
+    drafted = draft_blueprint(whole, plans, fp32)
+    stages = num_stages(plan.mesh, plan.recipe.pipeline_schedule)
+    if fp32.grouped and 1 < stages <= drafted.num_layers:
+        missing = pipeline.missing_groups(drafted, stage_bounds(drafted, stages))
+        if lacking := [stage for stage, group in missing if group.fp32]:
+            reason = f"pipeline stage {lacking[0]} has no such parameter of an optimizer group"
+            fp32 = fp32_not_kept(len(fp32.names), plan.precision, reason)
+            drafted = draft_blueprint(whole, plans, fp32)
+    return fp32, drafted
 
 
 def _fp32_parameters(plan: RunPlan, whole: PreTrainedModel) -> Fp32Parameters:
