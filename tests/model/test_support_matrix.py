@@ -241,3 +241,30 @@ def test_the_page_of_masked_language_models_says_what_was_run():
         and "| fnet |" not in text
         and "- zero3: 1 of all 2" in text
     )
+
+
+def test_a_bf16_run_is_as_close_to_fp32_as_the_model_of_transformers():
+    """The rows are those of tools/make/bf16_distance.py, for every type that it can measure."""
+    rows = re.findall(
+        r"^\| ([a-z0-9_]+) \| \d+ \| ([\d.]+) \| ([\d.]+) \|$",
+        SUPPORT.partition(support_matrix.BF16_SECTION)[2],
+        re.MULTILINE,
+    )
+    assert {name for name, *_ in rows} >= {
+        "bailing_hybrid",
+        "beam",
+        "deepseek_v4",
+        "ernie4_5_moe",
+        "flint",
+        "hy_v4",
+    }
+    assert all(max(float(first), float(last)) <= 1.1 for _, first, last in rows)
+
+
+def test_the_page_keeps_the_section_of_another_tool(tmp_path):
+    page = tmp_path / "SUPPORT.md"
+    page.write_text(f"# Page\n\n{support_matrix.BF16_SECTION}\n\n| row |\n")
+    kept = support_matrix.bf16_section(page)
+    assert kept == f"\n{support_matrix.BF16_SECTION}\n\n| row |\n"
+    page.write_text("# Page\n")
+    assert support_matrix.bf16_section(page) == ""

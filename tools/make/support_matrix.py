@@ -59,6 +59,8 @@ ROUNDED = 1e-6
 ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}
 # words of the config error for a model that is not causal
 AHEAD = "reads the tokens that it should predict"
+# the heading of the section that bf16_distance.py writes at the end of SUPPORT.md
+BF16_SECTION = "## bf16, where transformers keeps parameters in fp32"
 CELL_S = 60.0  # time limit of a cell in seconds
 CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
@@ -1394,8 +1396,15 @@ def write_pages(done: dict[str, dict[str, Row]]) -> None:
     }
     for task, (name, write) in pages.items():
         if task in done:
-            (ROOT / "recipes" / name).write_text(write(done[task]))
+            path = ROOT / "recipes" / name
+            path.write_text(write(done[task]) + bf16_section(path))
             print(f"wrote recipes/{name}")
+
+
+def bf16_section(path: Path) -> str:
+    """Return the section of a page that tools/make/bf16_distance.py wrote, or ""."""
+    _, title, rows = path.read_text().partition(BF16_SECTION)
+    return f"\n{title}{rows}" if title else ""
 
 
 def all_ok(done: dict[str, dict[str, Row]]) -> bool:
