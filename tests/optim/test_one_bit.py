@@ -223,11 +223,18 @@ CASES = [
 ]
 
 
+SIGN_STEPS = 12  # sign steps that agree within 1e-6, even if a later sign depends on rounding
+
+
 @each(CASES)
 def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: Layout) -> None:
-    """The losses of all steps and all weights agree within 1e-6.
+    """The losses of all steps and all weights agree within 1e-6, unless rounding changes a sign.
 
-    Two thirds of the steps send signs. The test also checks how many bytes these steps send.
+    Two thirds of the steps send signs. The sign of a number near zero may depend on rounding. Such
+    a sign changes a weight by a whole step, and later signs follow. The first sign steps must
+    therefore agree within 1e-6, and the rest within 1e-3. On one kind of CPU, 14 sign steps had
+    equal losses, and the last of 26 more had drifted to 5e-5, the weights to 6e-4 of their norm.
+    The test also checks how many bytes these steps send.
     """
     recipe = recipe_of(case.model, case.world, loss="whole", **case.both)
     freeze_step = recipe.steps // 3
@@ -259,17 +266,23 @@ def test_ranks_are_the_workers_of_the_paper(pools: Any, tmp_path: Path, case: La
         f" {max(expected.at_freeze.values()):.1e}"
     )
     assert max(expected.at_freeze.values()) < 1e-5
-    assert [line["loss"] for line in lines] == pytest.approx(expected.losses, rel=1e-6)
-    assert [line["grad_norm"] for line in lines] == pytest.approx(expected.norms, rel=1e-5)
+    losses, norms = ([line[key] for line in lines] for key in ("loss", "grad_norm"))
+    strict = recipe.steps if apart < 1e-6 else freeze_step + SIGN_STEPS
+    assert losses[:strict] == pytest.approx(expected.losses[:strict], rel=1e-6)
+    assert norms[:strict] == pytest.approx(expected.norms[:strict], rel=1e-5)
+    assert losses == pytest.approx(expected.losses, rel=1e-3)
     assert expected.losses[-1] < expected.losses[freeze_step] - recipe.steps / 300, (
         "nothing is learned by signs"
     )
     found = exported(tmp_path / "run")
     assert found.keys() == expected.weights.keys()
-    assert (
-        max(float((found[name] - value).abs().max()) for name, value in expected.weights.items())
-        < 1e-6
-    )
+    wanted = expected.weights.items()
+    if apart < 1e-6:
+        assert max(float((found[name] - value).abs().max()) for name, value in wanted) < 1e-6
+    else:
+        away = sum(float((found[name] - value).double().square().sum()) for name, value in wanted)
+        norm = sum(float(value.double().square().sum()) for _, value in wanted)
+        assert (away / norm) ** 0.5 < 5e-3
     dense = 2 * (case.world - 1) / case.world * 4 * sum(value.numel() for value in found.values())
     for _, sent in results:
         print(
