@@ -5,8 +5,8 @@
     # only these: print their rows, write no page
     python tools/make/bf16_distance.py --types flint hy_v4
 
-A tiny model of each type trains 3 steps in three ways: in plain fp32, as transformers' own bf16
-model, which keeps some parameters in fp32, and in a ZeRO-1 run in bf16 on two ranks. The distance
+A tiny model of each type trains 3 steps in plain fp32, and in a ZeRO-1 run in bf16 on two ranks. It
+also trains as the bf16 model of transformers, which keeps some parameters in fp32. The distance
 of a bf16 model is the root mean square of its logits minus the logits of the fp32 model, on the
 same tokens. The table contains the distance of the run divided by the distance of transformers'
 model, before the first step and after the last one.
