@@ -239,7 +239,7 @@ def test_the_page_of_masked_language_models_says_what_was_run():
 
 
 def test_a_bf16_run_is_as_close_to_fp32_as_the_model_of_transformers():
-    """The rows are those of tools/make/bf16_distance.py, for every type that it can measure."""
+    """tools/make/bf16_distance.py measures every type with parameters in fp32."""
     rows = re.findall(
         r"^\| ([a-z0-9_]+) \| \d+ \| ([\d.]+) \| ([\d.]+) \|$",
         SUPPORT.partition(support_matrix.BF16_SECTION)[2],
