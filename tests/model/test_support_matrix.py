@@ -5,6 +5,7 @@ recipes/SUPPORT.md must agree with a rerun.
 
 import re
 import sys
+from importlib.metadata import version
 
 import pytest
 from pool import ROOT, environment
@@ -14,9 +15,9 @@ sys.path.insert(0, str(ROOT / "tools" / "make"))
 import support_matrix
 
 SUPPORT = (ROOT / "recipes" / "SUPPORT.md").read_text().partition("\n## Image classifiers\n")[0]
-# A mixture of experts with attention sinks that trains in every layout, and a model that shares
-# keys between stages.
-SAMPLE = ["gpt_oss", "gemma3n_text"]
+# A mixture of experts with attention sinks that trains in every layout, and a model whose rounding
+# differences exceed the tolerance under tp.
+SAMPLE = ["gpt_oss", "gemma4_text"]
 
 
 def written() -> dict[str, dict[str, str]]:
@@ -42,10 +43,8 @@ def test_a_sample_of_the_written_marks_is_what_a_rerun_gives(ops, tmp_path):
     assert marks == {
         name: {layout: written()[name][layout] for layout in ("tp2", "pp2")} for name in SAMPLE
     }
-    assert marks == {"gpt_oss": {"tp2": "✓", "pp2": "✓"}, "gemma3n_text": {"tp2": "✗", "pp2": "✗"}}
-    assert "modeling_gemma3n" in done["gemma3n_text"]["pp2"]["reason"], (
-        "the module that fails is named"
-    )
+    assert marks == {"gpt_oss": {"tp2": "✓", "pp2": "✓"}, "gemma4_text": {"tp2": "✗", "pp2": "✓"}}
+    assert "in fp64 all gradients of a step agree" in done["gemma4_text"]["tp2"]["reason"]
     again = support_matrix.run_matrix(
         SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=pytest.fail
     )
@@ -56,9 +55,15 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
     rows = written()
     types = support_matrix.model_types()
     planned = [name for name in types if support_matrix.publishes_pipeline_plan(name)]
-    assert len(planned) == 88 and set(planned) <= rows.keys()
+    assert len(planned) >= 88 and set(planned) <= rows.keys()
     without_model = set(re.findall(r"^- ([a-z0-9_-]+), reference: ", SUPPORT, re.MULTILINE))
-    assert rows.keys() | without_model == set(types) and not rows.keys() & without_model
+    assert not rows.keys() & without_model
+    known = rows.keys() | without_model
+    page_of = re.search(r"transformers ([\d.]+),", SUPPORT)
+    assert page_of is not None
+    if version("transformers") == page_of[1]:
+        assert known == set(types)
+    assert known >= set(types), "an older release has fewer types"
     assert not rows.keys() & (BIDIRECTIONAL_FAMILIES.keys() - {"reformer"}), (
         "they read ahead; Reformer's default config here is that of a decoder"
     )
@@ -68,7 +73,7 @@ def test_every_type_has_a_row_and_enough_of_them_pass():
         "qwen3_moe",
         "deepseek_v3",
     }
-    assert sum(rows[name]["pp2"] == "✓" for name in planned) >= 84
+    assert sum(rows[name]["pp2"] == "✓" for name in planned) >= len(planned) - 2
     assert sum(rows[name]["pp2 x tp2"] == "✓" for name in planned) >= 78
 
 
