@@ -3,6 +3,7 @@
 A slow test runs every row with tiny shapes on a CPU.
 """
 
+import json
 import math
 import os
 import re
@@ -170,37 +171,73 @@ def test_the_last_line_of_a_log_tells_why(tmp_path: Path):
     assert "empty" in bench_gpu.last_line(log)
 
 
-@pytest.mark.parametrize(
-    "on", [(), *((name,) for name in bench_gpu.MEASURES), tuple(bench_gpu.MEASURES)], ids="_".join
-)
-def test_a_measure_is_on_by_itself(on: tuple[str, ...], tmp_path: Path):
+@pytest.mark.parametrize("left_out", ["", *bench_gpu.MEASURES])
+def test_a_run_without_a_measure_differs_in_it_only(left_out: str, tmp_path: Path):
     """The row's command resolves as with `--dry_run`, and no other setting differs."""
     recipe = runpy.run_path(str(ROOT / bench_gpu.QWEN), run_name="a test")["RECIPE"]
-    plan = resolve_run(
-        parse(
-            recipe,
-            ROOT / bench_gpu.QWEN,
-            ["--tiny", "--dry_run", *bench_gpu.measure_flags(tmp_path, on)],
-        )
-    )
-    assert plan.recipe.attention == ("varlen" if "attention" in on else "sdpa")
-    assert plan.recipe.loss == ("chunked" if "loss" in on else "whole")
-    assert plan.recipe.compile == ("on" if "compile" in on else "off")
-    assert plan.ds_config["timers"]["throughput"]["enabled"] == ("timer" not in on)
-    assert plan.ds_config["optimizer"]["params"]["fused"] == ("fused" in on)
-    assert plan.ds_config["zero_optimization"]["overlap_comm"] == ("overlap" in on)
+    words = ["--tiny", "--dry_run", *bench_gpu.best_flags(tmp_path, left_out)]
+    plan = resolve_run(parse(recipe, ROOT / bench_gpu.QWEN, words))
+    assert plan.recipe.attention == ("sdpa" if left_out == "attention" else "varlen")
+    assert plan.recipe.loss == ("whole" if left_out == "loss" else "chunked")
+    assert plan.recipe.compile == ("off" if left_out == "compile" else "on")
+    assert plan.ds_config["timers"]["throughput"]["enabled"] == (left_out == "timer")
+    assert plan.ds_config["optimizer"]["params"]["fused"] == (left_out != "fused")
+    zero = plan.ds_config["zero_optimization"]
+    assert zero["stage"] == (2 if left_out in ("zero1", "overlap") else 1)
+    written = json.loads(Path(words[words.index("--deepspeed_config") + 1]).read_text())
+    on = {"zero1": False, "overlap": True}.get(left_out)
+    assert written["zero_optimization"].get("overlap_comm") is on
+    wrapper = bench_gpu.MEASURES[left_out].wrapper if left_out else ()
+    assert wrapper == (("--without", left_out) if left_out in ("blocks", "sum") else ())
 
 
-def test_every_measure_has_a_row_beside_none_and_all():
+def test_every_measure_has_a_row_beside_the_fastest_run():
     rows = [row for row in bench_gpu.ROWS if row.part == "E"]
-    assert [row.measure.keywords["on"] for row in rows] == [
-        (),
-        *((name,) for name in bench_gpu.MEASURES),
-        tuple(bench_gpu.MEASURES),
-    ]  # type: ignore[attr-defined]
-    assert all(
-        row.needs == ((bench_gpu.NONE_ON,) if row.measure.keywords["on"] else ()) for row in rows
-    )  # type: ignore[attr-defined]
+    assert [row.name for row in rows] == ["best", *(f"no_{name}" for name in bench_gpu.MEASURES)]
+    assert [row.needs for row in rows] == [(), *[("best",)] * len(bench_gpu.MEASURES)]
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "recipe", "words"),
+    [
+        ({}, 1, "recipes/x.py", ["recipes/x.py"]),
+        ({"two_ranks": "NCCL"}, 2, "recipes/x.py", ["recipes/x.py"]),
+        ({"two_ranks": "gloo"}, 2, "x.py", ["tools/bench/gpu_run.py", "--gloo", "x.py"]),
+        ({}, 1, ("--without", "sum", "x"), ["tools/bench/gpu_run.py", "--without", "sum", "x"]),
+    ],
+)
+def test_ranks_of_one_gpu_use_nccl_if_it_can_share_the_gpu(
+    key: dict[str, str],
+    ranks: int,
+    recipe: str | tuple[str, ...],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    started: list[list[str]] = []
+    monkeypatch.setattr(
+        bench_gpu.Bench, "run", lambda self, name, argv, *more, **named: started.append(argv)
+    )
+    made = bench_gpu.Bench(tmp_path, True, key, {})
+    made.train(bench_gpu.BY_NAME["two_zero1"], recipe, [], ranks)
+    assert [word.removeprefix(f"{ROOT}/") for word in started[0][: len(words)]] == words
+
+
+def test_rows_of_two_ranks_have_every_layout():
+    two = {name: row for name, row in bench_gpu.BY_NAME.items() if name.startswith("two_")}
+    layouts = "tp2 zero1 zero2 zero3 sp2 zero3_sp2 pp2 ddp fsdp2 ep2 onebit"
+    assert {f"two_{layout}" for layout in layouts.split()} <= set(two)
+    for row in two.values():
+        layout = row.measure.keywords["layout"]  # type: ignore[attr-defined]
+        assert layout.ranks == 2 and row.needs == (layout.reference,)
+
+
+def test_a_pipeline_on_a_gpu_needs_nccl(tmp_path: Path):
+    """Gloo cannot send tensors of a GPU."""
+    key = KEY | {"cuda": "13.0", "two_ranks": "gloo"}
+    made = bench_gpu.Bench(tmp_path, False, key, {"cpu": record("cpu")})
+    found = bench_gpu.run_row(made, bench_gpu.BY_NAME["two_pp2"])
+    assert found["status"] == "broke" and "gloo cannot send" in found["measured"]
 
 
 # Stored rows
@@ -318,6 +355,39 @@ def test_the_page_tells_every_row():
     assert "Tiny shapes" in bench_gpu.page({"cpu": record("cpu", key=KEY | {"tiny": True})})
 
 
+def test_the_page_has_the_table_of_a_profile():
+    table = [["kind", "ms", "of the step", "longest kernel"], ["idle", "3.0", "1.0%", "no kernel"]]
+    text = bench_gpu.page({"profile_1b": record("profile_1b", figures={"table": table})})
+    assert (
+        "- profile_1b: what profile_1b | found\n\n"
+        "| kind | ms | of the step | longest kernel |\n|---|---|---|---|\n"
+        "| idle | 3.0 | 1.0% | no kernel |\n"
+    ) in text
+
+
+def test_the_order_of_a_gpu_run_has_the_pins_and_the_rows_of_today():
+    text = (ROOT / "tools" / "bench" / "gpu_run.md").read_text()
+    wheels = dict(re.findall(r"([\w-]+)==([\d.]+)", text))
+    pins = dict(re.findall(r"([\w-]+)==([\d.]+)", (ROOT / "requirements.txt").read_text()))
+    shared = wheels.keys() & pins.keys()
+    assert {name: wheels[name] for name in shared} == {name: pins[name] for name in shared}
+    assert "transformers" in shared and f"deepspeed-{pins['deepspeed']}.dist-info" in text
+    joined = text.replace("\\\n", "")
+    commands = re.findall(r"^ +python tools/bench/bench_gpu.py (.+)$", joined, re.MULTILINE)
+    for command in commands:
+        arguments = bench_gpu.arguments_of(command.split())
+        assert arguments.no_run or arguments.rows
+    seconds = [int(number) for number in re.findall(r"^ +# (\d+): ", text, re.MULTILINE)]
+    assert len(seconds) == len(commands) == 6 and sum(seconds) + 60 <= 900
+
+
+def test_the_written_page_has_the_rows_of_this_tool():
+    text = (ROOT / "tools" / "bench" / "bench_gpu.md").read_text()
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()}
+    assert set(bench_gpu.BY_NAME) <= rows
+    assert bench_gpu.WORDS in text
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
@@ -327,7 +397,7 @@ def test_the_page_tells_every_row():
             ["--minutes 0: must be", "its folder does not exist"],
         ),
         (["--rows", "cpu", "zero9"], 2, ["zero9"]),
-        (["--parts", "F"], 2, ["'F'"]),
+        (["--parts", "G"], 2, ["'G'"]),
         (["--rows", "1b"], 1, ["torch sees no GPU here. Use --tiny"]),
     ],
 )

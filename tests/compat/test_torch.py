@@ -11,8 +11,13 @@ import torch._dynamo.config as dynamo
 import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 import torch.distributed as dist
+import torch_2_11
 from recipekit.compat import torch as compat
+from recipekit.engine import torch_engine
+from recipekit.kernels import varlen
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -147,3 +152,32 @@ def test_an_exact_allocator_is_found_in_the_headers_of_torch(
     assert not compat.pins_exactly()
     header.write_text("static size_t pinned_max_round_threshold() {")
     assert compat.pins_exactly()
+
+
+def test_our_calls_fit_the_signatures_of_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pinned torch is asked by name; torch 2.11 gets no argument that it does not have."""
+    assert compat.takes_argument(varlen_attn, "enable_gqa")
+    assert compat.keep_own_buffers(DistributedDataParallel) == {"forward_sync_buffers": False}
+    assert not compat.takes_argument(torch_2_11.varlen_attn, "enable_gqa")
+    assert compat.takes_argument(lambda **named: named, "enable_gqa")
+
+    monkeypatch.setattr(varlen, "varlen_attn", torch_2_11.varlen_attn)
+    monkeypatch.setattr(varlen, "NAMES_GQA", False)
+    query, key = (SimpleNamespace(is_cuda=True, shape=(8, heads, 16)) for heads in (4, 2))
+    bounds, rule = torch.tensor([0, 8]), varlen.Scoring(0.25)
+    found: Any = varlen.varlen(query, key, key, bounds, 8, rule)  # type: ignore[arg-type]
+    assert found[1] == {"scale": 0.25, "window_size": (-1, 0)}
+
+    monkeypatch.setattr(torch_engine, "DistributedDataParallel", torch_2_11.DistributedDataParallel)
+    groups: Any = SimpleNamespace(dp_group=None)
+    wrapped: Any = torch_engine._wrap_ddp(nn.Linear(2, 2), groups, torch.device("cpu"))
+    assert wrapped.broadcast_buffers is False and wrapped.find_unused_parameters is True
+
+
+def test_fsdp2_of_torch_2_11_cannot_reduce_unused_parameters() -> None:
+    asked: list[bool] = []
+    newer: Any = SimpleNamespace(set_reduce_scatter_unused_params=asked.append)
+    assert compat.reduce_unused_parameters(newer) and asked == [True]
+    older: Any = SimpleNamespace()
+    assert not compat.reduce_unused_parameters(older)
+    assert hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "the pinned torch has it"

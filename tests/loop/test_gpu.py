@@ -3,9 +3,11 @@
 Machines without a GPU do not run any of these tests.
 
 A case runs in separate processes, which see the GPUs that pytest was started with. All other tests
-hide the GPUs. Two ranks share one GPU over gloo, because NCCL before 2.30 rejects a shared GPU.
-Over NCCL each rank has its own GPU (`multi_gpu`). Gloo cannot send GPU tensors from rank to rank,
-as a pipeline does. With gloo, torch 2.11 crashes if a DTensor on a GPU is gathered.
+hide the GPUs. Two ranks share one GPU over NCCL if its version is 2.30 or newer and
+NCCL_MULTI_RANK_GPU_ENABLE=1 is set. The cases of two GPUs (`multi_gpu`) then run on one GPU. With
+another NCCL, two ranks share a GPU over gloo, and the cases of two GPUs need two. Gloo cannot send
+GPU tensors from rank to rank, as a pipeline does. With gloo, torch 2.11 crashes if a DTensor on a
+GPU is gathered.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +61,57 @@ def environment_of_gpus() -> dict[str, str]:
     } | json.loads(os.environ[BEGAN_WITH])
 
 
-@pytest.fixture(scope="session", autouse=True)
-def gpus() -> int:
-    """Return the number of GPUs that torch sees; skip the tests if it is 0."""
-    count = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+@cache
+def found_gpus() -> tuple[int, bool]:
+    """Return the number of GPUs that torch sees, and if several ranks can use NCCL on one GPU."""
+    ask = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tools' / 'bench')!r})\n"
+        "import torch, gpu_run\n"
+        "print(torch.cuda.device_count() if torch.cuda.is_available() else 0,"
+        " int(gpu_run.shares_gpu(gpu_run.loaded_nccl())))"
+    )
     told = subprocess.run(
-        [sys.executable, "-c", count],
+        [sys.executable, "-c", ask],
         env=environment_of_gpus(),
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    if int(told) == 0:
+    count, shared = map(int, told.split())
+    return count, bool(shared)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gpus() -> int:
+    """Return the number of GPUs that torch sees; skip the tests if it is 0."""
+    count, _ = found_gpus()
+    if count == 0:
         pytest.skip("needs a GPU that torch sees")
-    return int(told)
+    return count
+
+
+@pytest.fixture(scope="session")
+def two_gpus(gpus: int) -> None:
+    """Skip a test if two ranks cannot communicate over NCCL."""
+    if gpus < 2 and not found_gpus()[1]:
+        pytest.skip("needs two GPUs, or NCCL 2.30 and NCCL_MULTI_RANK_GPU_ENABLE=1")
 
 
 def run(
     case: Callable[..., Any],
     world: int = 1,
     gloo: bool = False,
+    one_gpu: bool = False,
     timeout: float = 300,
     **arguments: Any,
 ) -> list[Any]:
     """Run `case(**arguments)` on each rank and return the results.
 
-    With `gloo` all ranks use the first GPU. If a rank fails, the output of all ranks is shown.
+    With `gloo` the ranks communicate over gloo instead of NCCL. With `one_gpu`, or if there are
+    fewer GPUs than ranks, all ranks use the first GPU. If a rank fails, the output of all ranks is
+    shown.
     """
+    one_gpu = one_gpu or found_gpus()[0] < world
     folder = (
         Path(arguments.get("out") or arguments.get("folder") or "/tmp")
         / f"ranks_{time.monotonic_ns()}"
@@ -95,7 +121,7 @@ def run(
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = []
     for rank in range(world):
-        own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if gloo else str(rank)}
+        own = shared | {"RANK": str(rank), "LOCAL_RANK": "0" if one_gpu else str(rank)}
         with (folder / f"log{rank}").open("wb") as log:
             command = [
                 sys.executable,
@@ -147,7 +173,9 @@ def rank(folder: str) -> None:
         torch.distributed.destroy_process_group()
 
 
-two_ranks_on_one_gpu = partial(run, world=2, gloo=True)
+def two_ranks_on_one_gpu(case: Callable[..., Any], **arguments: Any) -> list[Any]:
+    """Run `case` on two ranks of one GPU, over NCCL if this NCCL can share a GPU, else gloo."""
+    return run(case, world=2, gloo=not found_gpus()[1], one_gpu=True, **arguments)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in (*QUICK, *SLOW) if "pp2" not in layout])
@@ -176,23 +204,24 @@ def test_fp16_which_a_cpu_refuses_trains(tmp_path: Path, file: str) -> None:
 
 def test_a_cut_weight_that_is_not_its_files_is_found(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
-    for told in run(joined, world=2, gloo=True, folder=str(tmp_path)):
+    for told in two_ranks_on_one_gpu(joined, folder=str(tmp_path)):
         assert "differs from the model's files" in told
 
 
 def joined(folder: str) -> str:
     torch.cuda.set_device(0)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl")
     return wrong_weight(folder, "cuda")
 
 
 def test_drawn_weights_are_those_of_the_cpu() -> None:
-    assert run(drawn_on_cuda, world=2, gloo=True, tp=1) == [[], []]
+    assert two_ranks_on_one_gpu(drawn_on_cuda, tp=1) == [[], []]
 
 
 @pytest.mark.multi_gpu
-def test_drawn_weights_of_two_gpus_are_those_of_the_cpu(gpus: int) -> None:
-    if gpus < 2:
-        pytest.skip("needs two GPUs")
+@pytest.mark.usefixtures("two_gpus")
+def test_drawn_weights_of_two_gpus_are_those_of_the_cpu() -> None:
     assert run(drawn_on_cuda, world=2, tp=2) == [[], []]
 
 
@@ -219,10 +248,9 @@ def test_a_checkpoint_copies_what_lies_on_the_device() -> None:
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("layout", [*QUICK, *SLOW])
-def test_two_gpus_train_like_plain_pytorch(gpus: int, tmp_path: Path, layout: str) -> None:
-    if gpus < 2:
-        pytest.skip("needs two GPUs")
+def test_two_gpus_train_like_plain_pytorch(tmp_path: Path, layout: str) -> None:
     check_training(partial(run, world=2), tmp_path, layout, WITHIN)
     assert (tmp_path / "run" / "schedule.png").exists() == ("pp2" in layout), (
         "the device is waited for around each part of a pipeline's step"

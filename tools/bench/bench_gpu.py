@@ -1,9 +1,9 @@
 """Measure the recipes on one GPU: losses compared with a CPU's, memory compared with the plan,
 speed, checkpoints.
 
-    # A checks that it is right; B, C and D measure speed
+    # A checks that it is right; the other parts measure speed
     python tools/bench/bench_gpu.py --parts A --page bench_gpu.md
-    # all five parts; continues an interrupted run
+    # all six parts; continues an interrupted run
     python tools/bench/bench_gpu.py --page bench_gpu.md
     # the same rows in tiny shapes, also on a CPU
     python tools/bench/bench_gpu.py --tiny
@@ -22,7 +22,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import subprocess
@@ -37,6 +36,7 @@ from textwrap import wrap
 from typing import Any
 
 from gpu_models import (
+    DRAWN,
     LONGEST,
     LORA,
     LORA_FLAGS,
@@ -72,30 +72,67 @@ PARTS = {
     "B": "1.3 billion parameters, bf16, packed documents of 2048 tokens a row",
     "C": "Larger models, rows of 4096 and 8192 tokens",
     "D": "Costs outside matmuls: checkpoints, the loop, the data",
-    "E": "The gain of each optimization: 1.3 billion parameters as in B, ZeRO-2",
+    "E": "The fastest run of today, and without each optimization: 1.3 billion parameters as in B",
+    "F": "Where the time of a step goes: kernels by kind, and each part of a step alone",
 }
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An optimization of the fastest run, and how a run goes without it."""
+
+    title: str  # of the run without it
+    flags: dict[str, str] = field(default_factory=dict)  # instead of the fastest run's flags
+    base: str = "zero1"  # of ds_configs/
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # block of the JSON -> keys
+    wrapper: tuple[str, ...] = ()  # words of gpu_run.py
+
+
 MEASURES = {
-    "attention": "attention by documents (`--attention varlen`) instead of a dense mask",
-    "loss": "the chunked loss (`--loss chunked`) instead of full logits",
-    "timer": "without DeepSpeed's throughput timer, which waits for the device",
-    "fused": "fused AdamW",
-    "compile": "compiled layers and loss (`--compile on`)",
-    "overlap": "gradient sums overlap with the backward pass (overlap_comm)",
+    "attention": Measure(
+        "a dense mask (`--attention sdpa`) instead of attention by documents", {"attention": "sdpa"}
+    ),
+    "loss": Measure("full logits (`--loss whole`) instead of the chunked loss", {"loss": "whole"}),
+    "blocks": Measure("the chunked loss in blocks of 2^24 logits", wrapper=("--without", "blocks")),
+    "sum": Measure(
+        "gradients that are copied to fp32 before the sum", wrapper=("--without", "sum")
+    ),
+    "timer": Measure(
+        "DeepSpeed's throughput timer, which waits for the device",
+        settings={"timers": {"throughput": {"enabled": True}}},
+    ),
+    "fused": Measure(
+        "AdamW in many kernels instead of one",
+        settings={"optimizer": {"params": {"fused": False}}},
+    ),
+    "compile": Measure("eager code (`--compile off`)", {"compile": "off"}),
+    "zero1": Measure(
+        "ZeRO-2 without overlap_comm instead of ZeRO-1",
+        base="zero2",
+        settings={"zero_optimization": {"overlap_comm": False}},
+    ),
+    "overlap": Measure(
+        "ZeRO-2 with overlap_comm instead of ZeRO-1",
+        base="zero2",
+        settings={"zero_optimization": {"overlap_comm": True}},
+    ),
 }
-NONE_ON = "measures_off"  # the row that part E's other rows are compared with
+FASTEST = {"attention": "varlen", "loss": "chunked", "compile": "on"}  # flags of the row best
+BEST = "best"  # the row that part E's other rows are compared with
+NCCL, GLOO = "NCCL", "gloo"
 SAME_LOSS = 5e-3  # relative: bf16 on two devices
 MFU = {"1b": 0.38, "3b": 0.40}
+BEST_MFU = 0.55  # of the 1.3B model with every measure
 LORA_TOKENS = 13_000  # per second; AutoModel reaches 12,473 on an H100 with these settings
 NEAR_PLAN = 0.05  # relative
 STALL = 1.0  # seconds that a background save may stall training
 OUTSIDE = 0.005  # seconds of a step outside the engine
 WAIT = 0.01  # fraction of a step that may be spent waiting for data
+FIELDS = {item.name for item in dataclasses.fields(Recipe)}
 # Only this flag makes a run deterministic. Recipes from before the flag are compared unchanged.
-DETERMINISTIC = (
-    ["--deterministic"]
-    if "deterministic" in {item.name for item in dataclasses.fields(Recipe)}
-    else []
-)
+DETERMINISTIC = ["--deterministic"] if "deterministic" in FIELDS else []
+
+HAS_BUDGET = "activation_budget" in FIELDS  # rows with an activation budget need the flag
 
 
 class RowFailed(Exception):
@@ -236,7 +273,7 @@ class Bench:
     def train(
         self,
         row: Row,
-        recipe: str,
+        recipe: str | tuple[str, ...],
         argv: list[str],
         ranks: int = 1,
         cpu: bool = False,
@@ -244,10 +281,17 @@ class Bench:
     ) -> list[Line]:
         """Run a recipe; return the lines of metrics.jsonl.
 
-        After `enough` steps the run is killed, so that it does not save a large checkpoint.
+        `recipe` may begin with words of gpu_run.py. Several ranks use NCCL if it can share the GPU,
+        and gloo otherwise. After `enough` steps the run is killed, so that it does not save a large
+        checkpoint.
         """
         out = self.folder(row.name)
-        tool = [str(ROOT / recipe)] if ranks == 1 else [__file__, "--gloo", str(ROOT / recipe)]
+        *wrapper, file = (recipe,) if isinstance(recipe, str) else recipe
+        if ranks > 1 and self.key.get("two_ranks") != NCCL:
+            wrapper.append("--gloo")
+        tool = [str(ROOT / file)]
+        if wrapper:
+            tool = [str(ROOT / "tools" / "bench" / "gpu_run.py"), *wrapper, *tool]
         whole = [*tool, *self.data(), *argv, "--out", str(out)]
         self.run(
             row.name,
@@ -294,13 +338,11 @@ def last_line(log: Path) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def small(bench: Bench) -> list[str]:
+def small(bench: Bench, model: str = "small") -> list[str]:
     """Return part A's flags: a small model with its published weights."""
     steps = 8 if bench.tiny else 20
-    model = flags(
-        {"model": bench.inputs / "small", "init": "pretrained", "steps": steps, "lr": 3e-3}
-    )
-    return [*model, *bench.rows((512, 4, 16), (64, 2, 8)), "--no-export"]
+    chosen = {"model": bench.inputs / model, "init": "pretrained", "steps": steps, "lr": 3e-3}
+    return [*flags(chosen), *bench.rows((512, 4, 16), (64, 2, 8)), "--no-export"]
 
 
 def numbers(lines: list[Line]) -> list[list[float]]:
@@ -329,7 +371,10 @@ def other_bits(ours: list[list[float]], theirs: list[list[float]]) -> str:
 
 
 def on_the_cpu(bench: Bench, row: Row) -> Found:
-    lines = numbers(bench.train(row, QWEN, small(bench), cpu=True))
+    return falling(numbers(bench.train(row, QWEN, small(bench), cpu=True)))
+
+
+def falling(lines: list[list[float]]) -> Found:
     falls = lines[-1][1] < lines[0][1]
     return Found(
         f"loss {lines[0][1]:.4f} to {lines[-1][1]:.4f} in {len(lines)} steps",
@@ -339,13 +384,42 @@ def on_the_cpu(bench: Bench, row: Row) -> Found:
 
 
 def beside_the_cpu(bench: Bench, row: Row, more: Sequence[str] = (), ranks: int = 1) -> Found:
-    lines = numbers(bench.train(row, QWEN, [*small(bench), *more], ranks=ranks))
-    away = furthest(lines, bench.kept["cpu"]["figures"]["lines"])
-    return Found(
-        f"losses within {away:.1e} of the CPU's",
-        [(f"at most {SAME_LOSS:g}", away <= SAME_LOSS)],
-        {"lines": lines, "away": away},
-    )
+    return beside(bench, row, Layout("small", "cpu", tuple(more), ranks))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A small run whose losses are compared with another row's."""
+
+    model: str
+    reference: str  # the row's name
+    flags: tuple[str, ...] = ()
+    ranks: int = 1
+    faster: bool = False  # the step time is also compared
+    sends: bool = False  # tensors of the GPU from rank to rank, which gloo does not support
+
+
+def beside(bench: Bench, row: Row, layout: Layout) -> Found:
+    """Compare a run's losses with its reference row's."""
+    over = bench.key.get("two_ranks", GLOO)
+    on_a_gpu = bench.key.get("cuda") and not bench.key["device"].startswith("no GPU")
+    if layout.sends and over == GLOO and on_a_gpu:
+        raise RowFailed("gloo cannot send tensors of a GPU: see NCCL in tools/bench/gpu_run.md")
+    argv = [*small(bench, layout.model), *layout.flags]
+    logged = bench.train(row, QWEN, argv, ranks=layout.ranks)
+    figures: dict[str, Any] = {"lines": numbers(logged)}
+    figures |= {"step_s": median(line["step_s"] for line in logged[2:])}
+
+    reference = bench.kept[layout.reference]["figures"]
+    away = furthest(figures["lines"], reference["lines"])
+    whose = "the CPU's" if layout.reference == "cpu" else f"`{layout.reference}`"
+    said = f"losses within {away:.1e} of {whose}"
+    if layout.faster:
+        ratio = figures["step_s"] / reference["step_s"]
+        said += f", a step of {figures['step_s']:.3f} s takes {ratio:.2f} of its time"
+    said += f", {layout.ranks} ranks over {over}" if layout.ranks > 1 else ""
+    bars: list[tuple[str, bool | None]] = [(f"at most {SAME_LOSS:g}", away <= SAME_LOSS)]
+    return Found(said, bars, figures | {"away": away})
 
 
 def same_bits(bench: Bench, row: Row, more: Sequence[str] = (), stop: bool = False) -> Found:
@@ -410,26 +484,20 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
 class TimedRun:
     """A run of a recipe that is killed after `steps` steps."""
 
-    recipe: str
+    recipe: str | tuple[str, ...]  # may begin with words of gpu_run.py
     model: str  # of MODELS
     shape: tuple[int, int, int]  # (seq_len, micro_batch, global_batch)
     flags: Sequence[str] = ()
     steps: int = 6
+    planned: bool = True  # the peak memory is compared with the plan
 
 
 def speed(bench: Bench, row: Row, run: TimedRun) -> Found:
     """Time a recipe's steps after two warm-up steps, and compare its peak memory with --dry_run's
     prediction.
     """
-    argv = flags({"model": bench.inputs / run.model, "init": "random", "steps": 1000, "lr": 1e-4})
-    argv += [*bench.rows(run.shape, (64, 2, 4)), "--no-export", *run.flags]
-    out = bench.folder(f"{row.name}_plan")
-    bench.run(
-        f"{row.name}_plan",
-        [str(ROOT / run.recipe), *bench.data(), *argv, "--out", str(out), "--dry_run"],
-    )
-    plan = read_plan((bench.out / "logs" / f"{row.name}_plan.log").read_text())
-
+    argv = argv_of(bench, run)
+    plan = planned_memory(bench, row, run, argv) if run.planned else NO_PLAN
     lines = bench.train(row, run.recipe, argv, enough=4 if bench.tiny else run.steps)
     later = lines[2:]
     figures = {
@@ -450,6 +518,24 @@ def speed(bench: Bench, row: Row, run: TimedRun) -> Found:
     )
 
 
+NO_PLAN = {"bytes": None, "activations": False}
+
+
+def argv_of(bench: Bench, run: TimedRun) -> list[str]:
+    """Return the recipe's flags for a timed run."""
+    argv = flags({"model": bench.inputs / run.model, "init": "random", "steps": 1000, "lr": 1e-4})
+    return [*argv, *bench.rows(run.shape, (64, 2, 4)), "--no-export", *run.flags]
+
+
+def planned_memory(bench: Bench, row: Row, run: TimedRun, argv: list[str]) -> dict[str, Any]:
+    """Return --dry_run's prediction, as `read_plan` does."""
+    name = f"{row.name}_plan"
+    out = bench.folder(name)
+    file = run.recipe if isinstance(run.recipe, str) else run.recipe[-1]
+    bench.run(name, [str(ROOT / file), *bench.data(), *argv, "--out", str(out), "--dry_run"])
+    return read_plan((bench.out / "logs" / f"{name}.log").read_text())
+
+
 def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, bool | None]:
     """Return the criterion for a model's speed and whether it is met.
 
@@ -465,40 +551,38 @@ def fast_enough(figures: dict[str, Any], model: str, tiny: bool) -> tuple[str, b
     return bar, None if tiny else reached
 
 
-def one_measure(bench: Bench, row: Row, on: Sequence[str]) -> Found:
-    """Time the 1.3B model with only the measures `on`, and compare it with the run without any
-    measure.
-    """
-    run = TimedRun(QWEN, "1b", (2048, 8, 64), measure_flags(bench.out, on), steps=6)
+def without(bench: Bench, row: Row, measure: str = "") -> Found:
+    """Time the 1.3B model with every measure, or with every measure except `measure`."""
+    recipe = (*MEASURES[measure].wrapper, QWEN) if measure else QWEN
+    chosen = best_flags(bench.out, measure)
+    run = TimedRun(recipe, "1b", (2048, 8, 64), chosen, planned=not measure)
     found = speed(bench, row, run)
-    if not on:
-        return Found(found.measured, [], found.figures)
-    ratio = found.figures["tokens_per_s"] / bench.kept[NONE_ON]["figures"]["tokens_per_s"]
-    bars = [("faster than without", None if bench.tiny else ratio > 1)] if len(on) > 1 else []
+    if not measure:
+        reached = found.figures["mfu"] >= BEST_MFU if "mfu" in found.figures else None
+        bars = [(f"MFU of {BEST_MFU:.0%} or more", None if bench.tiny else reached), found.bars[1]]
+        return Found(found.measured, bars, found.figures)
+    ratio = found.figures["tokens_per_s"] / bench.kept[BEST]["figures"]["tokens_per_s"]
     return Found(
-        f"{ratio:.3f} x the tokens/s without; {found.measured}",
-        bars,
+        f"{ratio:.3f} x the tokens/s of `{BEST}`; {found.measured}",
+        [],
         found.figures | {"ratio": ratio},
     )
 
 
-def measure_flags(folder: Path, on: Sequence[str]) -> list[str]:
-    """Return the flags of a run with only the measures `on`.
+def best_flags(folder: Path, left_out: str = "") -> list[str]:
+    """Return the flags of the fastest run, or of the same run without the measure `left_out`.
 
-    Its JSON is written to `folder`. It is ds_configs/zero2.json with three settings.
+    Its JSON is written to `folder`. It is ds_configs/zero1.json, changed as the measure says.
     """
-    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
-    config.setdefault("timers", {})["throughput"] = {"enabled": "timer" not in on}
-    config["optimizer"]["params"]["fused"] = "fused" in on
-    config["zero_optimization"]["overlap_comm"] = "overlap" in on
-    path = folder / f"zero2_{'_'.join(on) or 'none'}.json"
+    measure = MEASURES[left_out] if left_out else Measure("")
+    config = json.loads((ROOT / "ds_configs" / f"{measure.base}.json").read_text())
+    for block, settings in measure.settings.items():
+        for key, value in settings.items():
+            old = config.setdefault(block, {}).get(key)
+            config[block][key] = old | value if isinstance(old, dict) else value
+    path = folder / f"best{f'_without_{left_out}' if left_out else ''}.json"
     path.write_text(json.dumps(config, indent=2))
-    ways = {
-        "attention": "varlen" if "attention" in on else "sdpa",
-        "loss": "chunked" if "loss" in on else "whole",
-    }
-    ways |= {"compile": "on" if "compile" in on else "off"}
-    return flags(ways | {"deepspeed_config": path})
+    return flags(FASTEST | measure.flags | {"deepspeed_config": path})
 
 
 def read_plan(printed: str) -> dict[str, Any]:
@@ -657,6 +741,45 @@ def stall_of_a_save(bench: Bench, row: Row) -> Found:
     )
 
 
+# Part F: where a step's time goes
+# --------------------------------------------------------------------------------------------------
+
+
+def profiled(bench: Bench, row: Row, run: TimedRun) -> Found:
+    """Profile one step after the timed ones: the kernels' milliseconds by kind."""
+    file = bench.out / f"{row.name}.json"
+    file.unlink(missing_ok=True)
+    at = 3 if bench.tiny else run.steps
+    wrapped = ("--profile", str(file), "--at", str(at), str(run.recipe))
+    bench.train(row, wrapped, argv_of(bench, run), enough=at + 1)
+    found = json.loads(file.read_text())
+    table = [["kind", "ms", "of the step", "longest kernel"]]
+    for each in found["kinds"]:
+        share = f"{each['ms'] / found['wall_ms']:.1%}"
+        table.append([each["kind"], f"{each['ms']:,.1f}", share, f"`{each['longest']}`"])
+    table.append(["idle", f"{found['idle_ms']:,.1f}", f"{found['idle_ms'] / found['wall_ms']:.1%}"])
+    table[-1].append("no kernel runs")
+    said = (
+        f"a step of {found['wall_ms']:,.0f} ms, {found['idle_ms']:,.0f} ms of it without a kernel"
+    )
+    return Found(said, [], found | {"table": table})
+
+
+def parts_alone(bench: Bench, row: Row) -> Found:
+    """Time each part of a step of the 1.3B model and of the adapter on 8B by itself."""
+    file = bench.out / f"{row.name}.json"
+    tiny = ["--tiny"] if bench.tiny else []
+    bench.run(
+        row.name, [str(ROOT / "tools" / "bench" / "gpu_parts.py"), "--json", str(file), *tiny]
+    )
+    parts = json.loads(file.read_text())
+    table = [["part", "what", "ms", "rate"]]
+    table += [[each["part"], each["what"], each["ms"], each["rate"]] for each in parts]
+    figures = {"parts": parts, "table": table}
+    missing = sum(each["ms"] == "not timed" for each in parts)
+    return Found(f"{len(parts) - missing} times, {missing} parts not timed", [], figures)
+
+
 # The rows
 # --------------------------------------------------------------------------------------------------
 
@@ -674,16 +797,41 @@ def one_device(name: str, runs: str, *more: str) -> Row:
     return Row("A", name, 200 if name.endswith("cpu") else 90, runs, NEAR_CPU, measure, ("cpu",))
 
 
-def two_ranks(name: str, runs: str, *more: str) -> Row:
-    return Row(
-        "A",
-        name,
-        120,
-        f"{runs}; two ranks",
-        NEAR_CPU,
-        partial(beside_the_cpu, more=more, ranks=2),
-        ("cpu",),
-    )
+def two_ranks(name: str, runs: str, *more: str, reference: str = "cpu", sends: bool = False) -> Row:
+    """Return a row of two ranks, compared with the row `reference` of one rank."""
+    model = "moe" if reference == "moe" else "small"
+    measure = partial(beside, layout=Layout(model, reference, more, 2, sends=sends))
+    bar = NEAR_CPU if reference == "cpu" else f"losses within {SAME_LOSS:g} of `{reference}`"
+    return Row("A", name, 150, f"{runs}; two ranks", bar, measure, (reference,))
+
+
+def full_layers(ranks: int) -> Row:
+    """Return a row of ZeRO-3 that gathers and compiles full layers, compared with plain ZeRO-3."""
+    reference = "zero3" if ranks == 1 else "two_zero3"
+    words = ["--deepspeed_config", "zero3.json", "--compile", "on", "--activation_budget", "0"]
+    layout = Layout("small", reference, tuple(words), ranks, faster=True)
+    runs = f"ZeRO-3, compiled full layers, budget 0{'; two ranks' * (ranks - 1)}"
+    bar = f"losses within {SAME_LOSS:g} of `{reference}`"
+    act = partial(beside, layout=layout)
+    return Row("A", f"{'two_' * (ranks - 1)}layers", 150, runs, bar, act, (reference,))
+
+
+def zero1_3b(name: str, runs: str, *more: str) -> Row:
+    """Return a row of 3B under ZeRO-1 that recomputes no complete layer."""
+    words = ["--deepspeed_config", "zero1.json", *more]
+    act = partial(speed, run=TimedRun(QWEN, "3b", (4096, 2, 16), words, steps=5))
+    runs = f"all of 3B, rows of 4096, ZeRO-1, {runs}"
+    return Row("C", name, 150, runs, FAST.format(MFU["3b"]), act)
+
+
+def reference_row(name: str, runs: str, model: str, *more: str) -> Row:
+    """Return a row of one rank that rows of two ranks are compared with."""
+    measure = partial(alone, layout=Layout(model, "", more))
+    return Row("A", name, 90, f"{runs}, a reference for two ranks", "the loss falls", measure)
+
+
+def alone(bench: Bench, row: Row, layout: Layout) -> Found:
+    return falling(numbers(bench.train(row, QWEN, [*small(bench, layout.model), *layout.flags])))
 
 
 def beside_zero2(name: str, limit: int, runs: str, *more: str, stop: bool = False) -> Row:
@@ -702,14 +850,17 @@ def whole_3b(name: str, seq_len: int, rows: int, every: int = 1) -> Row:
     return Row("C", name, 150, runs, FAST.format(MFU["3b"]), measure)
 
 
-def measure_row(name: str, *on: str) -> Row:
-    what = " and ".join(MEASURES[one] for one in on) if len(on) < 2 else "all optimizations"
-    measure = partial(one_measure, on=on)
-    bar = "faster than without" if len(on) > 1 else "none"
-    return Row("E", name, 150, what or "no optimization", bar, measure, (NONE_ON,) if on else ())
+def budget_3b() -> Row:
+    return zero1_3b("3b_budget", "activation budget 0.5", "--activation_budget", "0.5")
 
 
-lora_8b = partial(speed, run=TimedRun(LORA, "8b", (4096, 2, 16), LORA_FLAGS, steps=5))
+def without_row(measure: str) -> Row:
+    act = partial(without, measure=measure)
+    return Row("E", f"no_{measure}", 120, MEASURES[measure].title, "none", act, (BEST,))
+
+
+LORA_8B = TimedRun(LORA, "8b", (4096, 2, 16), LORA_FLAGS, steps=5)
+FASTEST_1B = ["--deepspeed_config", "zero1.json", *flags(FASTEST)]
 ROWS = [
     Row(
         "A",
@@ -752,8 +903,47 @@ ROWS = [
         "2",
     ),
     two_ranks("two_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
+    two_ranks("two_zero2", "ZeRO-2"),
     two_ranks("two_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
     two_ranks("two_sp2", "sequence parallel 2", "--sp", "2"),
+    two_ranks(
+        "two_zero3_sp2",
+        "ZeRO-3, sequence parallel 2",
+        "--deepspeed_config",
+        "zero3.json",
+        "--sp",
+        "2",
+    ),
+    two_ranks(
+        "two_pp2",
+        "a pipeline of two stages",
+        "--deepspeed_config",
+        "zero1.json",
+        "--pp",
+        "2",
+        sends=True,
+    ),
+    two_ranks("two_ddp", "DDP", "--engine", "ddp"),
+    two_ranks("two_fsdp2", "FSDP2", "--engine", "fsdp2"),
+    reference_row("moe", "ZeRO-1, a mixture of experts", "moe", "--deepspeed_config", "zero1.json"),
+    two_ranks(
+        "two_ep2",
+        "expert parallel 2",
+        "--deepspeed_config",
+        "zero1.json",
+        "--ep",
+        "2",
+        reference="moe",
+    ),
+    reference_row("onebit", "1-bit Adam", "small", "--deepspeed_config", "zero0_onebit.json"),
+    two_ranks(
+        "two_onebit",
+        "1-bit Adam",
+        "--deepspeed_config",
+        "zero0_onebit.json",
+        reference="onebit",
+    ),
+    *([full_layers(1), full_layers(2)] if HAS_BUDGET else []),
     whole_1b("1b", "ZeRO-2, the recipe's JSON as it is"),
     whole_1b("1b_zero1", "ZeRO-1", "--deepspeed_config", "zero1.json"),
     whole_1b("1b_zero3", "ZeRO-3", "--deepspeed_config", "zero3.json"),
@@ -771,11 +961,13 @@ ROWS = [
         220,
         "8B, LoRA, rows of 4096",
         f"{LORA_TOKENS:,} tokens/s; peak beside the plan",
-        lora_8b,
+        partial(speed, run=LORA_8B),
     ),
     whole_3b("3b_4096", 4096, rows=16),
     whole_3b("3b_half", 4096, rows=16, every=2),
     whole_3b("3b_8192", 8192, rows=8),
+    zero1_3b("3b_kept", "nothing recomputed", "--recompute_every", "0"),
+    *([budget_3b()] if HAS_BUDGET else []),
     Row(
         "D",
         "loop",
@@ -792,9 +984,32 @@ ROWS = [
         "under 1 s in the background",
         stall_of_a_save,
     ),
-    measure_row(NONE_ON),
-    *(measure_row(f"only_{name}", name) for name in MEASURES),
-    measure_row("measures_all", *MEASURES),
+    Row(
+        "E",
+        BEST,
+        150,
+        "every optimization",
+        f"MFU of {BEST_MFU:.0%}; peak beside the plan",
+        without,
+    ),
+    *(without_row(measure) for measure in MEASURES),
+    Row(
+        "F",
+        "profile_1b",
+        120,
+        "one step of `best` in torch's profiler",
+        "none",
+        partial(profiled, run=TimedRun(QWEN, "1b", (2048, 8, 64), FASTEST_1B, steps=5)),
+    ),
+    Row(
+        "F",
+        "profile_8b",
+        150,
+        "one step of `8b_lora` in torch's profiler",
+        "none",
+        partial(profiled, run=LORA_8B),
+    ),
+    Row("F", "parts", 90, "each part of a step of `1b` and `8b_lora` alone", "none", parts_alone),
 ]
 BY_NAME = {row.name: row for row in ROWS}
 
@@ -879,6 +1094,8 @@ def code_digest() -> str:
             "bench/bench_loop.py",
             "bench/bench_checkpoint.py",
             "bench/gpu_models.py",
+            "bench/gpu_parts.py",
+            "bench/gpu_run.py",
             "bench/harness.py",
             "convert_checkpoint.py",
         )
@@ -894,8 +1111,6 @@ def code_digest() -> str:
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["--gloo"]:
-        return on_gloo(argv[1:])
     arguments = arguments_of(argv)
     if arguments.prepare:
         return prepare(arguments.prepare, arguments.tiny)
@@ -958,7 +1173,8 @@ def arguments_of(argv: list[str]) -> argparse.Namespace:
         metavar="A",
         help=(
             "Run only these parts. A: correctness. B, C: speed and memory. D: checkpoints, loop,"
-            " data. E: gain of each optimization. (default: all)"
+            " data. E: the fastest run, and without each optimization. F: kernels by kind."
+            " (default: all)"
         ),
     )
     parser.add_argument(
@@ -1142,6 +1358,7 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
                 found += wrap(
                     f"- {row.name}: {record['measured']}{bars}", COLUMNS, subsequent_indent="  "
                 )
+                found += table_of(record)
         head = "| row | what runs | bar | result |\n|---|---|---|---|"
         tables.append(
             "\n".join(
@@ -1156,11 +1373,21 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
 {WORDS}"""
 
 
+def table_of(record: dict[str, Any]) -> list[str]:
+    """Return the lines of a record's own table, with empty lines around it."""
+    table = record["figures"].get("table")
+    if not table:
+        return []
+    head, *cells = (f"| {' | '.join(line)} |" for line in table)
+    return ["", head, "|---" * len(table[0]) + "|", *cells, ""]
+
+
 WORDS = fold(f"""- **A** shows whether training on the device is right: it compares losses on the
   device with losses on the CPU, as relative differences. The model has two layers, published
   weights and bf16. "The same bits" means that every loss and gradient norm is equal bit for bit.
-  The rows with two ranks run both ranks on one GPU. Because NCCL before 2.30 refuses this, they use
-  gloo with tensors on the device.
+  The rows with two ranks run both ranks on one GPU, and their lines name the library between the
+  ranks. NCCL before 2.30 refuses this, and NCCL 2.30 allows it with NCCL_MULTI_RANK_GPU_ENABLE=1.
+  Otherwise the ranks use gloo with tensors on the device, and `two_pp2` cannot run.
 - **B and C** measure speed and memory. They use the recipe's own loop and JSON, random weights, and
   packed documents of random tokens (median 545). Times are medians of the steps after the second.
   The peak is the largest `peak_mem_bytes`, and the plan is the figure of `--dry_run`. If a plan
@@ -1170,9 +1397,13 @@ WORDS = fold(f"""- **A** shows whether training on the device is right: it compa
   [bench_loop.py](bench_loop.py) and [bench_checkpoint.py](bench_checkpoint.py) with larger models.
   On a GPU, the pass that times engine calls waits for the device after each call, so the
   milliseconds outside the engine are time that no computation hides.
-- **E** shows the gain of each optimization: it runs the model and rows of B with no optimization,
-  with each one alone, and with all of them. `--parts E` measures these rows side by side. On one
-  GPU nothing is summed over ranks, so overlap_comm can only cost time there.
+- **E** shows the gain of each optimization today: it runs the model and rows of B with all of them,
+  and then without each one. A ratio below 1 is the share of the speed that remains without
+  the optimization. On one GPU nothing is summed over ranks, so overlap_comm can only cost time.
+- **F** shows where the time of a step goes. In `profile_1b` and `profile_8b`, kernels that overlap
+  count fully in their kinds, and "idle" is the time in which no kernel runs. In `parts`, each part
+  of a step runs by itself on random tensors of the row's shapes, and times are medians of ten runs.
+- [gpu_run.md](gpu_run.md) is the order of a run of 15 minutes on one GPU.
 - [roofline.md](roofline.md) has the upper bounds of an H100 for the rows 1b, 3b_4096 and 8b_lora.
 """)
 
@@ -1208,33 +1439,12 @@ A row is one job of the bench, such as a short training run. The bar of a row is
 # --------------------------------------------------------------------------------------------------
 
 
-def on_gloo(argv: list[str]) -> int:
-    """Run a recipe whose ranks communicate over gloo, even for tensors on a GPU.
-
-    NCCL before 2.30 rejects two ranks on one GPU.
-    """
-    from recipekit.runtime.stopping import start_launcher_watch
-
-    start_launcher_watch()
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator: Any = get_accelerator()
-    accelerator._communication_backend_name = "gloo"
-    import torch
-
-    # DeepSpeed would bind the group to the GPU. torch would then split the group, which needs NCCL.
-    torch.distributed.init_process_group("gloo")
-    sys.argv = argv
-    runpy.run_path(argv[0], run_name="__main__")
-    return 0
-
-
 def prepare(folder: Path, tiny: bool) -> int:
     """Write a description of the machine, and create the models, the tokenizer and the packed
     random rows that the bench uses.
     """
     import torch
-    import torch.cuda.nccl
+    from gpu_run import loaded_nccl, shares_gpu
 
     cuda = torch.cuda.is_available()
     if not cuda and not tiny:
@@ -1251,12 +1461,14 @@ def prepare(folder: Path, tiny: bool) -> int:
             .stdout.split("\n")[0]
             .strip()
         )
+    nccl = loaded_nccl()
     machine = {
         "device": torch.cuda.get_device_name(0) if cuda else f"no GPU, {os.cpu_count()} CPU cores",
         "driver": driver or None,
         **versions_of("torch", "deepspeed", "transformers"),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "two_ranks": NCCL if shares_gpu(nccl) else GLOO,
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "machine.json").write_text(json.dumps(machine))
@@ -1280,14 +1492,15 @@ def make_inputs(folder: Path, tiny: bool) -> None:
     for name in MODELS:
         config = config_of(name)
         # With --tiny, the large models are replaced by a tiny Llama.
-        if tiny and name != "small":
+        if tiny and name not in DRAWN:
             config = shrink(config, MODELS["small"]["vocab_size"])
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config))
 
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "small"))
-    model.to(torch.bfloat16).save_pretrained(folder / "small")
+    for name in DRAWN:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / name))
+        model.to(torch.bfloat16).save_pretrained(folder / name)
     byte_tokenizer().save_pretrained(folder / "tokenizer")
     random = np.random.default_rng(0)
     lengths = random.lognormal(MEDIAN, SPREAD, 500 if tiny else 5000).astype(int)

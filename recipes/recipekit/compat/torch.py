@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -246,3 +247,49 @@ def gather_in_fp32(module: "FSDPModule", parameters: "list[nn.Parameter]") -> No
             first.offload_policy,
         )
     )
+
+
+def takes_argument(function: Callable[..., Any], name: str) -> bool:
+    """Return True if a function or class of the installed torch accepts the keyword `name`.
+
+    Why: torch 2.11's `varlen_attn` has no `enable_gqa`; it accepts fewer key-value heads without
+        it. torch 2.11's DDP has `broadcast_buffers` instead of `forward_sync_buffers`.
+    Version: torch 2.11 lacks both; torch 2.13 has both
+    Test: tests/compat/test_torch.py::test_our_calls_fit_the_signatures_of_torch_2_11
+    Until: requirements.txt allows no torch without them, and no GPU machine has an older torch.
+    """
+    parameters = signature(function).parameters.values()
+    return any(each.name == name or each.kind is Parameter.VAR_KEYWORD for each in parameters)
+
+
+def keep_own_buffers(ddp: Callable[..., Any]) -> dict[str, bool]:
+    """Return the argument with which DDP leaves buffers alone in forward passes.
+
+    With torch 2.11 the argument also skips the broadcast at DDP's start. The ranks' buffers are
+    then those that each rank built.
+
+    Why: A task owns its buffers, as in the DeepSpeed engine.
+    Version: torch 2.11 has `broadcast_buffers`; torch 2.13 has `forward_sync_buffers`
+    Test: tests/compat/test_torch.py::test_our_calls_fit_the_signatures_of_torch_2_11
+    Until: requirements.txt allows no torch without `forward_sync_buffers`, and no GPU machine has
+        an older torch.
+    """
+    name = "forward_sync_buffers"
+    return {name if takes_argument(ddp, name) else "broadcast_buffers": False}
+
+
+def reduce_unused_parameters(module: "FSDPModule") -> bool:
+    """Let a rank that does not use a parameter contribute a zero gradient, in place.
+
+    Return False if this torch cannot. A model whose ranks use different parameters then hangs.
+
+    Why: Without a gradient, FSDP2 leaves the parameter out of the rank's reduce-scatter.
+    Version: torch 2.13 has the method; torch 2.11 does not
+    Test: tests/compat/test_torch.py::test_fsdp2_of_torch_2_11_cannot_reduce_unused_parameters
+    Until: requirements.txt allows no torch without `set_reduce_scatter_unused_params`, and no GPU
+        machine has an older torch.
+    """
+    act = getattr(module, "set_reduce_scatter_unused_params", None)
+    if act is not None:
+        act(True)
+    return act is not None

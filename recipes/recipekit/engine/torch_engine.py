@@ -3,6 +3,7 @@
 The engine has the same interface as the DeepSpeed engine.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..checkpoints.torch_io import TorchStates
-from ..compat.torch import gather_in_fp32, set_forward, set_gradient_sync
+from ..compat.torch import (
+    gather_in_fp32,
+    keep_own_buffers,
+    reduce_unused_parameters,
+    set_forward,
+    set_gradient_sync,
+)
 from ..model.build import BuiltModel
 from ..optim import factory
 from ..optim.groups import parameter_groups
@@ -232,7 +239,12 @@ def make_torch_engine(
         called = _wrap_ddp(module, groups, device)
     else:
         # If a rank does not use a parameter, it contributes a zero gradient.
-        module.set_reduce_scatter_unused_params(True)
+        if not reduce_unused_parameters(module):
+            warnings.warn(
+                f"engine = fsdp2: with torch {torch.__version__}, every rank must use every"
+                " parameter, or the run hangs. Install the torch of requirements.txt.",
+                stacklevel=1,
+            )
         if device.type == "cpu":
             module.set_force_sum_reduction_for_comms(True)  # gloo does not support the mean
     counts = {
@@ -354,7 +366,7 @@ def _wrap_ddp(module: nn.Module, groups: ProcessGroups, device: torch.device) ->
         _WithSpareParameter(module, device),
         device_ids=[device] if device.type == "cuda" else None,
         process_group=groups.dp_group,
-        forward_sync_buffers=False,  # a task owns its buffers, as in the DeepSpeed engine
+        **keep_own_buffers(DistributedDataParallel),
         gradient_as_bucket_view=True,
         find_unused_parameters=True,
     )

@@ -16,6 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 
+from ..compat.torch import takes_argument
+
+# Without the argument (torch 2.11), the kernel accepts fewer key-value heads. The signature is read
+# here, because a compiler does not trace `inspect`.
+NAMES_GQA = takes_argument(varlen_attn, "enable_gqa")
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 WINDOW_BLOCK_QUERIES = 256  # queries per block for a windowed document on a CPU
@@ -55,7 +60,8 @@ def varlen(
     scale, window, causal = scoring
     window = 0 if window >= max_seqlen else window
     if query.is_cuda:
-        gqa, sides = query.shape[1] != key.shape[1], (window - 1, 0 if causal else window - 1)
+        sides = (window - 1, 0 if causal else window - 1)
+        gqa = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GQA else {}
         found: Any = varlen_attn(
             query,
             key,
@@ -66,7 +72,7 @@ def varlen(
             max_seqlen,
             scale=scale,
             window_size=sides,
-            enable_gqa=gqa,
+            **gqa,
         )
         return found
     if type(query) is Tensor and query.device.type == "cpu" and not torch.compiler.is_compiling():
