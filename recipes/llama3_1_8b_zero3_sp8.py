@@ -15,7 +15,7 @@ gradients arrive, with 16,384 tokens on a GPU; `--dry_run` prints the terms:
      3.2      a recomputed layer, each token:
               norms 65,536 B, attention 28,800, MLP 4 x 14,336 x 2 = 114,688
      1.3      gradients within its MLP, at most: 3 x 16,384 x 14,336 x 2 B
-So the MLP needs no tiles. In the loss: a block of logits (0.2), gradients of its input (0.3) and of
+So the MLP needs no tiles. In the loss: a block of logits (0.5), gradients of its input (0.3) and of
 the head (1.0). Gated model: see recipes/README.md. Measured: not measured.
 Shorter rows fit on fewer GPUs: --sp 2 --seq_len 32768.
 """

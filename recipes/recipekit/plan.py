@@ -598,6 +598,8 @@ def _resolve_plan(draft: Draft) -> RunPlan:
     """Resolve the JSON to numbers, and return the plan."""
     command, mesh = draft.command, draft.layout.mesh
     resolved, more = resolve.resolve_ds_config(draft.config, draft.recipe, mesh, draft.limits)
+    if draft.recipe.engine == "deepspeed":
+        more += resolve.fit_overlap(resolved, mesh, json_file.is_shipped(draft.path))
     outputs.expand_outputs(resolved, command.out)
     return RunPlan(
         command,

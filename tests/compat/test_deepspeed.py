@@ -20,9 +20,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.pipe import engine as pipe_engine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.schedule import OptimizerStep
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import logger
 from recipekit.compat import deepspeed as compat
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import output_capturing
 
@@ -115,6 +117,97 @@ def test_a_parameter_without_dimension_is_broadcast(monkeypatch: pytest.MonkeyPa
     with compat.broadcasting_scalars():
         engine._broadcast_model()
     assert sent == [(4,)] and engine.module.logit_scale.shape == ()
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of the operations that torch executes within the `with` block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("sums", "gradient", "copies"),
+    [
+        (torch.float32, torch.bfloat16, False),
+        (torch.float32, torch.float16, False),
+        (torch.float32, torch.float32, False),
+        (torch.bfloat16, torch.float32, True),  # rounded before the addition
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("clear", [False, True])
+def test_a_gradient_is_added_without_a_copy(
+    sums: torch.dtype, gradient: torch.dtype, copies: bool, clear: bool
+) -> None:
+    """The numbers span the exponents of bf16, so that additions round in many places."""
+    torch.manual_seed(0)
+    scale = 10.0 ** torch.randint(-20, 10, (4096,))
+    start, grad = torch.randn(4096).to(sums), (torch.randn(4096) * scale).to(gradient)
+    found = []
+    for direct in (False, True):
+        weight: Any = nn.Parameter(torch.zeros(64, 64, dtype=gradient))
+        weight.grad = grad.clone().view(64, 64)
+        optimizer = object.__new__(bf16_optimizer.BF16_Optimizer)
+        vars(optimizer).update(
+            fp32_groups_gradients=[[start.clone()]],
+            fp32_groups_has_gradients=[[False]],
+            autoep_folding_tp_group=None,
+        )
+        if direct:
+            compat.sum_gradients_without_copy(optimizer)
+        with Dispatched() as seen:
+            optimizer._update_hp_grad(weight, 0, 0, clear_lp_grads=clear)
+        total = optimizer.fp32_groups_gradients[0][0]
+        assert weight._hp_grad is total and optimizer.fp32_groups_has_gradients == [[True]]
+        assert bool(weight.grad.any()) is not clear
+        found.append((total, "_to_copy" in seen.names))
+    (plain, made), (ours, made_by_us) = found
+    assert torch.equal(plain, ours) and not torch.equal(ours, start)
+    assert (made, made_by_us) == (sums != gradient, copies)
+
+
+def test_a_weight_without_a_gradient_adds_nothing() -> None:
+    optimizer = object.__new__(bf16_optimizer.BF16_Optimizer)
+    vars(optimizer).update(
+        fp32_groups_gradients=[[torch.ones(2)]], fp32_groups_has_gradients=[[False]]
+    )
+    compat.sum_gradients_without_copy(optimizer)
+    optimizer._update_hp_grad(nn.Parameter(torch.zeros(2)), 0, 0, False)
+    assert optimizer.fp32_groups_has_gradients == [[False]]
+    assert optimizer.fp32_groups_gradients[0][0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("sums", "gradient", "copies"),
+    [(torch.float32, torch.bfloat16, False), (torch.bfloat16, torch.float32, True)],
+    ids=str,
+)
+def test_a_partition_is_added_without_a_copy(
+    sums: torch.dtype, gradient: torch.dtype, copies: bool
+) -> None:
+    torch.manual_seed(0)
+    start, added = torch.randn(4096).to(sums), torch.randn(4096).to(gradient)
+    found = []
+    for direct in (False, True):
+        optimizer: Any = object.__new__(stage_1_and_2.DeepSpeedZeroOptimizer)
+        if direct:
+            compat.sum_partition_without_copy(optimizer)
+        total = start.clone()
+        optimizer._add_to_grad_partition_buffer(None, added)  # the slice of another rank
+        with Dispatched() as seen:
+            optimizer._add_to_grad_partition_buffer(total, added)
+        found.append((total, "_to_copy" in seen.names))
+    (plain, made), (ours, made_by_us) = found
+    assert torch.equal(plain, ours) and not torch.equal(ours, start)
+    assert (made, made_by_us) == (True, copies)
 
 
 def unexpected_call(*_: Any, **__: Any) -> Any:

@@ -1,13 +1,18 @@
 """The numbers that replace "auto" in a DeepSpeed JSON."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import recipe_files
 from pool import ROOT
 from recipekit.dslint import check, json_file, numbers, resolve
+from recipekit.plan import resolve_run
+from recipekit.spec.command import parse
 from recipekit.spec.mesh import Mesh
+from recipekit.spec.shipped import STRATEGIES
 from shipped_jsons import FILES, LLAMA, RECIPE, put, shipped
 
 
@@ -132,3 +137,49 @@ def test_a_json_without_an_optimizer_gets_adamw() -> None:
     assert resolved["zero_optimization"] == {"stage": 0} and lines == [
         "optimizer: the JSON names no optimizer, so the run uses AdamW"
     ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "off"),
+    [
+        (Mesh(), True),
+        (Mesh(tp=2), True),
+        (Mesh(dp=2), False),
+        (Mesh(sp=2), False),  # the ranks of a row sum their gradients
+    ],
+    ids=str,
+)
+def test_one_rank_overlaps_nothing(mesh: Mesh, off: bool) -> None:
+    """A shipped file is fitted to the ranks. In another JSON, the value stays, and a line says why
+    false is better.
+    """
+    for is_shipped in (True, False):
+        resolved, _ = resolve.resolve_ds_config(shipped("zero2"), RECIPE, mesh, LLAMA)
+        lines = resolve.fit_overlap(resolved, mesh, is_shipped)
+        assert resolved["zero_optimization"]["overlap_comm"] is not (off and is_shipped)
+        assert [line.split(": ")[0] for line in lines] == (
+            ["zero_optimization.overlap_comm"] if off and not is_shipped else []
+        )
+
+
+@pytest.mark.parametrize("name", ["zero2_cpu", "zero3", "zero3_cpu", "zero1", "zero0"])
+def test_other_stages_and_offload_keep_their_overlap(name: str) -> None:
+    """Without a second stream, ZeRO-3 would not copy from the host during computation."""
+    resolved, _ = resolve.resolve_ds_config(shipped(name), RECIPE, Mesh(), LLAMA)
+    before = copy.deepcopy(resolved)
+    assert resolve.fit_overlap(resolved, Mesh(), True) == []
+    assert resolve.fit_overlap(resolved, Mesh(), False) == [] and resolved == before
+
+
+def test_a_run_on_one_rank_uses_one_bucket(tmp_path: Path) -> None:
+    """The same text is fitted as a shipped file, and kept as a file of the user."""
+    own = tmp_path / "zero2.json"
+    own.write_text((STRATEGIES / "zero2.json").read_text())
+    nano, found = "llama_nano_zero2", []
+    for name in ("zero2.json", str(own)):
+        flags = ["--dry_run", "--deepspeed_config", name, "--world", "1"]
+        command = parse(recipe_files.load(nano).RECIPE, recipe_files.FILES[nano], flags)
+        plan = resolve_run(command)
+        said = any(note.startswith("zero_optimization.overlap_comm") for note in plan.notes)
+        found.append((plan.ds_config["zero_optimization"]["overlap_comm"], said))
+    assert found == [(False, False), (True, True)]

@@ -318,7 +318,8 @@ def test_it_keeps_its_input_and_little_more():
 
 
 def test_blocks_are_as_wide_as_their_bytes_allow():
-    assert columns_per_block(4096, 151_936) == BLOCK_LOGITS // 4096 == 4096
+    assert columns_per_block(4096, 151_936) == BLOCK_LOGITS // 4096 == 16_384
+    assert columns_per_block(4096, 151_936, CPU_BLOCK_LOGITS) == 256
     assert columns_per_block(1, 151_936) == 151_936 and columns_per_block(0, 10) == 10
     assert columns_per_block(10**9, 151_936) == MIN_COLUMNS
 

@@ -3,17 +3,24 @@
 The tests cover norm limits, ranks with equal weights, and a step's micro-batches.
 """
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from parity import accumulating, recipe_for, train_in_layout
 from ranks_in_threads import Ranks
 from recipekit.compat.deepspeed import after_step, before_step, undo_hidden_step
+from recipekit.engine import deepspeed_engine
 from recipekit.optim import repairs
 from recipekit.optim.one_bit import OneBitAdam
+from recipekit.spec.recipe import Recipe
+from recipekit.spec.run_folder import read_metrics, reproducible_values
+from shipped_jsons import strategy
 from torch import nn
 
 NORM = 13.0  # norm of the gradients below
@@ -231,3 +238,55 @@ def test_the_first_step_is_the_first() -> None:
     basic.state["a"] = 1
     undo_hidden_step(SimpleNamespace(optimizer=object(), basic_optimizer=basic))  # type: ignore[arg-type]
     assert basic.state == {"a": 1}
+
+
+def train_with_sums(
+    recipe: Recipe, config: dict[str, Any], outs: dict[bool, str]
+) -> list[tuple[int, Any]]:
+    """Run the real loop twice on a rank of a pool, with and without DeepSpeed's fp32 copy.
+
+    Return the exit code and the replaced function of each run.
+    """
+    found = []
+    for direct, out in outs.items():
+        with pytest.MonkeyPatch.context() as patch:
+            seen: list[Any] = []
+
+            def apply(engine: Any, direct: bool = direct, seen: list[Any] = seen) -> None:
+                if direct:
+                    repairs.sum_without_copies(engine)
+                seen += [name for name in SUMS if name in vars(engine.optimizer)]
+
+            patch.setattr(deepspeed_engine, "sum_without_copies", apply)
+            found.append((train_in_layout(recipe, config, out), seen))
+    return found
+
+
+SUMS = ("_update_hp_grad", "_add_to_grad_partition_buffer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "replaced"), [("zero1", SUMS[0]), ("zero2", SUMS[1])])
+def test_sums_without_copies_keep_every_bit(
+    pools: Any, tmp_path: Path, file: str, replaced: str
+) -> None:
+    """The test runs 20 steps in bf16, the precision of the files, with two micro-batches a step.
+
+    It compares the numbers of every step and the digests of all tensors in the checkpoint.
+    """
+    config = strategy(file, bf16=True)
+    if file == "zero2":
+        # Several buckets, and parameters that are larger than a bucket.
+        config["zero_optimization"]["reduce_bucket_size"] = 20_000
+    recipe = recipe_for("untied", **accumulating(2), steps=20, eval_every=20)
+    outs = {direct: str(tmp_path / str(direct)) for direct in (False, True)}
+    codes = pools.run(2, train_with_sums, recipe=recipe, config=config, outs=outs)
+    assert codes == [[(0, []), (0, [replaced])]] * 2
+
+    ends = []
+    for out in outs.values():
+        (step,) = Path(out, "checkpoints").glob("step_*")
+        tensors = json.loads((step / "manifest.json").read_text())["tensors"]
+        ends.append((reproducible_values(read_metrics(Path(out))), tensors))
+    assert len(ends[0][0]) == 20 and ends[0][1]
+    assert ends[0] == ends[1]

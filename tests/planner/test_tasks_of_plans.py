@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recipekit.kernels.blocks import columns_per_block
 from recipekit.model.empty import empty_model
 from recipekit.parallel.blueprint import Blueprint, Layout, Tensor
 from recipekit.plan import resolve_run
 from recipekit.planner.dry_run import batch_arithmetic, schedule_lines
-from recipekit.planner.memory import LOGIT_BYTES, rank_terms
+from recipekit.planner.memory import CHUNKED_LOGIT_BYTES, LOGIT_BYTES, rank_terms
 from recipekit.planner.resolve import count_logits
 from recipekit.spec.command import parse
 from recipekit.spec.memory_terms import MemoryRequest
@@ -104,13 +105,28 @@ def test_their_bytes_are_a_term_of_the_last_stage(places: int, classes: int) -> 
     ]
 
 
-def test_a_loss_in_chunks_holds_a_block_of_logits() -> None:
+@pytest.mark.parametrize(
+    ("rows", "tp", "what", "size"),
+    [
+        # blocks of 16,384 rows x 4096 columns
+        (8, 1, "a block of logits", CHUNKED_LOGIT_BYTES * 2**26),
+        # 2048 rows x 32,768 columns
+        (1, 1, "a block of logits", CHUNKED_LOGIT_BYTES * 2**26),
+        # One block contains all logits, which the loss then stores. A shard is never stored.
+        (0.25, 1, "logits and their gradient", LOGIT_BYTES * 512 * 128_256),
+        (0.25, 2, "a block of logits", CHUNKED_LOGIT_BYTES * 512 * 128_256),
+    ],
+)
+def test_a_loss_in_chunks_holds_a_block_of_logits(
+    rows: float, tp: int, what: str, size: int
+) -> None:
     blueprint = Blueprint((Tensor("a.weight", (8, 8), 0, None, "every"),), {}, 0, True)
+    places = int(rows * 2048)
     load = MemoryRequest(
-        micro_batch=4, seq_len=2048, accumulation=2, vocabulary=128_256, chunked=True
+        micro_batch=1, seq_len=places, accumulation=2, vocabulary=128_256, chunked=True
     )
-    terms = rank_terms(
-        blueprint, Layout(Mesh(), 0, "torch", "float32"), {"zero_optimization": {"stage": 0}}, load
-    )
-    # 8192 x 2048 logits.
-    assert [term.size for term in terms if term.moments == ("loss",)] == [8 * 2**24]
+    layout = Layout(Mesh(tp=tp), 0, "torch", "float32")
+    terms = rank_terms(blueprint, layout, {"zero_optimization": {"stage": 0}}, load)
+    assert [(term.what, term.size) for term in terms if term.moments == ("loss",)] == [(what, size)]
+    if what == "a block of logits":  # the number that the kernel uses on an accelerator
+        assert size == CHUNKED_LOGIT_BYTES * places * columns_per_block(places, 128_256)

@@ -64,6 +64,21 @@ class ZeroOptimizer(Protocol):
     dynamic_loss_scale: bool
 
 
+class Bf16Optimizer(Protocol):
+    """The members of DeepSpeed 0.19.8's optimizer for ZeRO-1 in bf16 that we use."""
+
+    fp32_groups_gradients: "list[list[torch.Tensor]]"
+    fp32_groups_has_gradients: list[list[bool]]
+    autoep_folding_tp_group: object
+    _update_hp_grad: Callable[..., None]
+
+
+class PartitionOptimizer(Protocol):
+    """The members of DeepSpeed 0.19.8's optimizer for ZeRO-2 that we use."""
+
+    _add_to_grad_partition_buffer: Callable[..., None]
+
+
 class PipelineEngine(Protocol):
     """The members of DeepSpeed 0.19.8's pipeline engine that we use."""
 
@@ -203,6 +218,67 @@ def after_step(engine: DeepSpeedEngine, act: Callable[[bool], None]) -> None:
         act(engine.was_step_applied())
 
     engine._take_model_step = acting
+
+
+def sum_gradients_without_copy(optimizer: Bf16Optimizer) -> None:
+    """Let ZeRO-1's bf16 optimizer add each gradient to its fp32 sum without an fp32 copy.
+
+    The sums have the same bits, because the addition itself widens the gradient.
+
+    Why: DeepSpeed converts each gradient to fp32 before it adds the gradient (bf16_optimizer.py,
+        _update_hp_grad). The copy moves 8 more bytes per parameter and micro-batch.
+    Version: DeepSpeed 0.19.8
+    Test: tests/compat/test_deepspeed.py::test_a_gradient_is_added_without_a_copy
+    Until: _update_hp_grad adds the gradient in its own dtype.
+    """
+    plain = optimizer._update_hp_grad
+
+    def add(weight: "nn.Parameter", group: int, index: int, clear_lp_grads: bool) -> None:
+        sums = optimizer.fp32_groups_gradients[group][index]
+        # AutoEP corrects gradients first. A wider gradient must be rounded before the addition.
+        if (
+            weight.grad is None
+            or optimizer.autoep_folding_tp_group is not None
+            or not _widens(weight.grad, sums)
+        ):
+            plain(weight, group, index, clear_lp_grads)
+            return
+        sums.data.add_(weight.grad.data.view(sums.shape))
+        vars(weight)["_hp_grad"] = sums
+        optimizer.fp32_groups_has_gradients[group][index] = True
+        if clear_lp_grads:
+            weight.grad.data.zero_()
+
+    optimizer._update_hp_grad = add
+
+
+def sum_partition_without_copy(optimizer: PartitionOptimizer) -> None:
+    """Let ZeRO-2 add reduced gradients to a rank's fp32 sums without an fp32 copy.
+
+    The sums have the same bits, because the addition itself widens the gradients.
+
+    Why: DeepSpeed converts the gradients to fp32 before it adds them (zero/stage_1_and_2.py,
+        _add_to_grad_partition_buffer). The copy moves 8 more bytes per parameter and micro-batch.
+    Version: DeepSpeed 0.19.8
+    Test: tests/compat/test_deepspeed.py::test_a_partition_is_added_without_a_copy
+    Until: _add_to_grad_partition_buffer adds the gradients in their own dtype.
+    """
+    plain = optimizer._add_to_grad_partition_buffer
+
+    def add(output: "torch.Tensor | None", source: "torch.Tensor") -> None:
+        if output is not None and _widens(source, output):
+            output.add_(source)
+        else:
+            plain(output, source)
+
+    optimizer._add_to_grad_partition_buffer = add
+
+
+def _widens(source: "torch.Tensor", sums: "torch.Tensor") -> bool:
+    """Return True if each value of `source` is a value of the dtype of `sums`."""
+    import torch
+
+    return torch.promote_types(source.dtype, sums.dtype) == sums.dtype
 
 
 def wrap_step(optimizer: "torch.optim.Optimizer", wrap: Callable[..., Any]) -> None:

@@ -42,6 +42,11 @@ def load_ds_config(name: str | dict[str, Any], folder: Path) -> tuple[dict[str, 
     )
 
 
+def is_shipped(path: Path | None) -> bool:
+    """Return True if a JSON is one of the files in ds_configs/."""
+    return path is not None and any(path.samefile(file) for file in strategies().values())
+
+
 def describe_differences(config: dict[str, Any], path: Path | None) -> list[str]:
     """Return a line with the keys in which a JSON differs from the shipped file of the same name.
 

@@ -136,6 +136,26 @@ def _fill_in_zero(
     zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
 
 
+def fit_overlap(resolved: dict[str, Any], mesh: Mesh, shipped: bool) -> list[str]:
+    """Switch `overlap_comm` off in a resolved ZeRO-2 JSON if no other rank sums its gradients.
+
+    With `overlap_comm`, ZeRO-2 (DeepSpeed 0.19.8) waits for the device after each backward pass and
+    allocates a second bucket. Only a `shipped` file is changed. For any other JSON, the value stays
+    as its author wrote it, and a line is returned.
+    """
+    facts, zero = RuleContext(resolved), resolved["zero_optimization"]
+    overlaps = facts.stage == 2 and zero.get("overlap_comm") is True
+    if not overlaps or facts.optimizer_offload != "none" or mesh.dp * mesh.sp > 1:
+        return []
+    if shipped:
+        zero["overlap_comm"] = False
+        return []
+    return [
+        "zero_optimization.overlap_comm: true costs time and a second bucket, because no other"
+        " rank sums these gradients; false has the same results"
+    ]
+
+
 def _set_degrees(resolved: dict[str, Any], mesh: Mesh, schedule: str) -> None:
     """Replace the JSON's parallel degrees with the blocks that DeepSpeed needs for this mesh."""
     for block in ("tensor_parallel", "expert_parallel", "pipeline", "sequence_parallel_size"):

@@ -21,7 +21,7 @@ from ..model.build import BuiltModel
 from ..optim import factory
 from ..optim.groups import parameter_groups
 from ..optim.param_spans import find_param_spans
-from ..optim.repairs import accumulate, keep_grad_norm, keep_momentum_norm
+from ..optim.repairs import accumulate, keep_grad_norm, keep_momentum_norm, sum_without_copies
 from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe_stages, tensors_on_rank
 from ..parallel.groups import ProcessGroups
@@ -101,6 +101,7 @@ def apply_workarounds(ds_engine: Any) -> Engine:
     undo_hidden_step(ds_engine)
     keep_grad_norm(ds_engine)
     keep_momentum_norm(ds_engine)
+    sum_without_copies(ds_engine)
     if getattr(ds_engine.optimizer, "loss_scaler", None) is not None:
         wrap_step(ds_engine.optimizer, _step_in_fp16)
     states = DeepSpeedStates(ds_engine)

@@ -5,6 +5,8 @@ Weights change only here, in `undo_hidden_step` of `compat/deepspeed.py` and in 
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..compat.deepspeed import (
     DeepSpeedEngine,
@@ -14,6 +16,8 @@ from ..compat.deepspeed import (
     leave_gradients,
     set_grad_norm,
     set_micro_batches,
+    sum_gradients_without_copy,
+    sum_partition_without_copy,
 )
 from ..parallel import expert
 from .one_bit import OneBitAdam
@@ -27,6 +31,17 @@ def accumulate(engine: DeepSpeedEngine, micro_batches: int) -> None:
     if isinstance(optimizer := engine.basic_optimizer, OneBitAdam):
         leave_gradients(engine, optimizer.compresses)
     set_micro_batches(engine, micro_batches)
+
+
+def sum_without_copies(engine: DeepSpeedEngine) -> None:
+    """Add bf16 gradients to DeepSpeed's fp32 sums without an fp32 copy, under ZeRO-1 and ZeRO-2.
+
+    The sums keep their bits. Other optimizers of DeepSpeed are not changed.
+    """
+    if isinstance(engine.optimizer, BF16_Optimizer):
+        sum_gradients_without_copy(engine.optimizer)
+    elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        sum_partition_without_copy(engine.optimizer)
 
 
 def keep_momentum_norm(engine: DeepSpeedEngine) -> None:

@@ -145,9 +145,10 @@ def _logit_terms(layout: Layout, request: MemoryRequest, pp_rank: int) -> list[T
     )
     if not logits:
         return []
-    if request.chunked:
-        rows = request.micro_batch * request.seq_len
-        block = rows * columns_per_block(rows, request.vocabulary)
+    rows = request.micro_batch * request.seq_len
+    block = rows * columns_per_block(rows, request.vocabulary)
+    # If one block contains all logits, the loss stores them, unless tensor parallelism shards them.
+    if request.chunked and (block < logits or layout.mesh.tp > 1):
         return [Term(ACCELERATOR, "a block of logits", CHUNKED_LOGIT_BYTES * block, (LOSS,))]
     return [Term(ACCELERATOR, "logits and their gradient", LOGIT_BYTES * logits, (LOSS,))]
 
