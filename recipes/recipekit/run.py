@@ -16,7 +16,7 @@ from .hosts import op_cache
 from .hosts.accounts import wandb_disabled
 from .hosts.locks import lock_file
 from .hosts.ports import free_port, has_joined
-from .hosts.transformers_release import check_transformers_release
+from .hosts.transformers_release import require_supported_release
 from .runtime import environment
 from .spec.atomic_write import DISK_ERRORS
 from .spec.command import RunCommand, parse
@@ -110,9 +110,7 @@ def _plan_command(command: RunCommand) -> "RunPlan":
     """
     from .plan import resolve_run
 
-    too_old, untested = check_transformers_release()
-    if too_old:
-        raise ConfigError(too_old)
+    untested = require_supported_release()
     problems: list[Problem] = []
     try:
         if command.device:

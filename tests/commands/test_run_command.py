@@ -1,19 +1,18 @@
 """recipekit/commands/run.py: the arguments, output and exit code of `python -m launch`."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pool import ROOT, environment
+from pool import ROOT, environment, import_path
 from recipekit.commands import run
 from recipekit.spec.errors import ConfigError
 
 
 def start(module: str, words: list[str], folder: Path) -> tuple[int, str, str]:
-    found = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT / "recipes"), str(ROOT)])}
+    found = environment() | {"PYTHONPATH": import_path(ROOT / "recipes", ROOT)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", *module.split(), *words],
         cwd=folder,

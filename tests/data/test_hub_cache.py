@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fake_hub import Files, files_in, serve, write_cache
+from pool import ROOT, import_path
 from recipekit.architectures.lookup import folder_of, is_local, model_config
 from recipekit.data import hub_cache
 from recipekit.data.batching import DataRank
@@ -66,7 +67,8 @@ def variables_of(case: dict[str, str], folder: Path) -> dict[str, str]:
     own = {name: value.replace("{}", str(folder)) for name, value in case.items()}
     # datasets 5.2 does not expand $VAR in XDG_CACHE_HOME.
     plain |= {"HF_DATASETS_CACHE": f"{folder}/datasets"}
-    return plain | {"DISK": f"{folder}/disk", "USER_OF_TEST": "me", "PYTHONPATH": "recipes"} | own
+    plain |= {"PYTHONPATH": import_path(ROOT / "recipes")}
+    return plain | {"DISK": f"{folder}/disk", "USER_OF_TEST": "me"} | own
 
 
 @pytest.mark.parametrize("case", [*VARIABLES, *MORE], ids=lambda case: "-".join(case))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from alphabets import ALPHABETS
+from pool import ROOT, import_path
 from recipekit.data.batching import DataRank
 from recipekit.data.processors import byte_tokenizer, edges, encode
 from recipekit.data.request import Request, Sizes
@@ -267,7 +268,7 @@ def test_what_changes_no_token_is_not_in_the_hash(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": "recipes", "PYTHONHASHSEED": "7"},
+        env={"PYTHONPATH": import_path(ROOT / "recipes"), "PYTHONHASHSEED": "7"},
     )
     assert there.stdout.split() == list(expected.values())
     for tokenizer in (first, *map(AutoTokenizer.from_pretrained, folders)):

@@ -3,6 +3,7 @@ metadata.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,18 +21,30 @@ KIT = [sys.executable, "-P", "-m", "recipekit"]
 START = [*KIT, "run", str(NANO), "--tiny", "--dry_run"]
 LINT = [*KIT, "lint", "zero2.json", "--recipe", str(NANO)]
 DOCTOR = [*KIT, "doctor", "--quick", "--ranks", "1"]
-COMMANDS = {"start": START, "lint": LINT, "doctor": DOCTOR}
+CONVERT, SAMPLE = [*KIT, "convert", "from-hf", ".", "out"], [*KIT, "sample", "."]
+COMMANDS = {
+    "start": START,
+    "lint": LINT,
+    "doctor": DOCTOR,
+    "convert": CONVERT,
+    "sample": SAMPLE,
+}
 
 
-def run(command: list[str], folder: Path, release: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in an environment whose transformers has the metadata of `release`."""
+def run(
+    command: list[str], folder: Path, release: str, kit: Path = ROOT / "recipes"
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in an environment whose transformers has the metadata of `release`.
+
+    `kit` is the folder of recipekit.
+    """
     info = folder / "site" / f"transformers-{release}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: transformers\nVersion: {release}\n"
     )
     (info / "top_level.txt").write_text("transformers\n")
-    path = f"{folder / 'site'}{os.pathsep}{environment()['PYTHONPATH']}"
+    path = os.pathsep.join([f"{folder / 'site'}", str(kit), environment()["PYTHONPATH"]])
     done = subprocess.run(
         command,
         cwd=folder,
@@ -70,8 +83,8 @@ def test_an_older_release_is_refused_in_one_line(tmp_path: Path, name: str) -> N
     done = run(COMMANDS[name], tmp_path, "5.20.0")
     assert done.returncode == 1, done.stdout
     (line,) = lines_about(done.stdout)
-    assert line == (
-        f"  1. transformers 5.20.0: must be {OLDEST_RELEASE} or newer. Run: pip install"
+    assert line.removeprefix("  1. ") == (
+        f"transformers 5.20.0: must be {OLDEST_RELEASE} or newer. Run: pip install"
         f" transformers=={pinned_release()}"
     )
 
@@ -85,6 +98,25 @@ def test_a_newer_release_is_said_in_one_line(tmp_path: Path, name: str) -> None:
         f"transformers 5.25.0 is newer than the tested releases, {OLDEST_RELEASE} to"
         f" {pinned_release()}: not tested" in line
     )
+
+
+def test_a_newer_release_is_said_before_the_model_is_read(tmp_path: Path) -> None:
+    done = run(SAMPLE, tmp_path, "5.25.0")
+    assert done.returncode == 1 and "config.json" in done.stdout, done.stdout
+    assert "transformers 5.25.0 is newer than the tested releases" in done.stdout
+
+
+@pytest.mark.parametrize("release", ["5.20.0", "5.25.0"])
+def test_a_copy_of_the_recipes_has_no_pin(tmp_path: Path, release: str) -> None:
+    """Without requirements.txt only the oldest supported release is known."""
+    kit = tmp_path / "recipes"
+    shutil.copytree(ROOT / "recipes", kit, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "ds_configs", tmp_path / "ds_configs")
+    done = run([*LINT[:-1], str(kit / NANO.name)], tmp_path, release, kit)
+    assert done.returncode == (release == "5.20.0"), done.stdout
+    rule = f"must be {OLDEST_RELEASE} or newer. Run: pip install transformers=={OLDEST_RELEASE}"
+    expected = [f"  1. transformers 5.20.0: {rule}"] if release == "5.20.0" else []
+    assert lines_about(done.stdout) == expected
 
 
 @pytest.mark.parametrize("release", [OLDEST_RELEASE, "5.24.3"])

@@ -124,3 +124,35 @@ def test_a_skip_that_names_no_package_fails(tmp_path: Path) -> None:
 
 def test_skips_are_not_failures_otherwise(tmp_path: Path) -> None:
     assert session(tmp_path)[0] == 0
+
+
+PROCESSES = """
+import os, pool, subprocess, sys
+
+PACKAGES = os.path.dirname(__file__) + "/packages"
+
+def test_a_process_has_the_package_of_the_session():
+    import release_of_a_test
+
+    show = [sys.executable, "-c", "import release_of_a_test; print(release_of_a_test.__file__)"]
+    begin = dict(env=pool.environment(), capture_output=True, text=True, check=True)
+    assert subprocess.run(show, **begin).stdout.strip() == release_of_a_test.__file__
+    paths = begin["env"]["PYTHONPATH"].split(":")
+    assert paths == [*map(str, [pool.ROOT / "recipes", *pool.FOLDERS]), PACKAGES]
+    assert pool.import_path("a", PACKAGES) == f"a:{PACKAGES}"
+"""
+
+
+def test_processes_import_packages_from_the_folders_of_the_session(tmp_path: Path) -> None:
+    """PYTHONPATH selects another release of a library for the tests and for their ranks.
+
+    Otherwise a test would compare two releases. This project's folders come first, once.
+    """
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "release_of_a_test.py").touch()
+    (tmp_path / "test_processes.py").write_text(PROCESSES)
+    path = os.pathsep.join(
+        [str(ROOT / "tests"), environment()["PYTHONPATH"], f"{tmp_path}/packages"]
+    )
+    code, text = session(tmp_path, "test_processes.py", PYTHONPATH=path)
+    assert code == 0 and "1 passed" in text, text

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from job import NANO, Job, metrics, steps_done
-from pool import ROOT, free_port
+from pool import ROOT, free_port, import_path
 from slurm import Slurm, slurm_or_skip
 
 # Eight micro-batches of 5 s each. Large models with offload or many micro-batches have such steps.
@@ -37,7 +37,7 @@ wandb=False, export=False,
 if __name__ == "__main__":
     run(RECIPE)
 """
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+PATHS = import_path(ROOT, ROOT / "recipes")
 START, TWO_STEPS = 240, 300  # seconds, on a machine with other load
 
 

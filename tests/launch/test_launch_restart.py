@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from job import NANO, Job, contention, metrics
-from pool import ROOT, environment
+from pool import ROOT, environment, import_path
 from recipekit.spec import errors
 
 sys.path.insert(0, str(ROOT))
@@ -68,7 +68,7 @@ def launch(tmp_path: Path, ops: Callable[[str], None]) -> Iterator[Callable[...,
 
     def launch(name: str, script: str, *flags: str, words: Sequence[str] = ()) -> Job:
         (tmp_path / name).write_text(script)
-        path = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+        path = import_path(ROOT, ROOT / "recipes")
         jobs.append(
             Job(
                 tmp_path,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from job import NANO, Job, contention, metrics, reproducible_values, steps_done
-from pool import ROOT
+from pool import ROOT, import_path
 from slurm import Slurm, slurm_or_skip
 from words import arbitrary_words
 
@@ -153,7 +153,7 @@ def test_a_job_trains_stops_and_goes_on_as_one_run(
 
 
 def python_path() -> str:
-    return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+    return import_path(ROOT, ROOT / "recipes")
 
 
 DUMP = (

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hypothesis import example, given
 from job import Job
-from pool import ROOT
+from pool import ROOT, import_path
 from recipekit.spec.command import parse
 from recipekit.spec.recipe import Recipe
 from words import BYTES, NASTY, QUICK, WORD, arbitrary_words, expanded
@@ -34,7 +34,7 @@ from launch.run_folder import out_of
 
 
 def python_path() -> str:
-    return os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+    return import_path(ROOT, ROOT / "recipes")
 
 
 DUMP = """
@@ -676,7 +676,7 @@ def test_a_wrong_command_is_refused(words: list[str], code: int, told: str) -> N
 
 def launch(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     """Return a launch's exit code and all of its output."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    variables = os.environ | {"PYTHONPATH": import_path(ROOT)} | variables
     argv = [sys.executable, "-m", "launch", *words]
     done = subprocess.run(
         argv,

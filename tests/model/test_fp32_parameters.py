@@ -14,7 +14,7 @@ from job import metrics, reproducible_values
 from recipekit.architectures import families
 from recipekit.checkpoints.reshape import reshape
 from recipekit.checkpoints.step_folder import LayoutChange, open_step, target_layout
-from recipekit.engine.torch_engine import compute_in_fp32
+from recipekit.engine.torch_engine import compute_in_fp32, fsdp2_sharder
 from recipekit.model.describe import draft_blueprint
 from recipekit.model.empty import empty_model
 from recipekit.model.fp32_parameters import (
@@ -38,6 +38,7 @@ from recipekit.spec.recipe import Recipe
 from recipekit.storage import manifest
 from recipekit.storage.file_map import expected_bytes
 from recipekit.storage.step_files import CommonState
+from recipekit.tasks import pretrain
 from recipekit.tasks.find import load_task
 from recipekit.train import pipeline_loss, train_step
 from shipped_jsons import strategy
@@ -265,6 +266,54 @@ def test_autocast_leaves_out_a_module_in_fp32():
     with torch.autocast("cpu", torch.bfloat16):
         routed, other = model(torch.ones(1, 4))
     assert (routed.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("loss", ["chunked", "whole"])
+def test_the_loss_of_a_head_in_fp32_is_computed_in_fp32(loss):
+    """Under DDP, autocast must not round the inputs and weights of hy_v4's head to bf16."""
+    recipe = Recipe(
+        model="none",
+        init="random",
+        seed=5,
+        attention="eager",
+        engine="ddp",
+        precision="bf16",
+        loss=loss,
+    )
+    cpu = torch.device("cpu")
+    built = build_model(recipe, config_of("hy_v4"), None, ds_config(0), cpu)
+    compute_in_fp32(built.model, built.fp32_parameters, "cpu")
+    batch, inputs = batch_of(0), list[torch.Tensor]()
+    head: Any = built.model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    compute = pretrain.with_chunked_causal_loss(pretrain.TASK).forward
+    with torch.autocast("cpu", torch.bfloat16):
+        output = (compute if loss == "chunked" else pretrain.forward)(built.model, batch)
+        found = pretrain.loss(output, batch, by_row=False)
+
+    logits = torch.nn.functional.linear(inputs[0].float(), head.weight)[0]
+    expected = torch.nn.functional.cross_entropy(logits, batch["labels"][0], reduction="sum")
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def shard_a_router() -> list[str]:
+    """Return the dtypes of a sharded router's output and gradient, and of its neighbour's output.
+
+    The router is a module of its own, which owns no other parameters.
+    """
+    model = Routed()
+    groups = ProcessGroups(make_mesh(2), "cpu")
+    shard = fsdp2_sharder(groups, "bf16", "cpu", lambda: list(model.router.parameters()))
+    for module in (model.router, model.other):
+        shard(module)
+    routed, other = model(torch.ones(1, 4))
+    (routed.sum() + other.sum()).backward()
+    gradient: Any = model.router.weight.grad
+    return [str(value.dtype) for value in (routed, gradient, other)]
+
+
+def test_fsdp2_shards_a_module_with_only_fp32_parameters(pools):
+    assert pools.run(2, shard_a_router) == [["torch.float32"] * 2 + ["torch.bfloat16"]] * 2
 
 
 ALL_IN_BF16 = Fp32Request("deepspeed", "bf16", 1, False, json_of(1, 1))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dry_runs import planned, refused
-from pool import ROOT, environment
+from pool import ROOT, environment, import_path
 from recipekit.architectures.safetensors_files import create_zero_file
 from recipekit.spec import hub
 from recipekit.spec.errors import ConfigError
@@ -174,7 +174,9 @@ def test_a_refused_question_takes_no_torch(folder: Path) -> None:
     )
     code += "assert not {'torch', 'transformers', 'datasets'} & sys.modules.keys()\n"
     more = {
-        "PYTHONPATH": f"{Path(__file__).parent}:{ROOT / 'recipes'}:{ROOT / 'tests' / 'support'}"
+        "PYTHONPATH": import_path(
+            Path(__file__).parent, ROOT / "recipes", ROOT / "tests" / "support"
+        )
     }
     done = subprocess.run(
         [sys.executable, "-c", code, *flags],

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from pool import ROOT, environment, free_port
+from pool import ROOT, environment, free_port, import_path
 from recipekit.commands.lint import lint
 from recipekit.plan import resolve_run
 from recipekit.spec.command import one_recipe, parse, recipe_of
@@ -105,7 +105,7 @@ def run_file(
     folder: Path, text: str, *flags: str, name: str = "mine.py"
 ) -> subprocess.CompletedProcess[str]:
     (folder / name).write_text(text)
-    env = environment() | {"PYTHONPATH": ""}
+    env = environment() | {"PYTHONPATH": import_path()}
     return subprocess.run(
         [sys.executable, name, *flags],
         cwd=folder,

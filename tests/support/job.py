@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from pool import ROOT, environment, free_port
+from pool import ROOT, environment, free_port, import_path
 from recipekit.spec.run_folder import CHECKPOINTS, METRICS
 from recipekit.spec.run_folder import (
     reproducible_values as reproducible_values,
@@ -62,6 +62,8 @@ class Job:
         self.mark = f"{folder}:{time.monotonic_ns()}"
         self.log = folder / f"output_{time.monotonic_ns()}.log"
         self._keyboard = None
+        if path := variables.get("PYTHONPATH"):
+            variables["PYTHONPATH"] = import_path(*path.split(os.pathsep))
         env = environment() | {MARK: self.mark, "PYTHONFAULTHANDLER": "1"} | variables
         self.began = time.monotonic()
         if not terminal:

@@ -80,9 +80,21 @@ def environment() -> dict[str, str]:
         "WANDB_MODE": "offline",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_EXTENSIONS_DIR": str(op_cache.find_op_folder()),
-        "PYTHONPATH": os.pathsep.join(map(str, [ROOT / "recipes", *FOLDERS])),
+        "PYTHONPATH": import_path(ROOT / "recipes", *FOLDERS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
+
+
+def import_path(*folders: Path | str) -> str:
+    """Return a PYTHONPATH of `folders`, followed by the folders of the caller's PYTHONPATH.
+
+    All tests can then run with another release of a package. This project's folders in the
+    caller's PYTHONPATH are left out.
+    """
+    ours = {ROOT, ROOT / "recipes", ROOT / "tests", *FOLDERS}
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    packages = [folder for folder in given if folder and Path(folder).absolute() not in ours]
+    return os.pathsep.join(dict.fromkeys([*map(str, folders), *packages]))
 
 
 class CaseFailed(AssertionError):

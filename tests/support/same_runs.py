@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pool import ROOT, environment, free_port
+from pool import ROOT, environment, free_port, import_path
 from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, read_metrics, reproducible_values
 from recipekit.spec.step_names import step_folders, step_name
 
@@ -99,7 +99,8 @@ def train(
     done = subprocess.run(
         command,
         cwd=out.parent,
-        env=environment() | {"PYTHONPATH": str(packages.absolute()) if packages else ""},
+        env=environment()
+        | {"PYTHONPATH": import_path(*([packages.absolute()] if packages else []))},
         capture_output=True,
         text=True,
         timeout=300,

@@ -308,7 +308,9 @@ def run(command: list[Any], log: Path) -> tuple[float, float, int, int]:
     """
     own = {
         "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(ROOT / "recipes"),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, (str(ROOT / "recipes"), os.environ.get("PYTHONPATH", "")))
+        ),
         "TOKENIZERS_PARALLELISM": "false",
     }
     peaks, ended = [0, 0], threading.Event()

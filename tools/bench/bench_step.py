@@ -178,7 +178,7 @@ def started(tree: Path, out: Path, seq_len: int, words: list[str]) -> Job:
     }
     recipe = [str(tree / "recipes" / RECIPE), "--tiny", "--no-export", "--no-wandb"]
     command = deepspeed_command(RANKS, *recipe, *words, *flags(numbers))
-    environment = job_environment(DS_ACCELERATOR="cpu", PYTHONPATH="", CUDA_VISIBLE_DEVICES="")
+    environment = job_environment(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
     log = out.with_suffix(".log")
     with log.open("w") as prints:
         launcher = psutil.Popen(command, env=environment, stdout=prints, stderr=subprocess.STDOUT)

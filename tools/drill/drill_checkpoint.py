@@ -193,7 +193,8 @@ def start(chain: Chain, run: str, *flags: str) -> Job:
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{deepspeed.parent}{os.pathsep}{os.environ['PATH']}",
     }
-    environment["PYTHONPATH"] = str(ROOT / "recipes")
+    path = filter(None, [str(ROOT / "recipes"), os.environ.get("PYTHONPATH")])
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -104,7 +104,8 @@ def start(
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "recipes")])
+    path = filter(None, [str(ROOT), str(ROOT / "recipes"), os.environ.get("PYTHONPATH")])
+    variables["PYTHONPATH"] = os.pathsep.join(path)
     with (folder / f"{run}.log").open("wb") as log:
         return subprocess.Popen(
             words,

@@ -276,7 +276,9 @@ def section(rows: dict[str, list[float]]) -> str:
     text = (
         "Written by `python tools/make/bf16_distance.py`. transformers keeps these parameters"
         " (routers, attention sinks, hyper-connections) in fp32 in a bf16 model. So do DDP, FSDP2"
-        " and ZeRO-0, 1 and 2 here. Elsewhere a start and a dry run count them in one line. A tiny"
+        " and ZeRO-0, 1 and 2 here. ZeRO-1 and 2 round their gradients to bf16 where they sum them,"
+        " unless the JSON has `communication_data_type` fp32, as zero1.json has. Elsewhere a start"
+        " and a dry run count them in one line. A tiny"
         f" model trains {STEPS} steps in fp32, as transformers' bf16 model, and in bf16 with ZeRO-1"
         f" on {WORLD} ranks. The last two columns are the distance of the run's logits to the fp32"
         " logits, divided by the distance of transformers' bf16 model."

@@ -33,6 +33,7 @@ from ..checkpoints.step_folder import LayoutChange, StepFolder, open_step, targe
 from ..checkpoints.verify import verify
 from ..convert import published
 from ..convert.hugging_face import FolderChanges, from_hf, to_hf
+from ..hosts.transformers_release import print_release_notes
 from ..model.card import card_of_run
 from ..parallel.blueprint import Blueprint, Layout, blueprint_in, default_optimizer
 from ..spec.cores import usable_cores
@@ -323,6 +324,7 @@ def to_hf_command(arguments: argparse.Namespace) -> int:
 
 def merge_adapter_command(arguments: argparse.Namespace, step: StepFolder, dtype: str) -> int:
     """Write the merged model of a checkpoint that contains an adapter."""
+    print_release_notes()
     from ..convert.merge import empty_adapted_model, to_merged  # imports transformers and peft
 
     if arguments.verify:
@@ -366,7 +368,8 @@ def requested_layout_change(arguments: argparse.Namespace) -> LayoutChange:
 
 
 def from_hf_command(arguments: argparse.Namespace) -> int:
-    # This imports transformers, which only this command needs.
+    print_release_notes()
+    # This imports transformers, which only this command and --merge need.
     from ..model.describe import published_model
 
     dtype = DTYPE_BY_FLAG[arguments.dtype]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..architectures.export_folder import Export, base_of, check_files, find_export
+from ..hosts.transformers_release import print_release_notes
 from ..spec.errors import ConfigError, config_error
 from ..spec.help_page import CommandFormatter
 from ..spec.hub import hub_error, hub_is_unreachable
@@ -92,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_sample_parser().parse_args(argv)
     try:
         check_generation_flags(arguments.prompt, arguments.max_new_tokens)
+        print_release_notes()
         export = find_export(arguments.folder)
         generator = load_generator(export)
         chat = is_chat_prompt(export, generator.tokenizer, arguments.chat)

@@ -222,6 +222,8 @@ def pins_exactly() -> bool:
 def gather_in_fp32(module: "FSDPModule", parameters: "list[nn.Parameter]") -> None:
     """Add parameters of a module, which `fully_shard` left out, as a group that stays in fp32.
 
+    The module must own at least one other parameter.
+
     Why: FSDP2 gathers all parameters of a module in the one dtype of its policy. A second policy
         requires a second module, but a module may own parameters of both kinds.
     Version: torch 2.13

@@ -347,6 +347,11 @@ def fsdp2_sharder(
         scalars = {parameter for parameter in layer.parameters() if parameter.dim() == 0}
         own = set(layer.parameters())
         kept = [p for p in fp32() if p in own and p.dim() > 0 and not isinstance(p, DTensor)]
+        others = own.difference(scalars, kept)
+        if kept and all(isinstance(p, DTensor) for p in others):  # inner modules own the others
+            in_fp32 = MixedPrecisionPolicy(cast_forward_inputs=False)
+            fully_shard(layer, mesh=mesh, mp_policy=in_fp32, ignored_params=scalars)
+            return
         sharded = fully_shard(
             layer, mesh=mesh, mp_policy=policy, ignored_params=scalars.union(kept)
         )

@@ -52,7 +52,8 @@ def check_package_versions(pins: list[str]) -> Findings:
                 f"is recorded as installed, but its file {lost[0]} is missing",
                 f"run: pip install --force-reinstall --no-deps {name}=={pinned}",
             )
-    yield ReportRow("packages", f"{matching} of {len(pins)} as requirements.txt pins them")
+    compared = f"{matching} of {len(pins)} as requirements.txt pins them"
+    yield ReportRow("packages", compared if pins else "not compared: no requirements.txt")
 
 
 def _check_other_transformers(found: str) -> Findings:

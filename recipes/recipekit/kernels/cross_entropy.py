@@ -42,13 +42,14 @@ class Head:
 
     `weight` (V, D) and `bias` (V,) are arguments of `nn.functional.linear`. `chain` applies the
     model's element-wise operations to the head's output. With `vocab_shard`, weight and bias cover
-    only the logit columns that this rank computes.
+    only the logit columns that this rank computes. With `fp32`, autocast does not apply.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     chain: Chain | None = None
     vocab_shard: VocabShard | None = None
+    fp32: bool = False
 
 
 def token_losses(
@@ -58,7 +59,7 @@ def token_losses(
 
     `hidden` is (..., D), and `labels` is (...) int64. The losses are
     cross_entropy(chain(linear(hidden, weight, bias)).float(), labels). They are fp32, or fp64 for
-    fp64 inputs. Under autocast, the computation uses autocast's dtype.
+    fp64 inputs. Under autocast, the computation uses autocast's dtype, except for a head in fp32.
 
     The inputs and one number per token are stored for the backward pass, or the logits if a single
     block contains all of them. With a vocab shard, the call is a collective operation, and `hidden`
@@ -84,7 +85,7 @@ def _losses_and_argmax(
 ) -> Any:
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        hidden = hidden.to(torch.get_autocast_dtype(device))
+        hidden = hidden.to(torch.float32 if head.fp32 else torch.get_autocast_dtype(device))
     num_columns = len(head.weight)
     block = block or (CPU_BLOCK_LOGITS if device == "cpu" else BLOCK_LOGITS)
     if (

@@ -157,7 +157,7 @@ def _give_losses(
 ) -> None:
     """Make `models`, which are parts of the full model, return losses if the model plan says so."""
     tp = (model_plan.plans.tp, groups.tp_mesh if groups else None)
-    apply_loss_path(model_plan.loss_path, whole, models, facts.masked, tp)
+    apply_loss_path(model_plan.loss_path, whole, models, facts.masked, tp, model_plan.fp32.names)
 
 
 @dataclass(frozen=True)

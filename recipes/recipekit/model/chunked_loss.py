@@ -169,6 +169,7 @@ def enable_chunked_loss(
     vocab_shard: VocabShard | None = None,
     block: int | None = None,
     return_argmax: bool = False,
+    fp32: bool = False,
 ) -> None:
     """Make the forward of `model` accept labels as `losses_of` and return losses, not logits.
 
@@ -177,8 +178,9 @@ def enable_chunked_loss(
     result is (B, T, 2): the loss, and the most likely token as an fp32 number, which is exact.
 
     `operations` are the model's operations after its head. `vocab_shard` describes the columns of
-    this rank's head. `block` is the number of logits that exist at a time. A forward raises
-    `ConfigError` if the model applies other operations to its logits.
+    this rank's head. `block` is the number of logits that exist at a time. With `fp32`, the head is
+    in fp32 under autocast. A forward raises `ConfigError` if the model applies other operations to
+    its logits.
     """
     linear, own = head_of(model), model.forward
     replay = _Replay(model, linear, operations)
@@ -191,7 +193,7 @@ def enable_chunked_loss(
         tokens: list[torch.Tensor] = []  # the most likely tokens, (B, T)
 
         def losses(hidden: torch.Tensor) -> torch.Tensor:
-            head = Head(linear.weight, linear.bias, chain, vocab_shard)
+            head = Head(linear.weight, linear.bias, chain, vocab_shard, fp32)
             if return_argmax:
                 found, largest = token_losses_and_argmax(hidden, head, losses_of, block)
                 tokens.append(largest)

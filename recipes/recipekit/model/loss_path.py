@@ -1,6 +1,6 @@
 """A run's loss path: in chunks inside the model's head, or from full logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,18 +77,24 @@ def apply_loss_path(
     models: Sequence[PreTrainedModel],
     likeliest: bool,
     tp: tuple[Mapping[str, str], Any],
+    fp32: Collection[str] = (),
 ) -> None:
     """Make `models`, which are parts of `whole`, return losses if `path` computes them in chunks.
 
     `likeliest` is passed to `enable_chunked_loss` as `return_argmax`. `tp` is described in
-    `choose_loss_path`.
+    `choose_loss_path`. `fp32` contains the names of the parameters that stay in fp32.
     """
     if not path.chunked or not models:
         return
-    cut = local_head_columns(_place_of_head(whole), head_of(whole).out_features, *tp)
+    place = _place_of_head(whole)
+    cut = local_head_columns(place, head_of(whole).out_features, *tp)
     for model in models:
         enable_chunked_loss(
-            model, path.operations, VocabShard(*cut) if cut else None, return_argmax=likeliest
+            model,
+            path.operations,
+            VocabShard(*cut) if cut else None,
+            return_argmax=likeliest,
+            fp32=f"{place}.weight" in fp32,
         )
 
 

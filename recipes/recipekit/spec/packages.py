@@ -34,14 +34,15 @@ REPOSITORY_ROOT = Path(__file__).resolve().parents[3]
 
 
 def pinned_requirements() -> list[str]:
-    """Return the NAME==VERSION lines of requirements.txt or of an installed wheel's metadata."""
+    """Return the NAME==VERSION lines of requirements.txt or of an installed wheel's metadata.
+
+    A copy of recipes/ alone has no requirements.txt. The result is then empty.
+    """
     if IS_WHEEL:
         return importlib.metadata.requires("recipekit") or []
-    return [
-        line
-        for line in (REPOSITORY_ROOT / "requirements.txt").read_text().splitlines()
-        if "==" in line
-    ]
+    file = REPOSITORY_ROOT / "requirements.txt"
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [line for line in lines if "==" in line]
 
 
 def check_packages(packages: Sequence[str] = REQUIRED_PACKAGES) -> None:
