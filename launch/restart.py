@@ -96,6 +96,10 @@ def _run(
             stopped(outcome, progress.out, say)
             break
 
+        if why := run_folder.own_stop(progress.out, progress.since):
+            say(f"not started again: the run stopped itself. {why}")
+            break
+
         step = run_folder.last_step(progress.out)
         failures.append(step)
         if is_stuck(failures):

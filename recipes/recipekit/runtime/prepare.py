@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,20 @@ from ..spec.devices import DEVICES
 from ..spec.engine import Engine
 from ..spec.errors import START_AGAIN, ConfigError, Say, config_error
 from ..spec.recipe import seconds_of
-from ..spec.run_folder import CHECKPOINTS, EARLIER_VERSIONS, continue_advice, move_run_aside
+from ..spec.run_folder import (
+    CHECKPOINTS,
+    EARLIER_VERSIONS,
+    continue_advice,
+    move_run_aside,
+    read_metrics,
+)
 from ..spec.step_names import step_folders
 from ..spec.task import MicroBatch, Task
 from ..track.summary import PLANNED_MEMORY
 from ..track.tracking import NoTracker, Tracker, WandbRun, open_tracker
+from ..watch.alerts import AlertLog, NoAlerts
+from ..watch.monitor import Monitor, NoMonitor
+from ..watch.throughput import Goodput, goodput_so_far
 from .corpus import DataSource, commits_of, open_data, open_held_out
 from .ending import rewrite_summary
 from .engine import TrainingModel
@@ -64,6 +74,9 @@ class TrainingRun:
     state: TrainState  # state after the last step; the loop updates it
     saver: save.Saver
     tracker: Tracker | NoTracker
+    alerts: AlertLog | NoAlerts
+    monitor: Monitor | NoMonitor
+    goodput: Goodput
     stopper: Stopper
     epochs: Epochs
     step_metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -165,6 +178,8 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         if peers:
             peers.resume_hint = partial(continue_advice, plan.recipe.resume, plan.out)
             peers.last_words = partial(tracker.finish, 1)
+        alerts, monitor = open_monitor(loaded, tracker)
+        refused.callback(alerts.close)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
     return TrainingRun(
@@ -176,6 +191,9 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         state=loaded.state,
         saver=saver,
         tracker=tracker,
+        alerts=alerts,
+        monitor=monitor,
+        goodput=goodput_so_far(read_metrics(plan.out), time.time()),
         stopper=stopper,
         epochs=loaded.epochs,
         step_metrics=loaded.step_metrics,
@@ -251,6 +269,30 @@ def open_run_folder(
             "free space or choose another --out",
         )
     return tracker, None
+
+
+def open_monitor(
+    loaded: TrainingModel, tracker: Tracker | NoTracker
+) -> tuple[AlertLog | NoAlerts, Monitor | NoMonitor]:
+    """Return the destination of alerts and the monitor, which continues from the checkpoint.
+
+    Only rank 0 reports alerts, but every rank counts the steps that change no weight.
+    """
+    recipe, state = loaded.plan.recipe, loaded.state
+
+    def count_skipped(applied: bool) -> None:
+        if not applied:
+            state["skipped"] = state.get("skipped", 0) + 1
+
+    loaded.engine.after_step(count_skipped)
+    if not recipe.watch:
+        return NoAlerts(), NoMonitor()
+    alerts: AlertLog | NoAlerts = NoAlerts()
+    if loaded.plan.command.rank == 0:
+        alerts = AlertLog(loaded.plan.out, tracker.say, tracker.alert, recipe.on_alert)
+    monitor = Monitor(recipe.on_spike, alerts.report)
+    monitor.restore(state.get("watch"))
+    return alerts, monitor
 
 
 def open_saver(loaded: TrainingModel, say: Say = print) -> save.Saver:
