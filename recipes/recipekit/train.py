@@ -329,7 +329,7 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
         closed(ready.stream),
         closed(ready.saver),
         closed(ready.tracker),
-        closed(ready.alerts),
+        closed(ready.watch),
         peers or contextlib.nullcontext(),
     ):
         ended = train_and_export(loaded, ready)
@@ -416,11 +416,8 @@ def loop(run: TrainingRun) -> Ending | None:
         times = StepTimes(time.perf_counter() - begun, data.wait)
         run.stopper.record_step_time(times.step)
 
-        if not is_finite(result, plan.precision):
-            return stop_diverged(run, step, result)
-
-        if alert := run.monitor.look(step, result["loss"], result["grad_norm"]):
-            return stop_by_alert(run, alert)
+        if faulty := end_if_faulty(run, step, result, times):
+            return faulty
 
         count_step(run, step, result)
         metrics = metrics_of(run, step, result, data.state, times, lr)
@@ -495,6 +492,21 @@ def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -
     return StepCounters(run.plan.mesh, stop, extra)
 
 
+def end_if_faulty(
+    run: TrainingRun, step: int, result: StepResult, times: StepTimes
+) -> Ending | None:
+    """End the run if a step's loss or gradient is not finite, or if --on_spike says so.
+
+    All ranks come to the same result. If the run continues, return None.
+    """
+    if not is_finite(result, run.plan.precision):
+        return stop_diverged(run, step, result)
+    units_per_s = result["tokens"] / times.step
+    if alert := run.watch.monitor.look(step, result["loss"], result["grad_norm"], units_per_s):
+        return stop_by_alert(run, alert)
+    return None
+
+
 def is_finite(result: StepResult, precision: str) -> bool:
     """Return True if the run can continue after a step with this loss and gradient norm.
 
@@ -510,7 +522,7 @@ def count_step(run: TrainingRun, step: int, result: StepResult) -> None:
     """Count a finished step in the state that checkpoints store."""
     state = run.state
     state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
-    state["watch"] = run.monitor.to_state()
+    state["watch"] = run.watch.monitor.to_state()
     if run.task.samples:
         rows = run.plan.recipe.ramp.rows(step)
         state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]
@@ -569,7 +581,7 @@ def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
     """End a run whose loss or gradient is not finite, after the current save has completed."""
     run.saver.wait()
     bad = [rank for rank, own in enumerate(result["losses_of_ranks"]) if not math.isfinite(own)]
-    run.monitor.not_finite(step, result["loss"], result["grad_norm"], bad[0] if bad else None)
+    run.watch.monitor.not_finite(step, result["loss"], result["grad_norm"], bad[0] if bad else None)
     return ending.diverged(
         run.plan, step, result["loss"], result["grad_norm"], run.saver.attempts.saved
     )

@@ -92,10 +92,21 @@ def reporting(on_spike: str = "alert") -> tuple[Monitor, list[Alert]]:
 def test_a_norm_alone_is_a_spike():
     monitor, reported = reporting()
     for step in range(1, 40):
-        monitor.look(step, 3.0, 1.0)
-    assert monitor.look(40, 3.0, 50.0) is None and monitor.look(41, 3.0, 50.0) is None
+        monitor.look(step, 3.0, 1.0, 100.0)
+    assert monitor.look(40, 3.0, 50.0, 100.0) is None
+    assert monitor.look(41, 3.0, 50.0, 100.0) is None
     (alert,) = reported
     assert alert.text.startswith("grad_norm 50 at step 41 is the second in a row")
+
+
+def test_a_drop_in_throughput_and_a_divergence_are_reported():
+    monitor, reported = reporting()
+    for step in range(1, 100):
+        monitor.look(step, 3.0, 1.0, 100.0)
+    for step in range(100, 200):
+        assert monitor.look(step, 3.4, 1.0, 80.0) is None
+    assert [alert.kind for alert in reported] == ["spike", "throughput", "divergence"]
+    assert {alert.level for alert in reported} == {"warning"}
 
 
 def test_a_loss_that_is_not_finite_names_its_rank():

@@ -114,13 +114,13 @@ def apply_workarounds(ds_engine: Any) -> Engine:
     return ds_engine
 
 
-def _current_loss_scale(ds_engine: Any) -> float | None:
+def _current_loss_scale(ds_engine: deepspeed.DeepSpeedEngine) -> float | None:
     """Return the factor of the loss in fp16, or None in another precision."""
     if not ds_engine.fp16_enabled():
         return None
     # Stage 0 has a scaler of its own class.
     scaler = getattr(ds_engine.optimizer, "loss_scale_config", ds_engine.optimizer)
-    return float(scaler.cur_scale)
+    return float(getattr(scaler, "cur_scale"))  # noqa: B009 (torch's class has no such attribute)
 
 
 def _step_in_fp16(step: Callable[..., Any], *given: object, **named: object) -> Any:

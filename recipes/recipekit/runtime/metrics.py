@@ -105,7 +105,7 @@ def metrics_of_watch(
     They are the goodput and, if they apply, the highest loss of a rank, the number of steps that
     changed no weight, and the fp16 loss scale.
     """
-    metrics: dict[str, Any] = {"goodput": run.goodput.add(times.step)}
+    metrics: dict[str, Any] = {"goodput": run.watch.goodput.add(times.step)}
     if len(result["losses_of_ranks"]) > 1 and run.plan.mesh.dp * run.plan.mesh.sp > 1:
         metrics["loss_max"] = max(result["losses_of_ranks"])
     if skipped := run.state.get("skipped"):

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..spec.atomic_write import write_atomic
 from ..spec.errors import Say
@@ -28,6 +28,9 @@ from ..spec.recipe import Recipe
 from ..spec.run_folder import METRICS
 from .metrics_file import MetricsFile, truncate_metrics
 from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    import wandb
 
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; after that the run is recorded offline
 WANDB_FINISH = 15.0  # seconds for the last uploads; the rest stays in the folder, for `wandb sync`
@@ -290,7 +293,7 @@ class WandbCopy:
         # The summary shows the best value instead of the last value.
         run.define_metric("eval_loss", step_metric="step", summary="min")
         for _, entry in self._recent:
-            send_to_wandb(run, entry)
+            send_to_wandb(entry, run)
         while not self._ended:
             entry = self._queue.get()
             if entry is None:
@@ -299,7 +302,7 @@ class WandbCopy:
             self._recent.append((time.monotonic(), entry))
             # No error means that wandb-core is alive, so entries older than WANDB_REPEAT are on
             # disk.
-            send_to_wandb(run, entry)
+            send_to_wandb(entry, run)
             while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
                 self._recent.popleft()
         if self._loss_plot:
@@ -356,7 +359,7 @@ class WandbCopy:
         return run
 
 
-def send_to_wandb(run: Any, entry: dict[str, Any] | WandbAlert) -> None:
+def send_to_wandb(entry: dict[str, Any] | WandbAlert, run: "wandb.Run") -> None:
     """Send the metrics of a step, or an alert, to a W&B run."""
     if isinstance(entry, WandbAlert):
         run.alert(entry.title, entry.text, entry.level)

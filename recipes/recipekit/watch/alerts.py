@@ -23,7 +23,9 @@ from ..spec.run_folder import ALERTS
 QUIET = 600.0  # seconds after a warning in which further warnings of its kind are not reported
 COMMAND_LIMIT = 30.0  # seconds after which a command of --on_alert is ended
 
-WARNING, ERROR = "warning", "error"
+Level = Literal["warning", "error"]
+WARNING: Level = "warning"
+ERROR: Level = "error"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Alert:
     time: float  # seconds since 1970
     step: int
     kind: str  # such as "spike"
-    level: Literal["warning", "error"]
+    level: Level
     text: str
     rank: int | None = None
     host: str | None = None
@@ -41,7 +43,7 @@ class Alert:
     module: str | None = None
     value: float | None = None
     limit: float | None = None  # what `value` exceeded
-    answer: str | None = None  # what the run did: "stop"
+    answer: str | None = None  # "stop" if the alert ended the run
     leave_out: str | None = None
 
     def to_json(self) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .alerts import ERROR, WARNING, Alert
+from .alerts import ERROR, WARNING, Alert, AlertLog, Level, NoAlerts
 from .outliers import Divergence, Outliers
-from .throughput import Throughput
+from .throughput import Goodput, Throughput
 
 STOP = "stop"  # a value of --on_spike, and the answer of an alert that ended the run
 SPREADS = "spreads above the median of the last steps"
@@ -16,7 +16,7 @@ SPREADS = "spreads above the median of the last steps"
 
 @dataclass
 class Monitor:
-    """What a run watches. Every rank has one, and all come to the same result.
+    """Judge of a run's steps. Every rank has one, and all come to the same result.
 
     `report` receives the alerts; on ranks other than rank 0 it does nothing. `on_spike` is the
     recipe's value. `clock` returns seconds since 1970.
@@ -31,10 +31,11 @@ class Monitor:
     divergence: Divergence = field(default_factory=Divergence)
     throughput: Throughput = field(default_factory=Throughput)
 
-    def look(self, step: int, loss: float, grad_norm: float) -> Alert | None:
+    def look(self, step: int, loss: float, grad_norm: float, units_per_s: float) -> Alert | None:
         """Judge a finished step. Return the alert that ends the run, or None.
 
-        `loss` and `grad_norm` are the same on every rank.
+        `loss` and `grad_norm` are the same on every rank. `units_per_s` is the throughput in tokens
+        or samples per second, as this rank has measured it.
         """
         spikes = [
             self._spike(step, name, value, finder)
@@ -44,10 +45,10 @@ class Monitor:
             )
         ]
         self._diverging(step, loss)
+        self._slower(step, units_per_s)
         return next((alert for alert in spikes if alert and alert.answer == STOP), None)
 
-    def look_at_time(self, step: int, units_per_s: float) -> None:
-        """Judge the throughput of a finished step, which only rank 0 knows."""
+    def _slower(self, step: int, units_per_s: float) -> None:
         if slower := self.throughput.look(units_per_s):
             now, best = slower
             text = (
@@ -94,7 +95,7 @@ class Monitor:
             )
             self._raise(step, "divergence", WARNING, text, value=level, limit=lowest)
 
-    def _raise(self, step: int, kind: str, level: Any, text: str, **more: Any) -> Alert:
+    def _raise(self, step: int, kind: str, level: Level, text: str, **more: Any) -> Alert:
         alert = Alert(self.clock(), step, kind, level, text, **more)
         self.report(alert)
         return alert
@@ -108,7 +109,7 @@ class Monitor:
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue with the windows of a checkpoint. A checkpoint of an older version has none."""
+        """Continue with the windows of a checkpoint. An older checkpoint has no windows."""
         if state:
             self.losses.restore(state["losses"])
             self.norms.restore(state["norms"])
@@ -118,10 +119,8 @@ class Monitor:
 class NoMonitor:
     """The monitor of a run with --no-watch. It judges nothing."""
 
-    def look(self, step: int, loss: float, grad_norm: float) -> Alert | None:
+    def look(self, step: int, loss: float, grad_norm: float, units_per_s: float) -> Alert | None:
         return None
-
-    def look_at_time(self, step: int, units_per_s: float) -> None: ...
 
     def not_finite(self, step: int, loss: float, grad_norm: float, rank: int | None) -> None: ...
 
@@ -129,3 +128,15 @@ class NoMonitor:
         return {}
 
     def restore(self, state: Mapping[str, Any] | None) -> None: ...
+
+
+@dataclass
+class Watch:
+    """The monitor of this rank, its destination of alerts, and the run's goodput."""
+
+    monitor: Monitor | NoMonitor
+    alerts: AlertLog | NoAlerts
+    goodput: Goodput
+
+    def close(self) -> None:
+        self.alerts.close()

@@ -82,7 +82,7 @@ class Outliers:
         return OutlierScore(alarm, score, limit)
 
     def to_state(self) -> dict[str, list[float]]:
-        """Return what a checkpoint stores."""
+        """Return the values to store in a checkpoint."""
         return {"recent": list(self.recent), "outliers": list(self.outliers)}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
@@ -128,7 +128,7 @@ class Divergence:
         return begins, level, lowest
 
     def to_state(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
+        """Return the values to store in a checkpoint."""
         return {"recent": list(self.recent), "lowest": self.lowest, "above": self.above}
 
     def restore(self, state: Mapping[str, Any]) -> None:
