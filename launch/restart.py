@@ -96,10 +96,9 @@ def _run(
             stopped(outcome, progress.out, say)
             break
 
-        step = run_folder.last_step(progress.out)
-        failures.append(step)
-        if is_stuck(failures):
-            say(f"not started again: {SAME_STEP} starts in a row have failed at step {step + 1}")
+        failures.append(run_folder.last_step(progress.out))
+        if why := would_fail_again(progress, failures):
+            say(f"not started again: {why}")
             outcome = replace(outcome, code=1)
             break
         if starts > max_restarts:
@@ -144,6 +143,18 @@ def _one_start(
 
     outcome = begin(HELLO) if number == 1 else after_wait(begin, wait_hosts, progress.say, asked)
     return judged(outcome, progress.out, progress.since)
+
+
+def would_fail_again(progress: Progress, failures: list[int]) -> str:
+    """Return why a further start would only fail again, or "".
+
+    `failures` contains the step of each failed start.
+    """
+    if is_stuck(failures):
+        return f"{SAME_STEP} starts in a row have failed at step {failures[-1] + 1}"
+    if alert := run_folder.own_stop(progress.out, progress.since):
+        return f"the run stopped itself. {alert}"
+    return ""
 
 
 def is_stuck(failures: list[int]) -> bool:

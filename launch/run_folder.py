@@ -114,6 +114,23 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def own_stop(out: Path, since: float) -> str:
+    """Return why the run stopped itself, or "" if it did not.
+
+    A run stops itself by an alert with the answer "stop" in alerts.jsonl. Alerts from before
+    `since` (seconds since 1970) are of an earlier job.
+    """
+    try:
+        lines = (out / "alerts.jsonl").read_bytes().splitlines(keepends=True)
+    except NONE:
+        return ""
+    with contextlib.suppress(ValueError, IndexError):
+        alert = json.loads(lines[-1]) if lines[-1].endswith(b"\n") else None
+        if isinstance(alert, dict) and alert.get("answer") == "stop" and alert["time"] >= since:
+            return str(alert.get("text", ""))
+    return ""
+
+
 def last_step(out: Path) -> int:
     """Return the last step in metrics.jsonl, or 0 if there is no step."""
     lines = metrics(out)

@@ -39,6 +39,7 @@ from .spec.schedules import lr_at
 from .spec.task import MicroBatch, Task
 from .tasks.find import load_task, with_hyperparameters
 from .track.tracking import WANDB_ARTIFACT, NoTracker
+from .watch.alerts import Alert
 
 # Number of steps between two checks that a data-parallel rank's peers received the same tokens.
 CHECK_TOKENS_EVERY = 10
@@ -54,6 +55,7 @@ class StepResult(TypedDict):
     stop: str | None  # a stop reason from any rank
     means: dict[str, float]  # further metrics that the task reports at each step
     extra: dict[str, list[int]]  # sums of the extra counts over the ranks
+    losses_of_ranks: list[float]  # mean loss of each rank's own labels; [] under a pipeline
 
 
 def train_step(
@@ -74,7 +76,7 @@ def train_step(
     mesh = counters.mesh
     step_metrics = step_metrics or StepMetrics()
     num_measures = len(task.measures) if task.reports_each_step else None
-    loss_and_measures = step_metrics.start_step(num_measures, engine.device)
+    sums = step_metrics.start_step(num_measures, mesh.world, engine.device)
     set_learning_rate(engine, lr)
 
     # This sum is computed during the first forward pass.
@@ -84,14 +86,14 @@ def train_step(
     task.before_step(engine, batches)
 
     if mesh.pp > 1:
-        mean_loss = pipeline_step(engine, task, batches, totals, loss_and_measures)
+        mean_loss = pipeline_step(engine, task, batches, totals, sums)
     else:
         weight: torch.Tensor | None = None
         summing: dist.Work | None = None
         for batch in batches:
             batch = to_device(batch, engine.device)
             loss = summed_loss(task, task.forward(engine, batch), batch, step_metrics)
-            loss_and_measures[0] += loss.detach()
+            sums[0] += loss.detach()
 
             # Undo the engine's mean over micro-batches and ranks, and divide by the number of
             # labels instead.
@@ -101,7 +103,8 @@ def train_step(
 
             # The sum over the ranks is computed during the last backward pass.
             if engine.is_gradient_accumulation_boundary():
-                summing = start_all_reduce(loss_and_measures)
+                step_metrics.note_own_loss(sums[0], num_labels)
+                summing = start_all_reduce(sums)
 
             # On the step's last micro-batch, the engine changes the weights.
             engine.backward(loss * weight)
@@ -109,26 +112,27 @@ def train_step(
 
         assert summing is not None, "an optimizer step has at least one micro-batch"
         summing.wait()
-        mean_loss = loss_and_measures[0] / totals.labels_over_ranks.clamp(min=1)
+        mean_loss = sums[0] / totals.labels_over_ranks.clamp(min=1)
 
     task.after_step(engine)
     step_metrics.reduce()
-    return step_result_of(engine, task, mean_loss, loss_and_measures, totals)
+    return step_result_of(engine, task, mean_loss, step_metrics, totals)
 
 
 def step_result_of(
     engine: Engine,
     task: Task,
     mean_loss: torch.Tensor,
-    loss_and_measures: torch.Tensor,
+    step_metrics: StepMetrics,
     totals: StepTotals,
 ) -> StepResult:
     """Return a finished step's results as plain numbers. This call waits for the device."""
-    counts = totals.unpack()
+    counts, mesh = totals.unpack(), totals.counters.mesh
     means: dict[str, float] = {}
-    if task.reports_each_step:
-        measured = loss_and_measures[1:] / totals.labels_over_ranks.clamp(min=1)
+    if task.reports_each_step and step_metrics.measures is not None:
+        measured = step_metrics.measures / totals.labels_over_ranks.clamp(min=1)
         means = reported_means(task, mean_loss.item(), measured.tolist())
+    losses = step_metrics.losses_of_ranks if mesh.pp == 1 else None
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
@@ -136,6 +140,7 @@ def step_result_of(
         "stop": counts.stop,
         "means": means,
         "extra": counts.extra,
+        "losses_of_ranks": [] if losses is None else losses.tolist(),
     }
 
 
@@ -153,7 +158,7 @@ def pipeline_step(
     task: Task,
     batches: list[MicroBatch],
     totals: StepTotals,
-    loss_and_measures: torch.Tensor,
+    sums: torch.Tensor,
 ) -> torch.Tensor:
     """Run a full step in the order of the pipeline's schedule (a collective operation).
 
@@ -169,7 +174,7 @@ def pipeline_step(
 
     # Only the last stage's ranks have seen an output, but all ranks count labels.
     if task.reports_each_step:
-        dist.all_reduce(loss_and_measures.mul_(mesh.pp))
+        dist.all_reduce(sums.mul_(mesh.pp))
     return mean_loss
 
 
@@ -324,6 +329,7 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
         closed(ready.stream),
         closed(ready.saver),
         closed(ready.tracker),
+        closed(ready.watch),
         peers or contextlib.nullcontext(),
     ):
         ended = train_and_export(loaded, ready)
@@ -410,8 +416,8 @@ def loop(run: TrainingRun) -> Ending | None:
         times = StepTimes(time.perf_counter() - begun, data.wait)
         run.stopper.record_step_time(times.step)
 
-        if not is_finite(result, plan.precision):
-            return stop_diverged(run, step, result)
+        if faulty := end_if_faulty(run, step, result, times):
+            return faulty
 
         count_step(run, step, result)
         metrics = metrics_of(run, step, result, data.state, times, lr)
@@ -486,6 +492,21 @@ def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -
     return StepCounters(run.plan.mesh, stop, extra)
 
 
+def end_if_faulty(
+    run: TrainingRun, step: int, result: StepResult, times: StepTimes
+) -> Ending | None:
+    """End the run if a step's loss or gradient is not finite, or if --on_spike says so.
+
+    All ranks come to the same result. If the run continues, return None.
+    """
+    if not is_finite(result, run.plan.precision):
+        return stop_diverged(run, step, result)
+    units_per_s = result["tokens"] / times.step
+    if alert := run.watch.monitor.look(step, result["loss"], result["grad_norm"], units_per_s):
+        return stop_by_alert(run, alert)
+    return None
+
+
 def is_finite(result: StepResult, precision: str) -> bool:
     """Return True if the run can continue after a step with this loss and gradient norm.
 
@@ -501,6 +522,7 @@ def count_step(run: TrainingRun, step: int, result: StepResult) -> None:
     """Count a finished step in the state that checkpoints store."""
     state = run.state
     state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
+    state["watch"] = run.watch.monitor.to_state()
     if run.task.samples:
         rows = run.plan.recipe.ramp.rows(step)
         state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]
@@ -558,9 +580,17 @@ def save_step(run: TrainingRun, data_state: StreamState, regular: bool, at_end: 
 def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
     """End a run whose loss or gradient is not finite, after the current save has completed."""
     run.saver.wait()
+    bad = [rank for rank, own in enumerate(result["losses_of_ranks"]) if not math.isfinite(own)]
+    run.watch.monitor.not_finite(step, result["loss"], result["grad_norm"], bad[0] if bad else None)
     return ending.diverged(
         run.plan, step, result["loss"], result["grad_norm"], run.saver.attempts.saved
     )
+
+
+def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending:
+    """End a run because of an alert, without saving the step, after the current save."""
+    run.saver.wait()
+    return ending.stopped_by_alert(run.plan, alert.step, alert.text, run.saver.attempts.saved)
 
 
 def stop_early(run: TrainingRun, reason: str, error: BaseException | None) -> Ending:

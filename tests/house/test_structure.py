@@ -110,10 +110,11 @@ MAY = {
     "plan": {"architectures", "dslint", "data", "kernels"},
     "planner": {"compat", "dslint", "kernels", "parallel", "model", "tasks", "plan"},
     "track": set(),
+    "watch": set(),
     "hosts": {"compat", "dslint", "plan"},
     "runtime": {
         *("compat", "dslint", "kernels", "parallel", "data", "model", "tasks"),
-        *("storage", "checkpoints", "engine", "track", "plan", "planner", "hosts"),
+        *("storage", "checkpoints", "engine", "track", "watch", "plan", "planner", "hosts"),
     },
     "train": {
         "kernels",
@@ -123,6 +124,7 @@ MAY = {
         "checkpoints",
         "engine",
         "track",
+        "watch",
         "plan",
         "runtime",
     },
@@ -137,7 +139,7 @@ MAY = {
     "__main__": set(),  # it imports a subcommand by its name
 }
 LIGHT = (  # import neither torch nor transformers nor datasets
-    *(name for name in KIT_MODULES if name.startswith(("spec.", "compat.", "dslint."))),
+    *(name for name in KIT_MODULES if name.startswith(("spec.", "compat.", "dslint.", "watch."))),
     *(
         name
         for name in KIT_MODULES

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from job import metrics
-from metrics_page import OF_MASKS, OF_PAIRS, OF_PICTURES, PAGE, page
+from metrics_page import OF_FP16, OF_MASKS, OF_PAIRS, OF_PICTURES, PAGE, page
 from recipekit.spec.recipe import Recipe
 
 ON_GPUS_ONLY = {"mfu"}
@@ -73,7 +73,7 @@ def test_a_run_writes_the_keys_of_the_page_as_they_are_defined(pools: Any, tmp_p
     assert [code for code, _ in results] == [0, 0], results
     lines = metrics(tmp_path / "run")
     written = {re.sub("/.*", "/NAME", key) for line in lines for key in line}
-    others = OF_PICTURES | OF_SAMPLES | OF_MASKS | OF_PAIRS | OF_CHATS
+    others = OF_PICTURES | OF_SAMPLES | OF_MASKS | OF_PAIRS | OF_CHATS | OF_FP16
     assert written | ON_GPUS_ONLY | others == page().keys() and not written & others
 
     before, read = 0, 0

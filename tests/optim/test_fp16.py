@@ -224,6 +224,15 @@ def test_a_save_before_the_first_applied_step_and_the_scale_resume_exactly(
     assert manifests[0]["tensors"] == manifests[1]["tensors"] != {}
 
 
+def test_the_metrics_have_the_scale_and_the_skipped_steps(pools, tmp_path):
+    """Both are the checkpoint's, also after a resume."""
+    run(pools, tmp_path / "run", "zero2", (4, 5))
+    scaler, lines = scaler_of(tmp_path / "run"), read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert lines[-1]["skipped"] == scaler["skipped_steps"] > 1
+    assert [line["loss_scale"] for line in lines][-1] == scaler["cur_scale"] < 2.0**24
+
+
 @slow
 def test_the_scale_goes_to_another_number_of_ranks(pools, tmp_path):
     run(pools, tmp_path / "run", "zero2", (4,))

@@ -12,6 +12,8 @@ OF_MASKS = {"accuracy", "perplexity", "eval_accuracy", "eval_perplexity"}
 # test_images.py has a run that writes these keys.
 OF_PICTURES = {"samples", "samples_per_s", "eval_accuracy", "eval_top5_accuracy"}
 
+# test_fp16.py has a run that writes these keys.
+OF_FP16 = {"skipped", "loss_scale"}
 
 # test_preference.py has runs that write these keys.
 OF_PAIRS = {

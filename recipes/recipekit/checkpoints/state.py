@@ -21,6 +21,10 @@ class TrainState(TypedDict):
     unusable: NotRequired[int]
     # evaluation loss at this step, if the loss is finite
     eval_loss: NotRequired[float | None]
+    # number of steps so far that changed no weight
+    skipped: NotRequired[int]
+    # windows of the monitor (watch/monitor.py)
+    watch: NotRequired[Mapping[str, Any]]
     # dtype of Hugging Face files made from this state: torch's name without "torch."
     export_dtype: str
 

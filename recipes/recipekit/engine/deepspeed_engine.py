@@ -110,8 +110,18 @@ def apply_workarounds(ds_engine: Any) -> Engine:
         partial(before_step, ds_engine),
         partial(after_step, ds_engine),
     )
+    ds_engine.current_loss_scale = partial(_current_loss_scale, ds_engine)
     ds_engine.save_states, ds_engine.load_states = states.save, states.load
     return ds_engine
+
+
+def _current_loss_scale(ds_engine: deepspeed.DeepSpeedEngine) -> float | None:
+    """Return the factor of the loss in fp16, or None in another precision."""
+    if not ds_engine.fp16_enabled():
+        return None
+    # Stage 0 has a scaler of its own class.
+    scaler = getattr(ds_engine.optimizer, "loss_scale_config", ds_engine.optimizer)
+    return float(getattr(scaler, "cur_scale"))  # noqa: B009 (torch's class has no such attribute)
 
 
 def _step_in_fp16(step: Callable[..., Any], *given: object, **named: object) -> Any:

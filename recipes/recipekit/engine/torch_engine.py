@@ -190,6 +190,9 @@ class TorchEngine:
         assert self.grad_norm is not None, "asked for after a step"
         return self.grad_norm
 
+    def current_loss_scale(self) -> float | None:
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
+
     def before_step(self, act: Callable[[], None]) -> None:
         self.before_step_hooks.append(act)
 

@@ -91,17 +91,36 @@ def stopped(plan: RunPlan, reason: str, step: int, problems: Sequence[object] = 
 
 def diverged(plan: RunPlan, step: int, loss: float, grad_norm: float, saved: int) -> Ending:
     """Return the ending after a loss or gradient norm became non-finite."""
+    text = f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}"
+    ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
+    return Ending(
+        1,
+        f"{text}. {not_saved(saved)}. The same command would repeat it: try a lower --lr with"
+        f" {ways}",
+    )
+
+
+def stopped_by_alert(plan: RunPlan, step: int, text: str, saved: int) -> Ending:
+    """Return the ending of a run that --on_spike stop ended at `step`."""
+    ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
+    return Ending(
+        1,
+        f"stopped by --on_spike stop: {text}. {not_saved(saved)}. The same command would repeat it:"
+        f" use --on_spike alert to train through it, or a lower --lr with {ways}",
+    )
+
+
+def not_saved(saved: int) -> str:
+    """Return the words about the checkpoint before a step that is not saved.
+
+    `saved` is the step of the newest checkpoint, or 0.
+    """
     kept = (
         f"the last good checkpoint is step {saved}"
         if saved
         else "no checkpoint was written before it"
     )
-    text = (
-        f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}. This step is not saved,"
-        f" {kept}"
-    )
-    ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
-    return Ending(1, f"{text}. The same command would repeat it: try a lower --lr with {ways}")
+    return f"This step is not saved, {kept}"
 
 
 def refused(plan: RunPlan, refusal: ConfigError, step: int) -> Ending:

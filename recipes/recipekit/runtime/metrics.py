@@ -1,5 +1,6 @@
 """A step's line in metrics.jsonl, and the counts that are summed over the ranks for this line."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ def metrics_of(
     unit = run.task.spec.unit  # metrics of the other unit are absent
     metrics = {
         "step": step,
+        "time": time.time(),
         "loss": result["loss"],
         "grad_norm": result["grad_norm"],
         "lr": run.engine.optimizer.param_groups[0]["lr"] if lr is None else lr,
@@ -86,12 +88,30 @@ def metrics_of(
     }
     if recipe.batch_ramp:
         metrics |= {"global_batch": recipe.ramp.rows(step), f"step_{unit}": result["tokens"]}
-    metrics |= result["means"]
+    metrics |= metrics_of_watch(run, result, times) | result["means"]
     if run.step_metrics.by_domain is not None:
         metrics |= metrics_by_domain(run.step_metrics.by_domain, data_state["domains"], unit)
     metrics |= metrics_of_rows(run, data_state["domains"])
     if run.flops and run.peak_flops:
         metrics["mfu"] = model_flops_utilization(run, result["extra"], times.step)
+    return metrics
+
+
+def metrics_of_watch(
+    run: TrainingRun, result: Mapping[str, Any], times: StepTimes
+) -> dict[str, Any]:
+    """Return the metrics that show whether a run is healthy.
+
+    They are the goodput and, if they apply, the highest loss of a rank, the number of steps that
+    changed no weight, and the fp16 loss scale.
+    """
+    metrics: dict[str, Any] = {"goodput": run.watch.goodput.add(times.step)}
+    if len(result["losses_of_ranks"]) > 1 and run.plan.mesh.dp * run.plan.mesh.sp > 1:
+        metrics["loss_max"] = max(result["losses_of_ranks"])
+    if skipped := run.state.get("skipped"):
+        metrics["skipped"] = skipped
+    if (scale := run.engine.current_loss_scale()) is not None:
+        metrics["loss_scale"] = scale
     return metrics
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,11 +27,20 @@ from ..spec.devices import DEVICES
 from ..spec.engine import Engine
 from ..spec.errors import START_AGAIN, ConfigError, Say, config_error
 from ..spec.recipe import seconds_of
-from ..spec.run_folder import CHECKPOINTS, EARLIER_VERSIONS, continue_advice, move_run_aside
+from ..spec.run_folder import (
+    CHECKPOINTS,
+    EARLIER_VERSIONS,
+    continue_advice,
+    move_run_aside,
+    read_metrics,
+)
 from ..spec.step_names import step_folders
 from ..spec.task import MicroBatch, Task
 from ..track.summary import PLANNED_MEMORY
 from ..track.tracking import NoTracker, Tracker, WandbRun, open_tracker
+from ..watch.alerts import AlertLog, NoAlerts
+from ..watch.monitor import Monitor, NoMonitor, Watch
+from ..watch.throughput import goodput_so_far
 from .corpus import DataSource, commits_of, open_data, open_held_out
 from .ending import rewrite_summary
 from .engine import TrainingModel
@@ -64,6 +75,7 @@ class TrainingRun:
     state: TrainState  # state after the last step; the loop updates it
     saver: save.Saver
     tracker: Tracker | NoTracker
+    watch: Watch
     stopper: Stopper
     epochs: Epochs
     step_metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -161,10 +173,11 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         refused.callback(tracker.close)
         if problems := shared_problems(unwritable):
             raise ConfigError(problems, START_AGAIN if loaded.state["step"] else 1)
-        saver.say, saver.flush_metrics = tracker.say, tracker.flush
-        if peers:
-            peers.resume_hint = partial(continue_advice, plan.recipe.resume, plan.out)
-            peers.last_words = partial(tracker.finish, 1)
+        connect_tracker(
+            tracker, saver, peers, partial(continue_advice, plan.recipe.resume, plan.out)
+        )
+        watch = open_watch(loaded, tracker)
+        refused.callback(watch.close)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
     return TrainingRun(
@@ -176,12 +189,26 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         state=loaded.state,
         saver=saver,
         tracker=tracker,
+        watch=watch,
         stopper=stopper,
         epochs=loaded.epochs,
         step_metrics=loaded.step_metrics,
         flops=flops,
         peak_flops=peak,
     )
+
+
+def connect_tracker(
+    tracker: Tracker | NoTracker,
+    saver: save.Saver,
+    peers: Peers | None,
+    resume_hint: Callable[[], str],
+) -> None:
+    """Let the saver and the failure handling use the tracker, which opens after them."""
+    saver.say, saver.flush_metrics = tracker.say, tracker.flush
+    if peers:
+        peers.resume_hint = resume_hint
+        peers.last_words = partial(tracker.finish, 1)
 
 
 def check_stream(stream: Stream, loaded: TrainingModel, say: Say) -> None:
@@ -251,6 +278,29 @@ def open_run_folder(
             "free space or choose another --out",
         )
     return tracker, None
+
+
+def open_watch(loaded: TrainingModel, tracker: Tracker | NoTracker) -> Watch:
+    """Return what watches the run. It continues from the checkpoint.
+
+    Only rank 0 reports alerts, but every rank counts the steps that change no weight.
+    """
+    plan, recipe, state = loaded.plan, loaded.plan.recipe, loaded.state
+
+    def count_skipped(applied: bool) -> None:
+        if not applied:
+            state["skipped"] = state.get("skipped", 0) + 1
+
+    loaded.engine.after_step(count_skipped)
+    goodput = goodput_so_far(read_metrics(plan.out), time.time())
+    if not recipe.watch:
+        return Watch(NoMonitor(), NoAlerts(), goodput)
+    alerts: AlertLog | NoAlerts = NoAlerts()
+    if plan.command.rank == 0:
+        alerts = AlertLog(plan.out, tracker.say, tracker.alert, recipe.on_alert)
+    monitor = Monitor(recipe.on_spike, alerts.report)
+    monitor.restore(state.get("watch"))
+    return Watch(monitor, alerts, goodput)
 
 
 def open_saver(loaded: TrainingModel, say: Say = print) -> save.Saver:

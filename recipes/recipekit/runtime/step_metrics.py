@@ -24,18 +24,34 @@ class StepMetrics:
     measures: torch.Tensor | None = None
     # during the reference pass: each micro-batch's log-probabilities, on ranks with the output
     row_logprobs: list[torch.Tensor] | None = None
+    # (world,) fp64 during a step: the mean loss of each rank's own labels
+    losses_of_ranks: torch.Tensor | None = None
 
-    def start_step(self, num_measures: int | None, device: torch.device) -> torch.Tensor:
-        """Zero all sums and return zeros for a step's loss and measures, (1 + measures,) fp64.
+    def start_step(
+        self, num_measures: int | None, world: int, device: torch.device
+    ) -> torch.Tensor:
+        """Zero all sums and return zeros for a step's sums, (1 + measures + world,) fp64.
 
-        One tensor contains both, so that a single all-reduce sums them. `measures` is a view of its
-        second part. If `num_measures` is None, the step reports no measures.
+        One tensor contains the loss, the measures and the losses of the ranks, so that a single
+        all-reduce sums them. `measures` and `losses_of_ranks` are views of its other parts. If
+        `num_measures` is None, the step reports no measures.
         """
         if self.by_domain is not None:
             self.by_domain.zero_()
-        loss_and_measures = torch.zeros(1 + (num_measures or 0), dtype=torch.float64, device=device)
-        self.measures = None if num_measures is None else loss_and_measures[1:]
-        return loss_and_measures
+        size = 1 + (num_measures or 0)
+        sums = torch.zeros(size + world, dtype=torch.float64, device=device)
+        self.measures = None if num_measures is None else sums[1:size]
+        self.losses_of_ranks = sums[size:]
+        return sums
+
+    def note_own_loss(self, loss: torch.Tensor, labels: int) -> None:
+        """Set this rank's mean loss before the step's sums are added over the ranks.
+
+        `loss`, (), is the sum over this rank's labels.
+        """
+        if self.losses_of_ranks is not None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self.losses_of_ranks[rank] = loss.detach() / max(1, labels)
 
     def reduce(self) -> None:
         """Sum a step's numbers over the ranks (a collective).

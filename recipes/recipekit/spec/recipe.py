@@ -4,6 +4,8 @@ import dataclasses
 import math
 import os
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
@@ -40,6 +42,7 @@ MAY_BE_EMPTY = (
     "tokenizer",
     "batch_ramp",
     "out",
+    "on_alert",
 )
 MAY_BE_ZERO = (
     *(
@@ -365,6 +368,22 @@ class Recipe:
         group="run",
     )
 
+    watch: bool = _flag_field(
+        "Watch for loss spikes, divergence and lost throughput, and write OUT/alerts.jsonl.",
+        True,
+        group="watch",
+    )
+    on_spike: str = _flag_field(
+        "Action on a spike of the loss or the gradient norm, two steps in a row. alert: report it."
+        " stop: also end the run, without saving the step.",
+        "alert",
+        choices=("alert", "stop"),
+    )
+    on_alert: str = _flag_field(
+        "Command to run for each alert. It gets the alert as JSON on its standard input.",
+        "",
+    )
+
     # Function that maps a model to a model, for example to add LoRA. It is called before DeepSpeed
     # receives the model.
     adapt: Callable[[Any], Any] | None = None
@@ -516,6 +535,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *_check_adapted_stages(recipe.pp, adapted),
         *_check_rates(recipe.lr_scale or {}, recipe.layer_decay, adapted),
         *_check_exports(values),
+        *_check_alerts(values),
     ]
 
 
@@ -635,6 +655,27 @@ def _check_exports(values: Mapping[str, Any]) -> list[Problem]:
     if values["merge"] and values["adapt"] is None:
         rule = "requires a recipe that trains an adapter"
         problems.append(Problem("merge = True", rule, "omit --merge"))
+    return problems
+
+
+def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for a command that cannot be run, and for actions without a watch."""
+    problems = []
+    if not values["watch"]:
+        for name in ("on_spike", "on_alert"):
+            if values[name] != _default_of(name):
+                where = f"{name} = {values[name]} with watch = False"
+                rule = "requires the watch, which raises the alerts"
+                problems.append(Problem(where, rule, f"use --watch, or leave out --{name}"))
+    where = f"on_alert = {values['on_alert']}"
+    try:
+        words = shlex.split(values["on_alert"])
+    except ValueError:
+        rule = "has a quotation mark that is not closed"
+        return [*problems, Problem(where, rule, "close it, or write a script and name it")]
+    if words and shutil.which(words[0]) is None:
+        rule = f"is not a command of this machine: {words[0]} is not found, or may not be run"
+        problems.append(Problem(where, rule, "use the path of a program that may be run"))
     return problems
 
 

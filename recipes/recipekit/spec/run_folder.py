@@ -21,6 +21,7 @@ RUN_JSON = "run.json"  # the full configuration and versions of the run (runtime
 EARLIER_VERSIONS = "earlier_versions"  # in run.json: package versions of starts before a change
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # one line per step
+ALERTS = "alerts.jsonl"  # one line per alert (watch/alerts.py)
 # Keys of a metrics line that are reproducible because they depend only on training.
 REPRODUCIBLE_KEYS = (
     "step",
@@ -201,6 +202,7 @@ def find_resume(
     if "steps" in others or (recipe.epochs and not recipe.steps):
         others = [name for name in others if name in typed or name not in SHORTENED_FIELDS]
     if not others:
+        _check_stopped_itself(recipe, out)
         return out
 
     accepts = "" if BATCH_NORM_FIELD in others else f"accept the differences with --resume {out}, "
@@ -248,6 +250,42 @@ def _different_run(
             for number, (name, (now, before)) in enumerate(differences.items())
         ]
     )
+
+
+def _check_stopped_itself(recipe: Recipe, out: Path) -> None:
+    """Raise `ConfigError` if the run in `out` ended itself, and this command would repeat it.
+
+    A launcher may start the same command again, and would then spend all its restarts on one fault.
+    """
+    alert = last_stop(out)
+    if alert is None:
+        return
+    spike = alert.get("kind") == "spike"
+    if spike and recipe.on_spike != read_run_json(out).get("recipe", {}).get("on_spike"):
+        return
+    ways = ["--on_spike alert to train through it"] if spike else []
+    ways += [f"--resume {out} to try it once more", "a lower --lr with that --resume"]
+    raise config_error(
+        f"out = {out}",
+        f"contains a run that stopped itself at step {alert['step']} ({alert.get('text', '')})",
+        f"use {', '.join(ways)}, or a new --out",
+    )
+
+
+def last_stop(out: Path) -> dict[str, Any] | None:
+    """Return the alert that ended the run's last start, or None if no alert ended it.
+
+    The run has taken no later step.
+    """
+    try:
+        lines = (out / ALERTS).read_bytes().splitlines(keepends=True)
+    except OSError:
+        return None
+    alerts = [alert for alert in map(parsed_line, lines) if alert]
+    if not alerts or alerts[-1].get("answer") != "stop":
+        return None
+    steps = read_metrics(out)
+    return alerts[-1] if not steps or steps[-1]["step"] < alerts[-1]["step"] else None
 
 
 def _check_no_checkpoints(out: Path) -> None:
@@ -603,7 +641,10 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def parsed_line(line: bytes) -> dict[str, Any]:
-    """Return the metrics in a line of metrics.jsonl, or {} if the line is incomplete or damaged."""
+    """Return the content of a line of metrics.jsonl or alerts.jsonl.
+
+    The result is {} if the line is incomplete or damaged.
+    """
     with contextlib.suppress(ValueError):
         found = json.loads(line) if line.endswith(b"\n") else None
         if isinstance(found, dict) and isinstance(found.get("step"), int):

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..spec.atomic_write import write_atomic
 from ..spec.errors import Say
@@ -28,6 +28,9 @@ from ..spec.recipe import Recipe
 from ..spec.run_folder import METRICS
 from .metrics_file import MetricsFile, truncate_metrics
 from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    import wandb
 
 WANDB_INIT = 30.0  # seconds for W&B's server to answer; after that the run is recorded offline
 WANDB_FINISH = 15.0  # seconds for the last uploads; the rest stays in the folder, for `wandb sync`
@@ -75,6 +78,8 @@ class NoTracker:
     def amend(self, more: dict[str, float]) -> None: ...
 
     def say(self, text: str) -> None: ...
+
+    def alert(self, title: str, text: str, level: str) -> None: ...
 
     def doing(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -134,6 +139,11 @@ class Tracker:
         if self._wandb:
             self._wandb.log({"step": self._step} | more)
 
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Send an alert to W&B. `level` is "warning" or "error"."""
+        if self._wandb:
+            self._wandb.alert(title, text, level)
+
     def say(self, text: str) -> None:
         """Print a line above the progress line."""
         self._line.say(text)
@@ -171,8 +181,19 @@ class Tracker:
         self.finish(1)
 
 
+@dataclass(frozen=True)
+class WandbAlert:
+    """An alert for W&B, which sends it by mail or to Slack if the user's settings say so."""
+
+    title: str
+    text: str
+    level: str  # "WARN" or "ERROR"
+
+    MAX_TITLE = 63  # characters that W&B accepts
+
+
 class WandbCopy:
-    """A copy of the metrics in a W&B run.
+    """A copy of the metrics and the alerts in a W&B run.
 
     A separate thread writes the copy, so that a slow, hung or dead W&B neither delays nor fails a
     step. wandb writes through a child process, wandb-core. A signal to all descendants of a rank
@@ -188,9 +209,9 @@ class WandbCopy:
         self._say = say
         self._stopping = run.stopping
         # None: the run has ended
-        self._queue: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # (time, metrics) of the last WANDB_REPEAT seconds
-        self._recent: deque[tuple[float, dict[str, Any]]] = deque()
+        self._queue: queue.SimpleQueue[dict[str, Any] | WandbAlert | None] = queue.SimpleQueue()
+        # (time, metrics or alert) of the last WANDB_REPEAT seconds
+        self._recent: deque[tuple[float, dict[str, Any] | WandbAlert]] = deque()
         self._ended = self._abandoned = False  # no further metrics follow; nobody waits any longer
         self._exit_code = self._step = 0
         self._loss_plot: Path | None = None
@@ -215,6 +236,11 @@ class WandbCopy:
         if self._thread.is_alive():
             self._queue.put(dict(metrics))
         self._step = metrics["step"]
+
+    def alert(self, title: str, text: str, level: str) -> None:
+        if self._thread.is_alive():
+            level = "ERROR" if level == "error" else "WARN"
+            self._queue.put(WandbAlert(title[: WandbAlert.MAX_TITLE], text, level))
 
     def finish(self, exit_code: int, picture: Path | None, export: Path | None) -> None:
         self._exit_code, self._loss_plot, self._export = exit_code, picture, export
@@ -266,17 +292,17 @@ class WandbCopy:
         run.define_metric("*", step_metric="step")
         # The summary shows the best value instead of the last value.
         run.define_metric("eval_loss", step_metric="step", summary="min")
-        for _, metrics in self._recent:
-            run.log(metrics)
+        for _, entry in self._recent:
+            send_to_wandb(entry, run)
         while not self._ended:
-            metrics = self._queue.get()
-            if metrics is None:
+            entry = self._queue.get()
+            if entry is None:
                 self._ended = True
                 break
-            self._recent.append((time.monotonic(), metrics))
-            # No error means that wandb-core is alive, so metrics older than WANDB_REPEAT are on
+            self._recent.append((time.monotonic(), entry))
+            # No error means that wandb-core is alive, so entries older than WANDB_REPEAT are on
             # disk.
-            run.log(metrics)
+            send_to_wandb(entry, run)
             while self._recent[0][0] < self._recent[-1][0] - WANDB_REPEAT:
                 self._recent.popleft()
         if self._loss_plot:
@@ -331,6 +357,14 @@ class WandbCopy:
         elif run.url:
             self._say(f"W&B: {run.url}")
         return run
+
+
+def send_to_wandb(entry: dict[str, Any] | WandbAlert, run: "wandb.Run") -> None:
+    """Send the metrics of a step, or an alert, to a W&B run."""
+    if isinstance(entry, WandbAlert):
+        run.alert(entry.title, entry.text, entry.level)
+    else:
+        run.log(entry)
 
 
 def _quiet_wandb(run_dir: Path) -> None:
