@@ -155,7 +155,7 @@ def test_a_gradient_is_added_without_a_copy(
     for direct in (False, True):
         weight: Any = nn.Parameter(torch.zeros(64, 64, dtype=gradient))
         weight.grad = grad.clone().view(64, 64)
-        optimizer = object.__new__(bf16_optimizer.BF16_Optimizer)
+        optimizer: Any = object.__new__(bf16_optimizer.BF16_Optimizer)
         vars(optimizer).update(
             fp32_groups_gradients=[[start.clone()]],
             fp32_groups_has_gradients=[[False]],
@@ -175,7 +175,7 @@ def test_a_gradient_is_added_without_a_copy(
 
 
 def test_a_weight_without_a_gradient_adds_nothing() -> None:
-    optimizer = object.__new__(bf16_optimizer.BF16_Optimizer)
+    optimizer: Any = object.__new__(bf16_optimizer.BF16_Optimizer)
     vars(optimizer).update(
         fp32_groups_gradients=[[torch.ones(2)]], fp32_groups_has_gradients=[[False]]
     )

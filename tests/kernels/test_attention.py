@@ -5,6 +5,7 @@ It must equal the definition of softmax, separate documents, and allocate no qua
 
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,11 +27,12 @@ from recipekit.kernels.documents import (
 )
 from recipekit.kernels.varlen import (
     Scoring,
+    activate_kernels,
     attention_by_document,
     varlen,
 )
 from recipekit.model.attention import choose_attention, device_fallback_reason
-from recipekit.model.device import Activations
+from recipekit.model.device import Activations, flash_refusal
 from recipekit.model.empty import CAUSAL_AUTO_CLASS
 from recipekit.model.probes import Capabilities, probe
 from recipekit.spec.errors import ConfigError
@@ -38,6 +40,7 @@ from recipekit.spec.recipe import Recipe
 from recipekit.spec.task_specs import TASKS
 from recipekit.tasks import pretrain
 from recipekit.train import to_device
+from torch.nn.attention import _registry, register_flash_attention_impl
 from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
@@ -319,6 +322,53 @@ def test_a_family_that_does_not_fit_keeps_sdpa_and_the_run_says_why(family):
     assert name == "sdpa" and OTHERS[family] in note and "not varlen" in note
     with pytest.raises(ConfigError, match=OTHERS[family]):
         choose_attention("varlen", config, "m", TASKS["pretrain"], Activations(torch.float32, CPU))
+
+
+def test_other_flash_kernels_are_varlen_on_a_gpu(monkeypatch):
+    """torch sees no GPU here, as in a dry run that names a device."""
+    config, facts = default_config("llama").to_dict(), TASKS["pretrain"]
+    gpu = Activations(torch.bfloat16, torch.device("cuda"))
+    note = "attention varlen, with the kernels of FlashAttention"
+    assert choose_attention("flash3", config, "m", facts, gpu) == ("varlen", f"{note} 3")
+    assert choose_attention("flash4", config, "m", facts, gpu) == ("varlen", f"{note} 4")
+
+    with pytest.raises(ConfigError, match=r"attention = flash4: .* 9.0 or 10.0, .* uses a cpu"):
+        choose_attention("flash4", config, "m", facts, Activations(torch.bfloat16, CPU))
+    with pytest.raises(ConfigError, match="rows of packed documents"):
+        choose_attention("flash4", config, "m", TASKS["preference"], gpu)
+    with pytest.raises(ConfigError, match="bf16 or fp16"):
+        choose_attention(
+            "flash4", config, "m", facts, Activations(torch.float32, torch.device("cuda"))
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert flash_refusal("flash4", torch.device("cuda")) == ""
+    assert flash_refusal("flash3", torch.device("cuda")) == (
+        "requires an NVIDIA GPU of compute capability 9.0, and this GPU has 10.0"
+    )
+    assert flash_refusal("auto", CPU) == flash_refusal("varlen", CPU) == ""
+
+
+def test_torchs_registry_activates_the_kernels():
+    """Without the packages, torch's own registration fails, and the run names the reason."""
+    registered = dict(_registry._FLASH_ATTENTION_IMPLS)
+    activated: list[str] = []
+    activate_kernels("varlen")
+    for attention, name, module in (
+        ("flash3", "FA3", "flash_attn_interface"),
+        ("flash4", "FA4", "flash_attn"),
+    ):
+        with pytest.raises(ConfigError, match=rf"attention = {attention}: cannot .*{module}"):
+            activate_kernels(attention)
+        register_flash_attention_impl(name, register_fn=partial(activated.append, name))
+    try:
+        activate_kernels("flash4")
+        activate_kernels("flash3")
+    finally:
+        for name, function in registered.items():
+            register_flash_attention_impl(name, register_fn=function)
+    assert activated == ["FA4", "FA3"]
 
 
 def test_a_window_that_a_layer_does_not_hand_over_is_found(monkeypatch):

@@ -67,6 +67,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
 def plan_of(**recipe: Any) -> Any:
     own = {
         "deterministic": False,
+        "attention": "auto",
         "engine": "deepspeed",
         "precision": "bf16",
         "seed": 3,

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from ..architectures.shrink import NUM_LAYERS_KEYS
+from ..spec.recipe import FLASH_KERNELS
 from ..spec.task_specs import PACKED
 
 
@@ -62,7 +63,7 @@ def dense_mask_bytes(attention: str, rows: int, seq_len: int, width: int) -> int
     """
     return (
         0
-        if attention in ("auto", "varlen", "flash_attention_2")
+        if attention in ("auto", "varlen", "flash_attention_2", *FLASH_KERNELS)
         else rows * seq_len**2 * (1 + width)
     )
 

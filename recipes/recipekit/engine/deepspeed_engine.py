@@ -119,7 +119,7 @@ def _current_loss_scale(ds_engine: deepspeed.DeepSpeedEngine) -> float | None:
     """Return the factor of the loss in fp16, or None in another precision."""
     if not ds_engine.fp16_enabled():
         return None
-    # Stage 0 has a scaler of its own class.
+    # In stage 0, the scaler is a separate object.
     scaler = getattr(ds_engine.optimizer, "loss_scale_config", ds_engine.optimizer)
     return float(getattr(scaler, "cur_scale"))  # noqa: B009 (torch's class has no such attribute)
 

@@ -18,6 +18,7 @@ from ..spec.errors import Problem
 from . import op_cache
 from .accounts import check_wandb_disabled, check_wandb_installed
 from .findings import Findings, ReportRow
+from .flash_attention import check_flash_attention
 from .gpus import check_gpu_of_rank, check_torch_sees_gpus
 from .ops import check_ops, check_torch_compile
 from .ports import check_master_port
@@ -81,6 +82,7 @@ def check_start(plan: RunPlan) -> list[Problem]:
         *check_gpu_of_rank(plan.command.local_rank),
         *check_master_port(plan.command.rank),
         *check_ops(plan.ds_config),
+        *check_flash_attention(plan.recipe.attention, gpus_in_use()),
         *(check_torch_compile(gpus_in_use()) if plan.recipe.compile == "on" else []),
         *check_wandb_disabled(plan.recipe.wandb, plan.command.typed),
         *check_wandb_installed(plan.recipe.wandb, plan.command.typed),

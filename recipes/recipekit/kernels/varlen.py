@@ -1,9 +1,9 @@
 """Attention within concatenated documents, causal or bidirectional, without a mask.
 
 Memory use does not grow with the square of the length. On CUDA this is torch's own attention
-(torch.nn.attention.varlen, FlashAttention 2). On a CPU, torch's flash attention for CPUs is called
-for each document. It uses the same amount of memory as FlashAttention, so GPU memory use can be
-determined without a GPU.
+(torch.nn.attention.varlen), with FlashAttention 2 or the kernels of `activate_kernels`. On a CPU,
+torch's flash attention for CPUs is called for each document. It uses the same amount of memory as
+FlashAttention, so GPU memory use can be determined without a GPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from ..compat.torch import takes_argument
+from ..spec.errors import config_error
+from ..spec.recipe import FLASH_KERNELS
 
 # Without the argument (torch 2.11), the kernel accepts fewer key-value heads. The signature is read
 # here, because a compiler does not trace `inspect`.
@@ -46,6 +49,21 @@ class Scoring(NamedTuple):
     def covers(self, length: int) -> bool:
         """Return True if the window masks nothing in a document of this length."""
         return not self.window or length <= self.window
+
+
+def activate_kernels(attention: str) -> None:
+    """Replace the FlashAttention kernels below `varlen` on CUDA, if `attention` names other ones.
+
+    The replacement applies to the whole process. Raise `ConfigError` if torch cannot use the
+    installed package.
+    """
+    if attention not in FLASH_KERNELS:
+        return
+    try:
+        activate_flash_attention_impl(FLASH_KERNELS[attention])
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        rule = f"cannot be activated in torch {torch.__version__}: {error}"
+        raise config_error(f"attention = {attention}", rule, "use --attention varlen") from error
 
 
 def varlen(

@@ -6,9 +6,10 @@ from typing import Any
 from ..dslint.divisibility import check_dense_mask
 from ..kernels.attention import VARLEN
 from ..spec.errors import ConfigError, config_error
+from ..spec.recipe import FLASH_KERNELS
 from ..spec.task_specs import PACKED, TaskSpec
 from .bidirectional import choose_bidirectional
-from .device import Activations, device_fallback_reason
+from .device import Activations, device_fallback_reason, flash_refusal
 from .empty import class_of, config_of
 from .probes import probe
 
@@ -25,12 +26,18 @@ def choose_attention(
     """Resolve the recipe's field `attention`.
 
     Return (name of the attention in transformers, log line). The line explains why `auto` did not
-    choose varlen, or is "". The function uses no collective operation, and every rank computes the
-    same result.
+    choose varlen, or names other kernels than FlashAttention 2, or is "". The function uses no
+    collective operation, and every rank computes the same result.
 
-    Raise `ConfigError` if `varlen` is requested but not exact for the model. Raise it also if
-    `auto` must choose sdpa but sdpa's mask would not fit into memory.
+    Raise `ConfigError` if `varlen` is requested but not exact for the model, or if the device does
+    not support the requested kernels. Raise it also if `auto` must choose sdpa but sdpa's mask
+    would not fit into memory.
     """
+    if refusal := flash_refusal(wanted, activations.device):
+        raise config_error(f"attention = {wanted}", refusal, "use --attention varlen")
+    if wanted in FLASH_KERNELS:
+        attention, _ = choose_attention(VARLEN, model_config, name, facts, activations)
+        return attention, f"attention varlen, with the kernels of FlashAttention {wanted[-1]}"
     if facts.bidirectional:
         return choose_bidirectional(wanted, model_config, name, facts.auto_class, activations)
     if wanted not in ("auto", VARLEN):

@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..kernels.attention import MAX_HEAD_DIM
+from ..spec.recipe import FLASH_KERNELS
 from .empty import config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+# Major compute capabilities that torch 2.13 accepts for each choice of `attention`. Its files
+# nn/attention/_fa3.py and _fa4.py check them.
+FLASH_CAPABILITIES = {"flash3": (9,), "flash4": (9, 10)}
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,24 @@ def device_fallback_reason(
         return "FlashAttention 2 is for NVIDIA's cards of compute capability 8.0 and above"
     if (size := max_head_dim(config_of(model_config))) > MAX_HEAD_DIM:
         return f"heads of {size} numbers, and FlashAttention takes {MAX_HEAD_DIM}"
+    return ""
+
+
+def flash_refusal(attention: str, device: torch.device) -> str:
+    """Return why a device does not support the requested FlashAttention kernels, or ""."""
+    if attention not in FLASH_KERNELS:
+        return ""
+    majors = FLASH_CAPABILITIES[attention]
+    rule = (
+        f"requires an NVIDIA GPU of compute capability {' or '.join(f'{one}.0' for one in majors)}"
+    )
+    if device.type != "cuda":
+        return f"{rule}, and this run uses a {device.type}"
+    if not torch.cuda.is_available():  # a dry run for a device that is not here
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or major not in majors:
+        return f"{rule}, and this GPU has {major}.{minor}"
     return ""
 
 

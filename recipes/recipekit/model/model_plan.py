@@ -40,7 +40,7 @@ class ModelPlan:
 
     - `model_config`: the config.json from which the model is constructed.
     - `architecture`: the name of the model's class in transformers.
-    - `attention_note`: the reason if the attention is not varlen.
+    - `attention_note`: the reason if the attention is not varlen, or its kernels.
     - `plans`: the plans for the model without its adapter.
     - `blueprint`: the model's tensors, including the adapter's.
     - `layout`: complete to the extent that counting requires.

@@ -3,6 +3,8 @@
 Weights change only here, in `undo_hidden_step` of `compat/deepspeed.py` and in `train_step`.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -39,9 +41,9 @@ def sum_without_copies(engine: DeepSpeedEngine) -> None:
     The sums keep their bits. Other optimizers of DeepSpeed are not changed.
     """
     if isinstance(engine.optimizer, BF16_Optimizer):
-        sum_gradients_without_copy(engine.optimizer)
+        sum_gradients_without_copy(cast("Any", engine.optimizer))
     elif isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        sum_partition_without_copy(engine.optimizer)
+        sum_partition_without_copy(cast("Any", engine.optimizer))
 
 
 def keep_momentum_norm(engine: DeepSpeedEngine) -> None:

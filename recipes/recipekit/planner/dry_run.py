@@ -29,6 +29,7 @@ from ..spec.schedules import describe_schedule
 from ..spec.task_specs import PACKED, TaskSpec
 from ..tasks.find import load_task
 from .resolve import config_in_files, resolve_here, target_device
+from .zero1_advice import zero1_advice
 
 MOMENT_TEXTS = {
     LOSS: "while the loss is computed",
@@ -56,6 +57,8 @@ def print_dry_run(plan: RunPlan) -> None:
     show_memory(model_plan)
     if device is not None:
         print_verdict(model_plan.fullest, *device)
+        if advice := zero1_advice(plan, model_plan, device[1]):
+            print(f"advice   {advice}")
 
 
 def show_run(plan: RunPlan) -> None:

@@ -19,6 +19,7 @@ from ..dslint.check import check_device
 from ..hosts.ops import prepare_ops
 from ..hosts.torch_builds import gpus_in_use
 from ..kernels import deterministic
+from ..kernels.varlen import activate_kernels
 from ..parallel.groups import collective_timeout, long_wait_group
 from ..plan import RunPlan
 from ..spec.command import RunCommand
@@ -38,6 +39,7 @@ def initialize_distributed(plan: RunPlan, peers: Peers | None = None) -> torch.d
     quiet_library_logs()
     if plan.recipe.deterministic:
         deterministic.enable_determinism()
+    activate_kernels(plan.recipe.attention)
     device = torch.device("cuda", plan.command.local_rank) if gpus_in_use() else torch.device("cpu")
     accelerator = cast("Any", get_accelerator())
     problems = check_device(plan.ds_config, device.type, bool(accelerator.is_fp16_supported()))

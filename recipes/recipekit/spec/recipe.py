@@ -26,6 +26,8 @@ def _flag_field(help: str, default: object, **more: object) -> Any:
     return field(default=default, metadata={"help": help, **more})
 
 
+# choice of `attention` -> name in torch's registry of the kernels that replace FlashAttention 2
+FLASH_KERNELS = {"flash3": "FA3", "flash4": "FA4"}
 ENGINES = ("deepspeed", "ddp", "fsdp2")
 # Fields that describe the repository of a dataset or model.
 REPOSITORY_FIELDS = {
@@ -175,9 +177,10 @@ class Recipe:
     attention: str = _flag_field(
         "Attention implementation. varlen: separates packed documents without a mask. auto: varlen"
         " if it is exact for the model, otherwise sdpa; the log gives the reason. sdpa, eager and"
-        " flash_attention_2 are implemented in transformers.",
+        " flash_attention_2 are implemented in transformers. flash3 and flash4: varlen with the"
+        " kernels of FlashAttention 3 or 4, which must be installed.",
         "auto",
-        choices=("auto", "varlen", "sdpa", "eager", "flash_attention_2"),
+        choices=("auto", "varlen", *FLASH_KERNELS, "sdpa", "eager", "flash_attention_2"),
     )
     loss: str = _flag_field(
         "Cross-entropy implementation. chunked: computes the logits in chunks, to save memory."
