@@ -151,7 +151,7 @@ def test_a_run_resumes_under_another_release(
 ) -> None:
     """The oldest and the installed transformers resume each other's checkpoints.
 
-    The losses are those of a run with one release, and the converter needs neither release.
+    The losses equal the losses of a run with one release. The converter needs neither release.
     """
     whole, up, down = (tmp_path / folder for folder in ("whole", "up", "down"))
     train(whole, name)
