@@ -299,7 +299,7 @@ def test_the_loss_of_a_head_in_fp32_is_computed_in_fp32(loss):
 def shard_a_router() -> list[str]:
     """Return the dtypes of a sharded router's output and gradient, and of its neighbour's output.
 
-    The router is a separate module without other parameters.
+    The router is a separate module, which owns no other parameters.
     """
     model = Routed()
     groups = ProcessGroups(make_mesh(2), "cpu")
