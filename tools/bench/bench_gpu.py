@@ -802,7 +802,7 @@ def two_ranks(name: str, runs: str, *more: str, reference: str = "cpu", sends: b
     model = "moe" if reference == "moe" else "small"
     measure = partial(beside, layout=Layout(model, reference, more, 2, sends=sends))
     bar = NEAR_CPU if reference == "cpu" else f"losses within {SAME_LOSS:g} of `{reference}`"
-    return Row("A", name, 150, f"{runs}; two ranks", bar, measure, (reference,))
+    return Row("A", name, 200, f"{runs}; two ranks", bar, measure, (reference,))
 
 
 def full_layers(ranks: int) -> Row:
@@ -813,7 +813,7 @@ def full_layers(ranks: int) -> Row:
     runs = f"ZeRO-3, compiled full layers, budget 0{'; two ranks' * (ranks - 1)}"
     bar = f"losses within {SAME_LOSS:g} of `{reference}`"
     act = partial(beside, layout=layout)
-    return Row("A", f"{'two_' * (ranks - 1)}layers", 150, runs, bar, act, (reference,))
+    return Row("A", f"{'two_' * (ranks - 1)}layers", 200, runs, bar, act, (reference,))
 
 
 def zero1_3b(name: str, runs: str, *more: str) -> Row:
@@ -827,7 +827,7 @@ def zero1_3b(name: str, runs: str, *more: str) -> Row:
 def reference_row(name: str, runs: str, model: str, *more: str) -> Row:
     """Return a row of one rank that rows of two ranks are compared with."""
     measure = partial(alone, layout=Layout(model, "", more))
-    return Row("A", name, 90, f"{runs}, a reference for two ranks", "the loss falls", measure)
+    return Row("A", name, 200, f"{runs}, a reference for two ranks", "the loss falls", measure)
 
 
 def alone(bench: Bench, row: Row, layout: Layout) -> Found:

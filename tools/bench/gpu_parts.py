@@ -147,7 +147,9 @@ def float8_product(shape: Shape) -> Iterator[tuple[str, float, str]]:
         return (tensor * scale).to(torch.float8_e4m3fn)
 
     left, right = converted(x), converted(weight)
-    ms = milliseconds(lambda: torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16))
+    ms = milliseconds(
+        lambda: torch.ops.aten._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
+    )
     flops = 2.0 * shape.tokens * shape.width * shape.inner
     yield f"{shape.width} to {shape.inner}", ms, flop_rate(flops, ms)
     ms = milliseconds(lambda: converted(x))

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from recipekit.spec.atomic_write import write_atomic
 
@@ -120,7 +121,7 @@ def _kernels(profiler: Any, cuda: bool) -> Iterable[Kernel]:
 
     if cuda:
         for event in profiler.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
+            if event.device_type == torch.autograd.DeviceType.CUDA:  # pyright: ignore[reportPrivateImportUsage]
                 yield Kernel(event.name, event.time_range.start, event.time_range.end)
         return
     at = 0.0
@@ -139,11 +140,12 @@ def leave_out(measure: str) -> None:
         from recipekit.kernels import blocks, cross_entropy
 
         for module in (blocks, cross_entropy):
-            vars(module).update(BLOCK_LOGITS=OLD_BLOCK_LOGITS)
+            mock.patch.object(module, "BLOCK_LOGITS", OLD_BLOCK_LOGITS).start()
     else:
         from recipekit.engine import deepspeed_engine
 
-        vars(deepspeed_engine).update(sum_without_copies=lambda engine: None)
+        idle = lambda engine: None  # noqa: E731
+        mock.patch.object(deepspeed_engine, "sum_without_copies", idle, create=True).start()
 
 
 def loaded_nccl() -> tuple[int, int, int] | None:
@@ -216,7 +218,7 @@ def main(argv: list[str]) -> int:
         from recipekit import train
 
         changed = profile_step(train.train_step, arguments.at, arguments.profile)
-        vars(train).update(train_step=changed)
+        mock.patch.object(train, "train_step", changed).start()
     sys.argv = arguments.command
     runpy.run_path(arguments.command[0], run_name="__main__")
     return 0

@@ -264,7 +264,7 @@ def takes_argument(function: Callable[..., Any], name: str) -> bool:
     return any(each.name == name or each.kind is Parameter.VAR_KEYWORD for each in parameters)
 
 
-def keep_own_buffers(ddp: Callable[..., Any]) -> dict[str, bool]:
+def keep_own_buffers(ddp: Callable[..., Any]) -> dict[str, Any]:
     """Return the argument with which DDP leaves buffers alone in forward passes.
 
     With torch 2.11 the argument also skips the broadcast at DDP's start. The ranks' buffers are

@@ -79,7 +79,7 @@ def varlen(
     window = 0 if window >= max_seqlen else window
     if query.is_cuda:
         sides = (window - 1, 0 if causal else window - 1)
-        gqa = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GQA else {}
+        gqa: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if NAMES_GQA else {}
         found: Any = varlen_attn(
             query,
             key,
