@@ -728,9 +728,10 @@ def engine_timers(engine: Any) -> Iterator[dict[str, float]]:
 def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) -> Start:
     """Start the unchanged loop that every recipe uses; it pauses after it has recorded a step."""
     from recipekit.checkpoints.attempts import SaveAttempts
+    from recipekit.checkpoints.state import TrainState
     from recipekit.engine.deepspeed_engine import apply_workarounds
     from recipekit.runtime.epochs import Epochs
-    from recipekit.runtime.prepare import TrainingRun
+    from recipekit.runtime.prepare import TrainingRun, open_watch
     from recipekit.runtime.stopping import Grace, Stopper
     from recipekit.train import loop
 
@@ -743,6 +744,7 @@ def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) ->
 
         pausing: Any = SimpleNamespace(log=log, say=tracker.say)
         never_saves: Any = SimpleNamespace(broken=False, attempts=SaveAttempts())
+        state: TrainState = {"step": 0, "tokens": 0, "data": None, "export_dtype": ""}
         return loop(
             TrainingRun(
                 plan,
@@ -750,9 +752,10 @@ def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) ->
                 engine,
                 stream,
                 [],
-                {"step": 0, "tokens": 0, "data": None, "export_dtype": ""},
+                state,
                 never_saves,
                 pausing,
+                open_watch(plan, engine, state, tracker),
                 Stopper(Grace()),
                 Epochs(plan, {}),
             )

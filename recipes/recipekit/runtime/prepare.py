@@ -176,7 +176,7 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         connect_tracker(
             tracker, saver, peers, partial(continue_advice, plan.recipe.resume, plan.out)
         )
-        watch = open_watch(loaded, tracker)
+        watch = open_watch(plan, loaded.engine, loaded.state, tracker)
         refused.callback(watch.close)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
@@ -280,18 +280,20 @@ def open_run_folder(
     return tracker, None
 
 
-def open_watch(loaded: TrainingModel, tracker: Tracker | NoTracker) -> Watch:
-    """Return what watches the run. It continues from the checkpoint.
+def open_watch(
+    plan: RunPlan, engine: Engine, state: TrainState, tracker: Tracker | NoTracker
+) -> Watch:
+    """Return the watch of the run. It continues from the `state` of a checkpoint.
 
     Only rank 0 reports alerts, but every rank counts the steps that change no weight.
     """
-    plan, recipe, state = loaded.plan, loaded.plan.recipe, loaded.state
+    recipe = plan.recipe
 
     def count_skipped(applied: bool) -> None:
         if not applied:
             state["skipped"] = state.get("skipped", 0) + 1
 
-    loaded.engine.after_step(count_skipped)
+    engine.after_step(count_skipped)
     goodput = goodput_so_far(read_metrics(plan.out), time.time())
     if not recipe.watch:
         return Watch(NoMonitor(), NoAlerts(), goodput)
