@@ -3,6 +3,7 @@
 recipes/SUPPORT.md must agree with a rerun.
 """
 
+import json
 import re
 import sys
 from importlib.metadata import version
@@ -30,6 +31,24 @@ def written() -> dict[str, dict[str, str]]:
                 zip(support_matrix.LAYOUTS, (cell[0] for cell in cells[1:]), strict=False)
             )
     return rows
+
+
+MADE = support_matrix.Made("torch 2.1, deepspeed 0.1, transformers 5.1", "2026-01-02")
+PAGES = {
+    "pretrain": support_matrix.page,
+    "masked_lm": support_matrix.masked_page,
+    "image_classification": support_matrix.image_page,
+}
+
+
+def rows_of(
+    task: str, done: dict[str, support_matrix.Row], made: support_matrix.Made = MADE
+) -> dict[str, support_matrix.PageRow]:
+    return support_matrix.page_rows(task, done, dict.fromkeys(done, made))
+
+
+def good(deviation: float) -> dict[str, object]:
+    return {"ok": True, "loss": deviation, "grad_norm": deviation, "weight": deviation}
 
 
 @pytest.mark.slow
@@ -150,8 +169,8 @@ def test_only_models_with_a_batch_normalisation_are_made_smooth():
 
 
 def test_image_classifiers_have_a_page_of_their_own():
-    good = {"ok": True, "loss": 1e-7, "grad_norm": 2e-7, "weight": 3e-8}
-    text = {"llama": {"reference": {"ok": True, "leak": 0.0, "experts": False}, "zero3": good}}
+    passed = good(2e-7)
+    text = {"llama": {"reference": {"ok": True, "leak": 0.0, "experts": False}, "zero3": passed}}
     broken = {"reference": {"ok": False, "reason": "refused: --tiny: cannot shrink a cvt"}}
     no_plan = {
         "ok": False,
@@ -163,19 +182,20 @@ def test_image_classifiers_have_a_page_of_their_own():
     images = {
         "vit": {
             "reference": {"ok": True},
-            "zero3": good,
+            "zero3": passed,
             "pp2": {"ok": False, "reason": "differs: loss 1.0e-03"},
         },
         "cvt": broken,
     }
-    images["swin"] = {"reference": {"ok": True}, "zero3": good, "tp2": no_plan}
+    images["swin"] = {"reference": {"ok": True}, "zero3": passed, "tp2": no_plan}
     assert support_matrix.layouts_of("image_classification") == [
         "zero3",
         "tp2",
         "pp2",
         "pp2 x tp2",
     ] and "ep2" in support_matrix.layouts_of("pretrain")
-    first, second = support_matrix.page(text), support_matrix.image_page(images)
+    first = support_matrix.page(rows_of("pretrain", text))
+    second = support_matrix.image_page(rows_of("image_classification", images))
     assert "| llama | ✓ 2e-07 |" in first and "vit" not in first
     assert (
         "| type | zero3 | tp2 | pp2 | pp2 x tp2 |\n" in second and "- zero3: 2 of all 3\n" in second
@@ -213,7 +233,6 @@ def test_the_page_of_masked_language_models_says_what_was_run():
         "documents" in batch
         for batch in support_matrix.told_of_documents(batches, "masked_lm", "both_ways_varlen")
     )
-    good = {"ok": True, "loss": 1e-7, "grad_norm": 2e-7, "weight": 3e-7}
     done = {
         "bert": {
             "reference": {
@@ -221,8 +240,8 @@ def test_the_page_of_masked_language_models_says_what_was_run():
                 "experts": False,
                 "varlen": "it has attention dropout of 0.1",
             },
-            "zero3": good,
-            "tp2": good,
+            "zero3": good(3e-7),
+            "tp2": good(3e-7),
         },
         "fnet": {
             "reference": {
@@ -231,7 +250,7 @@ def test_the_page_of_masked_language_models_says_what_was_run():
             }
         },
     }
-    text = support_matrix.masked_page(done)
+    text = support_matrix.masked_page(rows_of("masked_lm", done))
     assert (
         "| bert | ✓ 3e-07 | ✓ 3e-07 | not run | not run | ✗ |" in text
         and "- bert: `it has attention dropout of 0.1`" in text
@@ -268,3 +287,83 @@ def test_the_page_keeps_the_section_of_another_tool(tmp_path):
     assert kept == f"\n{support_matrix.BF16_SECTION}\n\n| row |\n"
     page.write_text("# Page\n")
     assert support_matrix.bf16_section(page) == ""
+
+
+def test_a_page_gives_the_releases_of_each_row_and_is_read_back():
+    differs = "differs: loss 1.0e-07, grad_norm 6.7e-05, weight 4.6e-05 (model.norm.weight)"
+    new = support_matrix.Made("torch 2.1, deepspeed 0.1, transformers 5.2", "2026-01-03")
+    reference = {"ok": True, "leak": 0.0, "experts": False, "varlen": ""}
+    old = rows_of(
+        "pretrain",
+        {
+            "llama": {"reference": reference, "zero3": good(2e-7)},
+            "gemma": {"reference": reference | {"varlen": "a mask: " + "very long " * 20 + "end"}},
+            "bert": {"reference": {"ok": False, "reason": f"a bert {support_matrix.AHEAD}"}},
+        },
+    )
+    more = rows_of(
+        "pretrain",
+        {
+            "gemma4_text": {
+                "reference": reference,
+                "zero3": good(3e-6) | {"varlen": differs},
+                "tp2": good(2e-7),
+                "pp2": {"ok": False, "reason": differs},
+            }
+        },
+        made=new,
+    )
+    rows = old | more
+    text = support_matrix.page(rows)
+    told = text.replace("\n  ", " ")
+    assert "transformers 5.2, 2026-01-03, for these types: gemma4_text. torch 2.1" in told
+    assert "transformers 5.1, 2026-01-02, for all others." in told.replace("\n", " ")
+    assert "| gemma4_text | ✓ 3e-06, sdpa | ✓ 2e-07 | ✗ |" in text
+    assert f"- gemma4_text, zero3: equal with sdpa; with varlen: `{differs}`" in told
+    assert "- tp2: 1 of the 3 types that publish a pipeline plan, 1 of all 4\n" in text
+    assert support_matrix.read_page(f"{text}\n{support_matrix.BF16_SECTION}\n") == rows
+
+
+@pytest.mark.parametrize("task", PAGES)
+def test_a_page_of_the_project_is_read_back(task):
+    """Rows that were not run again stay as they are."""
+    text = support_matrix.page_of(task).read_text().partition(support_matrix.BF16_SECTION)[0]
+    rows = support_matrix.read_page(text)
+    if not rows.keys() <= set(support_matrix.model_types(task)):
+        pytest.skip("the installed transformers lacks types of the page")
+    assert PAGES[task](rows).strip() == text.strip()
+
+
+def test_only_full_rows_of_results_go_into_a_page(tmp_path, monkeypatch):
+    """The last line of the last file counts, and cells of different releases are not mixed."""
+    page = tmp_path / "SUPPORT_IMAGES.md"
+    reference = {"ok": True, "leak": None, "experts": False}
+    layouts = support_matrix.layouts_of("image_classification")
+    full = {"reference": reference, **dict.fromkeys(layouts, good(1e-7))}
+    rows = rows_of("image_classification", dict.fromkeys(("vit", "beit", "swin", "gone"), full))
+    page.write_text(support_matrix.image_page(rows))
+    monkeypatch.setattr(support_matrix, "page_of", lambda task: page)
+
+    def line(name: str, layout: str, result: object, releases: str) -> str:
+        cell = {"task": "image_classification", "type": name, "layout": layout, "result": result}
+        return json.dumps(cell | {"releases": releases, "date": "2026-01-04"}) + "\n"
+
+    new = MADE.releases.replace("5.1", "5.2")
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    vit = full | {"tp2": {"ok": False, "reason": "differs: loss 1.0e-03"}}
+    first.write_text("".join(line("vit", layout, vit[layout], new) for layout in vit))
+    second.write_text(
+        line("vit", "tp2", good(3e-7), new)
+        + "".join(line("beit", layout, full[layout], MADE.releases) for layout in layouts)
+        + line("beit", "reference", reference, new)
+        + line("beit", "zero3", good(9e-7), new)
+    )
+    support_matrix.merge("image_classification", [first, second])
+    text = page.read_text()
+    assert "| vit | ✓ 1e-07 | ✓ 3e-07 | ✓ 1e-07 | ✓ 1e-07 |\n" in text
+    assert "| beit | ✓ 1e-07 | ✓ 1e-07 | ✓ 1e-07 | ✓ 1e-07 |\n" in text
+    assert "| gone |" not in text and "- zero3: 3 of all 3\n" in text
+    assert "5.2, 2026-01-04, for these types: vit." in text
+    cells = support_matrix.Cells("image_classification", [first, second], new)
+    assert cells.missing("beit", layouts) == ["tp2", "pp2", "pp2 x tp2"]
+    assert cells.missing("vit", layouts) == []

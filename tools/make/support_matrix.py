@@ -6,6 +6,9 @@ SUPPORT_IMAGES.md.
     # only these: print their marks, write no page
     python tools/make/support_matrix.py --types llama gemma2
     python tools/make/support_matrix.py --task image_classification --types vit swin
+    # a few types into a file, then their rows into the page; all other rows stay
+    python tools/make/support_matrix.py --types llama gemma2 --results cells.jsonl
+    python tools/make/support_matrix.py --results cells.jsonl --merge
 
 Causal language models (task pretrain), masked language models and image classifiers have one table
 each. For every model type the tool makes a tiny model from the type's config class. In each layout
@@ -19,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,8 +53,19 @@ MICRO_BATCH = {TEXT: 1, MASKED: 1, IMAGES: 2}  # samples in each of the BATCHES
 # 2e-6 over 16 values. `smooth` removes the remaining difference.
 NORMED = 16
 LOSS, WEIGHT = 1e-5, 1e-5  # tolerances: relative, absolute
-WHY = {  # (prefix of a type, part of a layout) -> the reason, found by hand
-    ("reformer", ""): "LSHSelfAttention samples new hashes in every forward pass",
+# (prefix of a type, part of a layout, part of the message) -> the reason, found by hand
+WHY = {
+    ("reformer", "", "differs"): "LSHSelfAttention samples new hashes in every forward pass",
+    ("phi4_multimodal", "", "no gradient reaches"): (
+        "a text run does not use the image and audio towers. `get_all_grad_tensors` of DeepSpeed"
+        " 0.19.8 (zero/stage_1_and_2.py:2708; for ZeRO-3 stage3.py:1425) gives such a parameter a"
+        " zero gradient, and AdamW decays it"
+    ),
+    ("hrm_text", "pp2", "must name modules"): (
+        "`base_model_pp_plan` of transformers 5.24.0 (configuration_hrm_text.py:67) names `layers`"
+        " and `norm`, which HrmTextModel lacks. Its forward (modeling_hrm_text.py:493) runs the"
+        " stacks `L_module` and `H_module` several times in a loop"
+    ),
 }
 # Relative tolerance for an fp64 gradient. It is not zero because the loss and some norms are
 # computed in fp32 for weights of any dtype.
@@ -59,6 +74,8 @@ ROUNDED = 1e-6
 ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}
 # words of the config error for a model that is not causal
 AHEAD = "reads the tokens that it should predict"
+# headings below the tables
+MASKS, REASONS = "## Why attention needs a mask", "## Why a cell fails or deviates"
 # the heading of the section that bf16_distance.py writes at the end of SUPPORT.md
 BF16_SECTION = "## bf16, where transformers keeps parameters in fp32"
 CELL_S = 60.0  # time limit of a cell in seconds
@@ -828,9 +845,13 @@ class Group:
         # The first cell waits for the imports.
         deadline = time.monotonic() + self.cell_seconds + (60 if self.cells == 1 else 0)
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
-            if any(file.exists() and not json.loads(file.read_text())["ok"] for file in files):
-                # A failed rank's peers fail soon, or wait forever.
-                deadline = min(deadline, time.monotonic() + 2)
+            answers = [json.loads(file.read_text()) for file in files if file.exists()]
+            if failed := [answer for answer in answers if not answer["ok"]]:
+                # A failed rank's peers fail soon, or wait forever. After a config error, each rank
+                # can run the next cell, so wait longer for the slowest rank.
+                refused = all(answer["refused"] for answer in failed)
+                wait = self.cell_seconds / 20 if refused else 2
+                deadline = min(deadline, time.monotonic() + wait)
             if any(rank.poll() is not None for rank in self.ranks):
                 break
             time.sleep(0.02)
@@ -856,12 +877,12 @@ def run_matrix(
 ) -> dict[str, Row]:
     """Run a task's cells, each in at most `cell_seconds`, and return type -> row.
 
-    Cells that `results` already contains are not run again.
+    Cells of the installed releases that `results` already contains are not run again.
     """
     import torch
 
     torch.set_num_threads(1)
-    cells = Cells(task, results)
+    cells = Cells(task, [results] if results else [], releases())
     with (
         tempfile.TemporaryDirectory() as temporary,
         WarmGroups(Path(temporary), cell_seconds) as groups,
@@ -892,16 +913,28 @@ def run_matrix(
 
 
 class Cells:
-    """A task's finished cells, in memory and in the file `results`."""
+    """A task's finished cells, in memory and in the files `results`.
 
-    def __init__(self, task: str, results: Path | None):
+    A row contains only cells of the same releases; the last line of the last file counts. If
+    `wanted` names releases, cells of others are ignored.
+    """
+
+    def __init__(self, task: str, results: list[Path], wanted: str = ""):
         self.task, self.results = task, results
         self.done: dict[str, Row] = {}
-        if results is not None and results.exists():
-            for line in results.read_text().splitlines():
+        self.made: dict[str, Made] = {}
+        for path in results:
+            for line in path.read_text().splitlines() if path.exists() else []:
                 cell = json.loads(line)
-                if cell.get("task", TEXT) == task:
-                    self.done.setdefault(cell["type"], {})[cell["layout"]] = cell["result"]
+                if cell["task"] == task and wanted in ("", cell["releases"]):
+                    self._add(cell)
+
+    def _add(self, cell: dict[str, Any]) -> None:
+        name, made = cell["type"], Made(cell["releases"], cell["date"])
+        if name in self.made and self.made[name].releases != made.releases:
+            del self.done[name]
+        self.made[name] = made
+        self.done.setdefault(name, {})[cell["layout"]] = cell["result"]
 
     def missing(self, model_type: str, layouts: list[str]) -> list[str]:
         """List the layouts that a type still has to run; [] if its reference failed."""
@@ -913,10 +946,11 @@ class Cells:
         return wanted
 
     def record(self, model_type: str, layout: str, result: dict[str, Any]) -> None:
-        self.done.setdefault(model_type, {})[layout] = result
-        if self.results is not None:
-            cell = {"task": self.task, "type": model_type, "layout": layout, "result": result}
-            with self.results.open("a") as file:
+        cell = {"task": self.task, "type": model_type, "layout": layout, "result": result}
+        cell |= {"releases": releases(), "date": today()}
+        self._add(cell)
+        if self.results:
+            with self.results[-1].open("a") as file:
                 file.write(json.dumps(cell) + "\n")
 
 
@@ -981,8 +1015,26 @@ def why_not_varlen(model_type: str, task: str = TEXT) -> str:
         return reason_of(error)
 
 
-# The page
+# The pages
 # --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Made:
+    """The releases that a row was run with, and the date (YYYY-MM-DD)."""
+
+    releases: str
+    date: str
+
+
+@dataclass(frozen=True)
+class PageRow:
+    """A model type on a page: its row in the table, and its entries below the table."""
+
+    cells: tuple[str, ...]  # the row without its first column; () if the type has no row
+    mask: str  # why its attention needs a mask, or ""
+    reasons: dict[str, str]  # layout or "reference" -> why it fails or deviates
+    made: Made
 
 
 def publishes_pipeline_plan(model_type: str) -> bool:
@@ -1002,17 +1054,114 @@ def decoders_alone(types: list[str]) -> list[str]:
     return [name for name in types if default_config(name).is_encoder_decoder]
 
 
-def versions() -> str:
-    """Return the date and the versions with which the cells were run."""
+def releases() -> str:
+    """Return the installed releases."""
     from importlib.metadata import version
 
-    return (
-        f"torch {version('torch')}, deepspeed {version('deepspeed')}, transformers"
-        f" {version('transformers')}, {time.strftime('%Y-%m-%d')}."
-    )
+    return ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
 
 
-def made(task: str, model: str, rows: str) -> str:
+def today() -> str:
+    return time.strftime("%Y-%m-%d")
+
+
+def versions() -> str:
+    """Return the date and the installed releases as a sentence."""
+    return f"{releases()}, {today()}."
+
+
+def versions_of(rows: dict[str, PageRow]) -> list[str]:
+    """Return the paragraph that gives the releases of each row of a page.
+
+    The largest group of rows with the same releases comes last, without a list of its types.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in sorted(rows):
+        groups.setdefault(rows[name].made.releases, []).append(name)
+
+    sentences = []
+    for found in sorted(groups, key=lambda found: len(groups[found])):
+        names = groups[found]
+        date = max(rows[name].made.date for name in names)
+        sentences.append(f"{found}, {date}, for these types: {', '.join(names)}.")
+    last, _, _ = sentences[-1].partition(", for these types")
+    sentences[-1] = f"{last}, for all others." if len(sentences) > 1 else f"{last}."
+    return paragraph(" ".join(sentences))
+
+
+VERSIONS = re.compile(
+    r"(torch \S+, deepspeed \S+, transformers \S+), (\d{4}-\d\d-\d\d)"
+    r"(?:, for (?:all others|these types: (.*?)))?\.(?= torch |$)"
+)
+
+
+def read_page(text: str) -> dict[str, PageRow]:
+    """Return the rows of a page that this tool wrote: type -> row."""
+    text = text.partition(BF16_SECTION)[0].replace("\n  ", " ")
+    told = next(part for part in text.split("\n\n") if part.startswith("torch "))
+    made, others = dict[str, Made](), None
+    for found, date, names in VERSIONS.findall(told.replace("\n", " ")):
+        own = Made(found, date)
+        made |= dict.fromkeys(names.split(", "), own)
+        others = others if names else own
+    assert others is not None, told
+
+    _, _, below = text.partition(f"\n{REASONS}\n")
+    reasons: dict[str, dict[str, str]] = {}
+    for name, layout, reason in re.findall(r"^- (\S+), ([^:]+): (.+)$", below, re.MULTILINE):
+        reasons.setdefault(name, {})[layout] = reason
+    _, _, below = text.partition(f"\n{MASKS}\n")
+    masks = dict(re.findall(r"^- (\S+): (.+)$", below.partition("\n## ")[0], re.MULTILINE))
+    lines = re.findall(r"^\| (?!type )(\S+) \| (.+) \|$", text, re.MULTILINE)
+    cells = {name: tuple(marks.split(" | ")) for name, marks in lines}
+    return {
+        name: PageRow(
+            cells.get(name, ()),
+            masks.get(name, ""),
+            reasons.get(name, {}),
+            made.get(name, others),
+        )
+        for name in cells.keys() | reasons.keys()
+    }
+
+
+def page_rows(task: str, done: dict[str, Row], made: dict[str, Made]) -> dict[str, PageRow]:
+    """Return the page's rows for the results of a task: type -> row."""
+    rows = {}
+    for name, row in done.items():
+        varlen = row["reference"].get("varlen")
+        more = {
+            TEXT: (_packed(row), _varlen(row)),
+            MASKED: (_varlen(row),),
+            IMAGES: (),
+        }
+        marks = (*(_mark(row, layout) for layout in layouts_of(task)), *more[task])
+        ran = row["reference"]["ok"]
+        rows[name] = PageRow(
+            marks if ran else (),
+            quoted(varlen) if ran and varlen else "",
+            reasons_of(name, row),
+            made[name],
+        )
+    return rows
+
+
+def reasons_of(name: str, row: Row) -> dict[str, str]:
+    """Return why the cells of a row fail or deviate: layout or "reference" -> text.
+
+    A cell without a plan or a preset has no entry.
+    """
+    reasons = {}
+    for layout in ("reference", *LAYOUTS):
+        result = row.get(layout, {"ok": True})
+        if result["ok"] and layout in LAYOUTS and result.get("varlen"):
+            reasons[layout] = f"equal with sdpa; with varlen: {quoted(result['varlen'])}"
+        elif not result["ok"] and not _absent(result):
+            reasons[layout] = quoted(result["reason"])
+    return reasons
+
+
+def introduction(task: str, model: str, rows: str) -> str:
     """Return a page's paragraphs on how cells are run and on the meaning of the marks."""
     of_task = "" if task == TEXT else f" --task {task}"
     return (
@@ -1024,43 +1173,54 @@ def made(task: str, model: str, rows: str) -> str:
     )
 
 
-def page(done: dict[str, Row]) -> str:
+def page(rows: dict[str, PageRow]) -> str:
     """Return the text of recipes/SUPPORT.md, for causal language models."""
-    ran = [name for name in done if done[name]["reference"]["ok"]]
+    ran = sorted(name for name in rows if rows[name].cells)
     planned = [name for name in ran if publishes_pipeline_plan(name)]
 
-    lines = causal_intro(done, ran)
-    for layout in LAYOUTS:
-        passed = [name for name in planned if done[name].get(layout, {}).get("ok")]
+    lines = causal_intro(rows, ran)
+    for place, layout in enumerate(LAYOUTS):
         lines.append(
-            f"- {layout}: {len(passed)} of the {len(planned)} types that publish a pipeline plan,"
-            f" {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all {len(done)}"
+            f"- {layout}: {passed(rows, planned, place)} of the {len(planned)} types that publish a"
+            f" pipeline plan, {passed(rows, ran, place)} of all {len(rows)}"
         )
-    lines += causal_table("Types that publish a pipeline plan", planned, done)
-    lines += causal_table("Other types", [name for name in ran if name not in planned], done)
+    columns = [*LAYOUTS, "packed rows", "varlen"]
+    for title, names in (
+        ("Types that publish a pipeline plan", planned),
+        ("Other types", [name for name in ran if name not in planned]),
+    ):
+        if names:
+            lines += ["", f"## {title}", "", *table(columns, rows, names)]
+    return "\n".join([*lines, *masks(rows), *reasons(rows)]) + "\n"
 
-    masks = [
-        line
-        for name in sorted(ran)
-        if (why := done[name]["reference"].get("varlen"))
-        for line in paragraph(f"- {name}: {quoted(why)}")
+
+def passed(rows: dict[str, PageRow], names: list[str], place: int) -> int:
+    """Return the number of types whose column `place` has a ✓."""
+    return sum(rows[name].cells[place].startswith("✓") for name in names)
+
+
+def table(columns: list[str], rows: dict[str, PageRow], names: list[str]) -> list[str]:
+    """Return a table with one row for each type."""
+    return [
+        f"| type | {' | '.join(columns)} |",
+        "|---|" + "---|" * len(columns),
+        *(f"| {name} | {' | '.join(rows[name].cells)} |" for name in names),
     ]
-    lines += ["", "## Why attention needs a mask", "", *masks]
-    lines += ["", "## Why a cell fails", "", *reasons(done)]
-    return "\n".join(lines) + "\n"
 
 
-def causal_intro(done: dict[str, Row], ran: list[str]) -> list[str]:
+def causal_intro(rows: dict[str, PageRow], ran: list[str]) -> list[str]:
     """Return the page up to its counts: how cells are run, and the meaning of the marks."""
     from recipekit.compat.transformers import TP_CORRECTIONS
 
-    ahead = [name for name in done if AHEAD in done[name]["reference"].get("reason", "")]
+    ahead = [name for name in rows if AHEAD in rows[name].reasons.get("reference", "")]
     return [
         "# Which families train in which layout",
         "",
-        *paragraph(made(TEXT, "its config class, with every kind of layer", "packed documents")),
+        *paragraph(
+            introduction(TEXT, "its config class, with every kind of layer", "packed documents")
+        ),
         "",
-        versions(),
+        *versions_of(rows),
         "",
         *paragraph(
             "No family has its own code: the stages and shards come from the plans that the model"
@@ -1105,50 +1265,22 @@ def causal_intro(done: dict[str, Row], ran: list[str]) -> list[str]:
     ]
 
 
-def causal_table(title: str, names: list[str], done: dict[str, Row]) -> list[str]:
-    """Return a section with one row for each type; [] if there are no types."""
-    if not names:
-        return []
-    lines = [
-        "",
-        f"## {title}",
-        "",
-        "| type | " + " | ".join(LAYOUTS) + " | packed rows | varlen |",
-        "|---|" + "---|" * (len(LAYOUTS) + 2),
-    ]
-    for name in sorted(names):
-        leak = done[name]["reference"].get("leak")
-        # a leak below 1e-6 is rounding
-        isolated = "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"
-        marks = " | ".join(_mark(done[name], layout) for layout in LAYOUTS)
-        lines.append(f"| {name} | {marks} | {isolated} | {_varlen(done[name])} |")
-    return lines
-
-
-def masked_page(done: dict[str, Row]) -> str:
+def masked_page(rows: dict[str, PageRow]) -> str:
     """Return the text of recipes/SUPPORT_MLM.md, for masked language models."""
-    layouts, ran = (
-        layouts_of(MASKED),
-        sorted(name for name in done if done[name]["reference"]["ok"]),
-    )
-    others = [
-        line
-        for name in ran
-        if (why := done[name]["reference"].get("varlen"))
-        for line in paragraph(f"- {name}: {quoted(why)}")
-    ]
+    layouts = layouts_of(MASKED)
+    ran = sorted(name for name in rows if rows[name].cells)
     lines = [
         "# Which masked language models train in which layout",
         "",
         *paragraph(
-            made(
+            introduction(
                 MASKED,
                 "its config class, without dropout",
                 "packed documents with 30 % masked tokens",
             )
         ),
         "",
-        versions(),
+        *versions_of(rows),
         "",
         *paragraph(
             "The table lists each type whose attention keeps packed documents apart. In"
@@ -1166,45 +1298,32 @@ def masked_page(done: dict[str, Row]) -> str:
             " (`pp_plan`, `tp_plan`)."
         ),
         "",
-        *(
-            f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all"
-            f" {len(done)}"
-            for layout in layouts
-        ),
+        *counts(rows, ran, layouts),
         "",
-        "| type | " + " | ".join(layouts) + " | varlen |",
-        "|---|" + "---|" * (len(layouts) + 1),
-        *(
-            f"| {name} | "
-            + " | ".join(_mark(done[name], layout) for layout in layouts)
-            + f" | {_varlen(done[name])} |"
-            for name in ran
-        ),
-        *[
-            "",
-            "## Why attention needs a mask",
-            "",
-            *others,
-            "",
-            "## Why a cell fails",
-            "",
-            *reasons(done),
-        ],
+        *table([*layouts, "varlen"], rows, ran),
+        *masks(rows),
+        *reasons(rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def image_page(done: dict[str, Row]) -> str:
+def counts(rows: dict[str, PageRow], ran: list[str], layouts: list[str]) -> list[str]:
+    """Return a line for each layout: how many types pass."""
+    return [
+        f"- {layout}: {passed(rows, ran, place)} of all {len(rows)}"
+        for place, layout in enumerate(layouts)
+    ]
+
+
+def image_page(rows: dict[str, PageRow]) -> str:
     """Return the text of recipes/SUPPORT_IMAGES.md, for image classifiers."""
-    layouts, ran = (
-        layouts_of(IMAGES),
-        sorted(name for name in done if done[name]["reference"]["ok"]),
-    )
+    layouts = layouts_of(IMAGES)
+    ran = sorted(name for name in rows if rows[name].cells)
     lines = [
         "# Which image classifiers train in which layout",
         "",
         *paragraph(
-            made(
+            introduction(
                 IMAGES, "its config class", f"micro-batches of {MICRO_BATCH[IMAGES]} random images"
             )
         ),
@@ -1214,7 +1333,7 @@ def image_page(done: dict[str, Row]) -> str:
             " ReLU."
         ),
         "",
-        versions(),
+        *versions_of(rows),
         "",
         *paragraph(
             "If a type publishes no plan, the task's plan (recipekit/spec/task_specs.py) is used."
@@ -1222,48 +1341,42 @@ def image_page(done: dict[str, Row]) -> str:
             " (`pp_plan`, `tp_plan`)."
         ),
         "",
-        *(
-            f"- {layout}: {sum(1 for name in done if done[name].get(layout, {}).get('ok'))} of all"
-            f" {len(done)}"
-            for layout in layouts
-        ),
+        *counts(rows, ran, layouts),
         "",
-        "| type | " + " | ".join(layouts) + " |",
-        "|---|" + "---|" * len(layouts),
-        *(
-            f"| {name} | " + " | ".join(_mark(done[name], layout) for layout in layouts) + " |"
-            for name in ran
-        ),
-        "",
-        "## Why a cell fails",
-        "",
-        *reasons(done),
+        *table(layouts, rows, ran),
+        *reasons(rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def reasons(done: dict[str, Row]) -> list[str]:
-    """Return the recorded message of each failed cell that has a plan and a preset."""
-    lines = []
-    for name in sorted(done):
-        for layout, result in done[name].items():
-            if result["ok"] and layout in LAYOUTS and result.get("varlen"):
-                lines += paragraph(
-                    f"- {name}, {layout}: equal with sdpa; with varlen: {quoted(result['varlen'])}"
-                )
-            if not result["ok"] and not _absent(result):
-                cause = next(
-                    (
-                        f"; {why}"
-                        for (start, part), why in WHY.items()
-                        if name.startswith(start)
-                        and part in layout
-                        and "differs" in result["reason"]
-                    ),
-                    "",
-                )
-                lines += paragraph(f"- {name}, {layout}: {quoted(result['reason'])}{cause}")
-    return lines
+def masks(rows: dict[str, PageRow]) -> list[str]:
+    """Return the section on attention that needs a mask."""
+    lines = [
+        line
+        for name in sorted(rows)
+        if rows[name].mask
+        for line in paragraph(f"- {name}: {rows[name].mask}")
+    ]
+    return ["", MASKS, "", *lines]
+
+
+def reasons(rows: dict[str, PageRow]) -> list[str]:
+    """Return the section with the message of each cell that fails or deviates."""
+    lines = [
+        line
+        for name in sorted(rows)
+        for layout, reason in rows[name].reasons.items()
+        for line in paragraph(f"- {name}, {layout}: {with_cause(name, layout, reason)}")
+    ]
+    return ["", REASONS, "", *lines]
+
+
+def with_cause(name: str, layout: str, reason: str) -> str:
+    """Return a reason with the cause in WHY. A row of an earlier page may already contain it."""
+    for (start, part, message), cause in WHY.items():
+        if name.startswith(start) and part in layout and message in reason:
+            return reason if cause in reason else f"{reason}; {cause}"
+    return reason
 
 
 def quoted(message: str) -> str:
@@ -1281,6 +1394,12 @@ def paragraph(text: str) -> list[str]:
     )
 
 
+def _packed(row: Row) -> str:
+    leak = row["reference"].get("leak")
+    # a leak below 1e-6 is rounding
+    return "" if leak is None else "isolated" if leak < 1e-6 else f"leak {leak:.0e}"
+
+
 def _varlen(row: dict[str, dict[str, Any]]) -> str:
     reason = row["reference"].get("varlen")
     return "not run" if reason is None else "✗" if reason else "✓"
@@ -1295,9 +1414,8 @@ def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
             else "not run"
         )
     if result["ok"]:
-        return f"✓ {max(result['loss'], result['grad_norm'], result['weight']):.0e}" + (
-            ", sdpa" if result.get("varlen") else ""
-        )
+        worst = max(result["loss"], result["grad_norm"], result["weight"])
+        return f"✓ {worst:.0e}" + ", sdpa" * ("varlen" in result)
     return _absent(result) or "✗"
 
 
@@ -1332,9 +1450,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--results",
         type=path_argument,
+        nargs="+",
+        default=[],
         help=(
-            "File of finished cells. These are not run again, and new cells are added. (default:"
-            " none)"
+            "File of finished cells. Cells of the installed releases are not run again, and new"
+            " cells are added. With --merge, several files are possible. (default: none)"
+        ),
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help=(
+            "Run no cell. Write the finished rows of --results into the pages, or into the page of"
+            " --task. All other rows stay, and each page gives the releases of each row."
         ),
     )
     parser.add_argument(
@@ -1370,35 +1498,67 @@ def main() -> None:
             print(f"{name}: {why_not_varlen(name) or 'varlen'}", flush=True)
         return
 
+    tasks = [chosen] if chosen else [TEXT, MASKED, IMAGES]
+    if arguments.merge:
+        for task in tasks:
+            merge(task, arguments.results)
+        return
+    if len(arguments.results) > 1:
+        parser.error("--results has several files. Use one file, or add --merge")
+    run_tasks(tasks, arguments)
+
+
+def run_tasks(tasks: list[str], arguments: argparse.Namespace) -> None:
+    """Run the cells of tasks, and write their pages.
+
+    If the arguments name types, write no page, and exit with 1 if a cell fails.
+    """
     done: dict[str, dict[str, Row]] = {}
-    for task in [chosen] if chosen else [TEXT, MASKED, IMAGES]:
+    for task in tasks:
         types = sorted(
             arguments.types or model_types(task),
             key=lambda name: (not publishes_pipeline_plan(name), name),
         )
         layouts = [layout for layout in arguments.layouts if layout in layouts_of(task)]
+        results = next(iter(arguments.results), None)
         done[task] = run_matrix(
-            types, layouts, arguments.results, task=task, cell_seconds=arguments.cell_seconds
+            types, layouts, results, task=task, cell_seconds=arguments.cell_seconds
         )
 
     if not arguments.types:
-        write_pages(done)
+        for task, of_task in done.items():
+            made = dict.fromkeys(of_task, Made(releases(), today()))
+            write_page(task, page_rows(task, of_task, made))
     elif not all_ok(done):
         raise SystemExit(1)
 
 
-def write_pages(done: dict[str, dict[str, Row]]) -> None:
-    """Write the page for each task that was run."""
-    pages = {
-        TEXT: ("SUPPORT.md", page),
-        MASKED: ("SUPPORT_MLM.md", masked_page),
-        IMAGES: ("SUPPORT_IMAGES.md", image_page),
+def page_of(task: str) -> Path:
+    """Return the path of a task's page."""
+    name = {TEXT: "SUPPORT.md", MASKED: "SUPPORT_MLM.md", IMAGES: "SUPPORT_IMAGES.md"}[task]
+    return ROOT / "recipes" / name
+
+
+def merge(task: str, results: list[Path]) -> None:
+    """Write the rows of a task that `results` contains in full into the task's page.
+
+    All other rows of the page stay, except rows of types that the installed transformers lacks.
+    """
+    cells = Cells(task, results)
+    full = {
+        name: row for name, row in cells.done.items() if not cells.missing(name, layouts_of(task))
     }
-    for task, (name, write) in pages.items():
-        if task in done:
-            path = ROOT / "recipes" / name
-            path.write_text(write(done[task]) + bf16_section(path))
-            print(f"wrote recipes/{name}")
+    rows = read_page(page_of(task).read_text()) | page_rows(task, full, cells.made)
+    types = model_types(task)
+    write_page(task, {name: row for name, row in rows.items() if name in types})
+
+
+def write_page(task: str, rows: dict[str, PageRow]) -> None:
+    """Write the page of a task."""
+    write = {TEXT: page, MASKED: masked_page, IMAGES: image_page}[task]
+    path = page_of(task)
+    path.write_text(write(rows) + bf16_section(path))
+    print(f"wrote recipes/{path.name}")
 
 
 def bf16_section(path: Path) -> str:
