@@ -5,6 +5,7 @@ layout.
 """
 
 import copy
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -266,22 +267,34 @@ def test_a_layout_trains_like_plain_pytorch(pools: Any, tmp_path: Path, case: Ca
     compare(tmp_path / "run", reference(case.model))
 
 
-@pytest.mark.slow
-def test_an_adapter_keeps_layers_in_parts(pools: Any, tmp_path: Path):
-    """The adapter adds modules inside the layers.
+def train_full_layers(recipe: Recipe, config: dict[str, Any], out: str) -> tuple[int, int]:
+    """Return the exit code of `train_compiled`, and the number of graph breaks."""
+    from torch._dynamo.utils import counters
 
-    The losses equal the losses without compilation.
+    code = train_compiled(recipe, config, out)
+    return code, sum(counters["graph_break"].values())
+
+
+@pytest.mark.slow
+def test_an_adapter_is_compiled_in_full_layers(pools: Any, tmp_path: Path):
+    """The adapter's modules are compiled with the layers that contain them, in one graph.
+
+    The losses equal the losses without compilation, also if the layers are recomputed.
     """
     lines = []
-    for way in ("on", "off"):
-        recipe = recipe_for("untied", **accumulating(2), compile=way, adapt=add_lora)
-        case = train_compiled if way == "on" else train_in_layout
-        assert pools.run(
-            2, case, recipe=recipe, config=strategy("zero2"), out=str(tmp_path / way)
-        ) == [0, 0]
-        lines.append([(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / way)])
-    for ours, plain in zip(*lines, strict=True):
-        assert ours == pytest.approx(plain, rel=1e-5)
+    for way, recomputed in (("off", False), ("on", False), ("on", True)):
+        changes = {"compile": way, "adapt": add_lora, "activation_checkpointing": recomputed}
+        recipe, out = recipe_for("untied", **accumulating(2), **changes), tmp_path / str(len(lines))
+        case = train_full_layers if way == "on" else train_in_layout
+        given = {"recipe": recipe, "config": strategy("zero2"), "out": str(out), "timeout": 400}
+        assert pools.run(2, case, **given) == ([(0, 0)] * 2 if way == "on" else [0, 0])
+        stored = json.loads((out / "run.json").read_text())["model_plan"]
+        assert stored["compile"]["scope"] == ("layers" if way == "on" else "off")
+        lines.append([(line["loss"], line["grad_norm"]) for line in metrics(out)])
+    plain, *compiled = lines
+    for run in compiled:
+        for ours, theirs in zip(run, plain, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.slow

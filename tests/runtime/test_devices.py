@@ -269,8 +269,8 @@ def test_what_is_compiled_follows_from_the_device(
     asked.clear()
     compile_model()
     assert [call for call in asked if call[0] == "compile_layers"] == (
-        [("compile_layers", ["m"], False)] if on else []
-    ), "an adapter keeps layers in parts"
+        [("compile_layers", ["m"], whole)] if on else []
+    ), "an adapter does not change the choice"
 
 
 def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked: Asked) -> None:

@@ -301,8 +301,6 @@ def compile_choice(plan: RunPlan, model_type: str, target: TargetDevice) -> Comp
         return CompileChoice(UNCOMPILED, "--compile off")
     if recipe.compile == "auto" and not target.compiles:
         return CompileChoice(UNCOMPILED, "--compile auto compiles on NVIDIA GPUs only")
-    if recipe.adapt is not None:
-        return CompileChoice(PARTS, "an adapter changes the layers")
     whole = compiles_full_layers(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
     if whole:
         return CompileChoice(LAYERS, "no hooks or collectives run inside a layer")
