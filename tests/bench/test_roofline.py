@@ -131,6 +131,19 @@ def test_what_only_the_backward_reads_is_written_or_made_again(forward: Any, ten
     ]
 
 
+@pytest.mark.parametrize(
+    ("stage", "copies", "bytes_each"),
+    [(1, True, 18), (1, False, 10), (2, True, 34), (2, False, 26)],
+)
+def test_gradient_sums_move_the_bytes_of_deepspeed(stage: int, copies: bool, bytes_each: int):
+    def run() -> None:
+        weight = torch.nn.Parameter(torch.empty(100, dtype=torch.bfloat16))
+        weight.grad = torch.empty_like(weight)
+        roofline.add_gradients([weight], stage, copies)
+
+    assert sum(moved for _, moved, _ in counted(run)) == 100 * bytes_each
+
+
 # Models
 # --------------------------------------------------------------------------------------------------
 
