@@ -117,14 +117,17 @@ def test_the_compiler_has_its_settings() -> None:
         (functorch, "force_non_lazy_backward_lowering"),
         (inductor, "deterministic"),
         (inductor, "compile_threads"),
+        (dynamo, "optimize_ddp"),
     ]
     with contextlib.ExitStack() as undo:  # pytest's monkeypatch would remove a setting permanently
         for module, name in settings:
-            undo.enter_context(module.patch(name, 4 if name == "compile_threads" else False))
+            undo.enter_context(
+                module.patch(name, {"compile_threads": 4, "optimize_ddp": True}.get(name, False))
+            )
         for deterministic, asked in ((True, False), (False, True)):
             compat.set_compiler(deterministic, asked)
             found = [getattr(module, name) for module, name in settings]
-            assert found == [not asked, not asked, deterministic, 1]
+            assert found == [not asked, not asked, deterministic, 1, False]
 
 
 def test_an_exact_allocator_is_found_in_the_headers_of_torch(

@@ -166,6 +166,9 @@ def set_compiler(deterministic: bool, asked: bool) -> None:
     compiled runs uncompiled, and torch logs a warning.
 
     Why: These settings are variables in three modules, and torch.compile has no argument for them.
+        During a forward pass of DDP, torch also splits each graph at DDP's buckets (optimize_ddp),
+        so that sums of gradients overlap with the backward pass of one graph of the full model.
+        Layers that are compiled one by one overlap anyway. The split only costs fusions.
     Version: torch 2.13
     Test: tests/compat/test_torch.py::test_the_compiler_has_its_settings
     Until: torch.compile accepts the settings as arguments.
@@ -181,6 +184,7 @@ def set_compiler(deterministic: bool, asked: bool) -> None:
     # compiled.
     inductor.compile_threads = 1
     inductor.deterministic = deterministic
+    dynamo.optimize_ddp = False
 
 
 def set_deterministic() -> None:
