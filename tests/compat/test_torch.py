@@ -13,6 +13,7 @@ import torch._inductor.config as inductor
 import torch.distributed as dist
 from recipekit.compat import torch as compat
 from torch import nn
+from torch.nn.attention import varlen
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -128,6 +129,19 @@ def test_the_compiler_has_its_settings() -> None:
             compat.set_compiler(deterministic, asked)
             found = [getattr(module, name) for module, name in settings]
             assert found == [not asked, not asked, deterministic, 1, False]
+
+
+def test_documents_keep_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        compat.keep_flash_for_documents()  # the pinned torch has no choice
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        monkeypatch.setattr(varlen, "_select_backend", None, raising=False)  # a later torch
+        compat.keep_flash_for_documents()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def test_an_exact_allocator_is_found_in_the_headers_of_torch(

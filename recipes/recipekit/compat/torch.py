@@ -204,6 +204,23 @@ def set_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def keep_flash_for_documents() -> None:
+    """Keep FlashAttention for packed documents, also in a torch that would choose cuDNN.
+
+    Why: A torch after 2.13 prefers cuDNN in varlen_attn if both are enabled (pytorch pull request
+        193631). cuDNN plans each shape again, and the documents of each micro-batch differ. A user
+        reported a drop from 280 to 60 thousand tokens/s (issue 187770); not measured here.
+    Version: torch 2.13 has no such choice, so nothing is changed
+    Test: tests/compat/test_torch.py::test_documents_keep_flash_attention
+    Until: varlen_attn has an argument that selects the backend.
+    """
+    import torch
+    from torch.nn.attention import varlen
+
+    if hasattr(varlen, "_select_backend"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def pins_exactly() -> bool:
     """Return True if this torch's pinned allocator has a setting for exact sizes.
 
