@@ -66,6 +66,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             *notes,
             *plan.notes,
             *environment.set_torch_variables(os.environ, plan.ds_config, command.local_ranks or 1),
+            *environment.order_launches(os.environ, plan.mesh.world),
         )
         plan = replace(plan, notes=notes)
         from .hosts.checks import check_start

@@ -2,6 +2,7 @@
 
 import importlib
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.schedule import OptimizerStep
 from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import logger
+from pool import FORKS
 from recipekit.compat import deepspeed as compat
+from side_streams import STEPS, WIDTH, freed_gradients
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,6 +53,37 @@ def test_a_step_is_wrapped() -> None:
     compat.wrap_step(optimizer, wrap)
     optimizer.step(None)
     assert asked == [(None,)] and weight.item() == 0.75
+
+
+# The head has `rows` x 128 elements, more than the bucket, and is reduced first. Rank 0 has no part
+# of it, except where two ranks share the model and the head spans both partitions.
+IN_FP32: dict[str, object] = {"communication_data_type": "fp32"}
+WITHOUT_SCATTER: dict[str, object] = {"reduce_scatter": False}
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "zero", "more", "freed"),
+    [
+        pytest.param(4, 1125, {}, {}, True, id="4 ranks, two partitions"),
+        pytest.param(4, 800, {}, {}, False, id="4 ranks, one partition"),
+        pytest.param(4, 800, {}, IN_FP32, True, id="4 ranks, one partition, fp32"),
+        pytest.param(2, 3000, {}, {}, False, id="2 ranks, two partitions"),
+        pytest.param(2, 1000, {}, {}, False, id="2 ranks, one partition"),
+        pytest.param(2, 1000, {}, IN_FP32, True, id="2 ranks, one partition, fp32"),
+        pytest.param(2, 1000, WITHOUT_SCATTER, {}, True, id="2 ranks, without reduce_scatter"),
+    ],
+)
+def test_a_gradient_is_not_freed_while_it_is_reduced(
+    world: int, rows: int, zero: dict[str, object], more: dict[str, object], freed: bool
+) -> None:
+    with ProcessPoolExecutor(2, mp_context=FORKS, max_tasks_per_child=1) as processes:
+        plain, repaired = (
+            processes.submit(freed_gradients, world, rows, zero, more, repaired)
+            for repaired in (False, True)
+        )
+        # A slice that is not copied is recorded by DeepSpeed itself.
+        assert plain.result() == [(rows, WIDTH)] * (STEPS if freed else 0)
+        assert repaired.result() == []
 
 
 def test_the_class_shows_again_after_a_replaced_method() -> None:

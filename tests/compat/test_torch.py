@@ -17,6 +17,7 @@ from recipekit.engine import torch_engine
 from recipekit.kernels import varlen
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -122,14 +123,30 @@ def test_the_compiler_has_its_settings() -> None:
         (functorch, "force_non_lazy_backward_lowering"),
         (inductor, "deterministic"),
         (inductor, "compile_threads"),
+        (dynamo, "optimize_ddp"),
     ]
     with contextlib.ExitStack() as undo:  # pytest's monkeypatch would remove a setting permanently
         for module, name in settings:
-            undo.enter_context(module.patch(name, 4 if name == "compile_threads" else False))
+            undo.enter_context(
+                module.patch(name, {"compile_threads": 4, "optimize_ddp": True}.get(name, False))
+            )
         for deterministic, asked in ((True, False), (False, True)):
             compat.set_compiler(deterministic, asked)
             found = [getattr(module, name) for module, name in settings]
-            assert found == [not asked, not asked, deterministic, 1]
+            assert found == [not asked, not asked, deterministic, 1, False]
+
+
+def test_documents_keep_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        compat.keep_flash_for_documents()  # the pinned torch has no choice
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        monkeypatch.setattr(torch_varlen, "_select_backend", None, raising=False)  # a later torch
+        compat.keep_flash_for_documents()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def test_an_exact_allocator_is_found_in_the_headers_of_torch(

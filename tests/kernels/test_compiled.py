@@ -4,15 +4,19 @@ The tests cover complete layers, norms and rotary embeddings, and the loss, alon
 layout.
 """
 
+import contextlib
 import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.config as dynamo
+import torch.distributed as dist
 from job import NANO, metrics
 from parity import Case, accumulating, compare, each, recipe_for, reference, train_in_layout
 from peft_models import add_lora
@@ -21,6 +25,7 @@ from recipekit.kernels.compiled import compile_layers, is_norm, set_fusion
 from recipekit.kernels.cross_entropy import Head, token_losses, token_losses_and_argmax
 from recipekit.spec.recipe import Recipe
 from shipped_jsons import strategy
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZE: dict[str, Any] = {
@@ -119,6 +124,39 @@ def test_the_same_losses_in_blocks(dtype: torch.dtype):
         set_fusion(False)
     for plain, compiled in zip(*found, strict=True):
         assert (compiled - plain).norm() <= WITHIN[dtype] * plain.norm()
+
+
+def test_ddp_does_not_split_compiled_layers(monkeypatch: pytest.MonkeyPatch):
+    """torch would split each layer's graph at DDP's buckets, which are smaller than a layer."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    size = SIZE | {"hidden_size": 256, "intermediate_size": 512}
+    config = AutoConfig.for_model(model_type="llama", **size)
+    rows = torch.randint(0, 64, (1, 16))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {}
+    try:
+        for name, split in (("plain", False), ("ddp", False), ("ddp, split", True)):
+            torch._dynamo.reset()
+            graphs.clear()
+            model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            assert compile_layers([model.train()], True) == (2, 1, 0)
+            set_fusion(True)
+            if name != "plain":
+                model = DistributedDataParallel(model, bucket_cap_mb=1)
+            with dynamo.patch(optimize_ddp=True) if split else contextlib.nullcontext():
+                model(input_ids=rows, labels=rows).loss.backward()
+            found[name] = len(graphs)
+    finally:
+        set_fusion(False)
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+    assert found["plain"] == found["ddp"] < found["ddp, split"], found
 
 
 def test_another_model_of_the_class_stays_as_it_is():

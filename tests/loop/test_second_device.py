@@ -32,6 +32,7 @@ from device_cases import (
     copies_for_a_checkpoint,
     drawn_otherwise,
     rule_breakers,
+    trace_of_sums,
     wrong_weight,
 )
 from pool import Pool
@@ -107,6 +108,16 @@ def test_a_checkpoint_copies_what_lies_on_the_device(run: Callable[..., list[Any
 
 def test_the_device_takes_what_cuda_takes(run: Callable[..., list[Any]]) -> None:
     assert run(rule_breakers, device="second") == [[], []]
+
+
+def test_a_steps_sums_are_never_in_flight_with_those_of_another_group(
+    run: Callable[..., list[Any]], pools: Any
+) -> None:
+    """Two NCCL communicators of the same ranks may deadlock. On a CPU, the sums may overlap."""
+    for trace in run(trace_of_sums, device="second"):
+        assert trace == ["launch", "wait", "other", "wait", "launch", "wait", "other", "wait"]
+    for trace in pools.run(2, trace_of_sums, device="cpu"):
+        assert trace == ["launch", "other", "wait", "launch", "other", "wait"]
 
 
 def pipeline_inputs(device: str) -> tuple[set[str], list[str]]:

@@ -10,7 +10,12 @@ import pytest
 from job import NANO
 from pool import environment, free_port
 from recipekit.runtime import environment as runtime_environment
-from recipekit.runtime.environment import allocator_settings, set_torch_variables
+from recipekit.runtime.environment import (
+    LAUNCH_ORDER,
+    allocator_settings,
+    order_launches,
+    set_torch_variables,
+)
 from recipekit.spec.cores import usable_cores
 
 NO_LIMIT = float("inf")
@@ -291,3 +296,15 @@ def test_a_launcher_without_a_number(launcher: str, tmp_path: Path) -> None:
         f"1 rank on {cores} cores, and no GPU: {launcher} --" in done.stdout
         and f"{NANO} starts {cores} ranks" in done.stdout
     ), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("world", "before", "after"),
+    [(1, {}, {}), (2, {}, {LAUNCH_ORDER: "1"}), (8, {LAUNCH_ORDER: "0"}, {LAUNCH_ORDER: "0"})],
+)
+def test_communicators_of_the_same_ranks_are_launched_in_one_order(
+    world: int, before: dict[str, str], after: dict[str, str]
+) -> None:
+    variables = dict(before)
+    order_launches(variables, world)
+    assert variables == after

@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,3 +361,73 @@ def rule_breakers(device: str) -> list[str]:
 def _moved(tensor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
     tensor.data = to
     return tensor
+
+
+def trace_of_sums(device: str) -> list[str]:
+    """Return the order of a step's collectives on one rank: launches and waits of the loop's sums.
+
+    The forward and the backward pass launch a sum in another group of the same ranks, as tensor
+    parallelism and ZeRO do.
+    """
+    import torch.distributed as dist
+    from recipekit.runtime.step_metrics import StepCounters
+    from recipekit.spec.mesh import Mesh
+    from recipekit.train import train_step
+
+    other, plain, trace = dist.new_group(), dist.all_reduce, list[str]()
+    place = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
+
+    class Waited:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            trace.append("wait")
+            self.work.wait()
+
+    def traced(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+        group = named.get("group")
+        trace.append("other" if group is other else "launch" if named.get("async_op") else "sum")
+        work = plain(tensor, *given, **named)
+        return work and Waited(work)
+
+    def sum_over_others(*_: object) -> None:
+        dist.all_reduce(torch.ones(2, device=place), group=other)
+
+    weight = torch.ones(3, device=place, requires_grad=True)
+
+    def forward(_: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        sum_over_others()
+        return batch["x"] * weight
+
+    def backward(loss: torch.Tensor) -> None:
+        sum_over_others()
+        loss.backward()
+
+    ignore = lambda *_: None  # noqa: E731
+    engine = SimpleNamespace(
+        device=place,
+        optimizer=SimpleNamespace(param_groups=[]),
+        accumulate=ignore,
+        is_gradient_accumulation_boundary=lambda: True,
+        backward=backward,
+        step=ignore,
+        get_global_grad_norm=lambda: 0.0,
+    )
+    task = SimpleNamespace(
+        measures=(),
+        reports_each_step=False,
+        count=lambda batch: torch.tensor(3),
+        before_step=ignore,
+        after_step=ignore,
+        forward=forward,
+        loss=lambda output, batch, by_row: output.sum(),
+    )
+    dist.all_reduce = traced
+    try:
+        counters = StepCounters(Mesh(dp=dist.get_world_size()))
+        result = train_step(engine, task, [{"x": torch.ones(3)}], 0.1, counters)  # type: ignore[arg-type]
+    finally:
+        dist.all_reduce = plain
+    assert (result["loss"], result["tokens"]) == (1.0, 6)
+    return trace

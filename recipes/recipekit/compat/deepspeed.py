@@ -52,7 +52,8 @@ class DeepSpeedEngine(Protocol):
 class ZeroOptimizer(Protocol):
     """The members of DeepSpeed 0.19.8's wrappers around an optimizer that we use.
 
-    Those with `partitioned` in their name exist under ZeRO-3 only.
+    Those with `partitioned` in their name exist under ZeRO-3 only, and those about reducing
+    gradients under ZeRO-1 and ZeRO-2 only.
     """
 
     optimizer: "torch.optim.Optimizer"  # the inner one
@@ -62,6 +63,10 @@ class ZeroOptimizer(Protocol):
     clip_grad: float
     loss_scaler: "LossScalerBase"
     dynamic_loss_scale: bool
+    reduction_stream: "torch.Stream | None"  # None if the device has no streams
+    overlap_comm: bool
+    clear_grad_attribute: "Callable[[nn.Parameter], None]"
+    get_gradient_for_reduction: "Callable[[nn.Parameter], torch.Tensor | None]"
 
 
 class Bf16Optimizer(Protocol):
@@ -176,6 +181,38 @@ def disable_clipping(engine: DeepSpeedEngine) -> None:
     Until: clip_grad_norm_ counts every parameter of a pipeline stage.
     """
     engine.clip_fp32_gradients = lambda: None
+
+
+def record_cleared_gradients(optimizer: ZeroOptimizer) -> None:
+    """Keep a cleared gradient's memory until ZeRO's reduction stream has finished with it.
+
+    This has an effect only under ZeRO-1 or ZeRO-2 with overlap_comm, on a device with streams.
+
+    Why: DeepSpeed reduces a gradient larger than the bucket from the gradient's own memory, on a
+        second stream, and clears the gradient at once (stage_1_and_2.py, reduce_ipg_grads). If the
+        reduction reads a copy of the gradient, only the copy is recorded on that stream. The
+        backward pass may then overwrite the gradient before it is read, without an error. This
+        concerns a parameter that crosses the border between two other ranks, a parameter whose
+        gradient is reduced in another dtype, and every such parameter without reduce_scatter.
+    Version: DeepSpeed 0.19.8
+    Test: tests/compat/test_deepspeed.py::test_a_gradient_is_not_freed_while_it_is_reduced
+    Until: reduce_ipg_grads records the gradients that it clears.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    stream = getattr(optimizer, "reduction_stream", None)
+    accelerator = cast("Any", get_accelerator())
+    if stream is None or not optimizer.overlap_comm or accelerator.resolves_data_dependency():
+        return
+    clear = optimizer.clear_grad_attribute
+
+    def record_and_clear(parameter: "nn.Parameter") -> None:
+        gradient = optimizer.get_gradient_for_reduction(parameter)
+        if gradient is not None:
+            gradient.record_stream(stream)
+        clear(parameter)
+
+    optimizer.clear_grad_attribute = record_and_clear
 
 
 def before_step(engine: DeepSpeedEngine, act: Callable[[], None]) -> None:

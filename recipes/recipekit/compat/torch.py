@@ -167,6 +167,9 @@ def set_compiler(deterministic: bool, asked: bool) -> None:
     compiled runs uncompiled, and torch logs a warning.
 
     Why: These settings are variables in three modules, and torch.compile has no argument for them.
+        During a forward pass of DDP, torch also splits each graph at DDP's buckets (optimize_ddp),
+        so that sums of gradients overlap with the backward pass of one graph of the full model.
+        Layers that are compiled one by one overlap anyway. The split only costs fusions.
     Version: torch 2.13
     Test: tests/compat/test_torch.py::test_the_compiler_has_its_settings
     Until: torch.compile accepts the settings as arguments.
@@ -182,6 +185,7 @@ def set_compiler(deterministic: bool, asked: bool) -> None:
     # compiled.
     inductor.compile_threads = 1
     inductor.deterministic = deterministic
+    dynamo.optimize_ddp = False
 
 
 def set_deterministic() -> None:
@@ -199,6 +203,23 @@ def set_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+def keep_flash_for_documents() -> None:
+    """Keep FlashAttention for packed documents, also in a torch that would choose cuDNN.
+
+    Why: A torch after 2.13 prefers cuDNN in varlen_attn if both are enabled (pytorch pull request
+        193631). cuDNN plans each shape again, and the documents of each micro-batch differ. A user
+        reported a drop from 280 to 60 thousand tokens/s (issue 187770); not measured here.
+    Version: torch 2.13 has no such choice, so nothing is changed
+    Test: tests/compat/test_torch.py::test_documents_keep_flash_attention
+    Until: varlen_attn has an argument that selects the backend.
+    """
+    import torch
+    from torch.nn.attention import varlen
+
+    if hasattr(varlen, "_select_backend"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def pins_exactly() -> bool:

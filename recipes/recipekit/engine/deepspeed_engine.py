@@ -14,6 +14,7 @@ from ..compat.deepspeed import (
     before_step,
     broadcasting_scalars,
     parameters_kept,
+    record_cleared_gradients,
     undo_hidden_step,
     wrap_step,
 )
@@ -99,6 +100,7 @@ def set_param_spans(
 def apply_workarounds(ds_engine: Any) -> Engine:
     """Apply our workarounds to a DeepSpeed engine, and add the remaining methods of `Engine`."""
     undo_hidden_step(ds_engine)
+    record_cleared_gradients(ds_engine.optimizer)
     keep_grad_norm(ds_engine)
     keep_momentum_norm(ds_engine)
     sum_without_copies(ds_engine)

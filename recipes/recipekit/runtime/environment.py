@@ -1,7 +1,8 @@
-"""Environment variables that torch reads at import: memory allocators and threads per rank.
+"""Environment variables of a run: memory allocators, threads per rank, and the order of NCCL.
 
-The user's settings are not changed. This module imports nothing heavy, because it must run before
-torch is imported.
+torch reads the first two at import, and NCCL reads its variable at the first collective. The user's
+settings are not changed. This module imports nothing heavy, because it must run before torch is
+imported.
 """
 
 import os
@@ -19,6 +20,7 @@ from .stopping import command_line, parent_pid
 
 ALLOC_CONF, CUDA_ALLOC_CONF = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # since NCCL 2.26; its default is 0
 # Maps each launcher to its flag for the number of ranks and to all flags that decide that number
 # (with _ instead of -).
 LAUNCHER_RANK_FLAGS = (
@@ -69,6 +71,21 @@ def set_torch_variables(
             f" with {OMP_NUM_THREADS}={count}"
         )
     return lines + hint_at_ranks(variables, min(own, integer_cores(limit)))
+
+
+def order_launches(variables: MutableMapping[str, str], world: int) -> list[str]:
+    """Make NCCL order the collectives of different communicators, unless the user decides.
+
+    Return a line about it. Every run on several ranks has at least two communicators of the same
+    ranks: torch's world and the data-parallel or model-parallel group. Without an order, two
+    collectives in flight may wait for each other's GPU resources forever. ZeRO-3 prefetches weights
+    during the all-to-all of --sp or the sums of --tp, for example. With the variable, NCCL uses the
+    host's order, which is the same on all ranks (NCCL's guide, environment variables).
+    """
+    if world == 1:
+        return []
+    order = variables.setdefault(LAUNCH_ORDER, "1")
+    return [f"NCCL: {LAUNCH_ORDER}={order}"] if torch_platform_version() else []
 
 
 def hint_at_ranks(variables: Mapping[str, str], cores: int) -> list[str]:

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ..compat.deepspeed import silence_memory_logs, skip_shm_op_build
+from ..compat.torch import keep_flash_for_documents
 from ..dslint.baseline import check_precision
 from ..dslint.check import check_device
 from ..hosts.ops import prepare_ops
@@ -59,6 +60,7 @@ def initialize_distributed(plan: RunPlan, peers: Peers | None = None) -> torch.d
     torch.manual_seed(plan.recipe.seed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        keep_flash_for_documents()
     return device
 
 

@@ -140,7 +140,14 @@ class StepCounts:
 
 
 def start_all_reduce(tensor: torch.Tensor) -> dist.Work:
-    """Start to sum a tensor over all ranks, in place. The tensor contains the sum after `wait`."""
+    """Start to sum a tensor over all ranks, in place. The tensor contains the sum after `wait`.
+
+    On an accelerator, the device waits for the sum at once, and the host continues. Otherwise the
+    sum would run next to a collective of another NCCL communicator of the same ranks, and two
+    communicators in flight may deadlock (torch.distributed.new_group, NVIDIA/nccl issue 195).
+    """
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None, "only a rank outside of the group gets no work"
+    if tensor.device.type != "cpu":
+        work.wait()
     return work
