@@ -28,6 +28,7 @@ from ..spec.memory_terms import (
 from ..spec.schedules import describe_schedule
 from ..spec.task_specs import PACKED, TaskSpec
 from ..tasks.find import load_task
+from .libraries import library_terms
 from .resolve import config_in_files, resolve_here, target_device
 from .zero1_advice import zero1_advice
 
@@ -56,6 +57,7 @@ def print_dry_run(plan: RunPlan) -> None:
     show_run(plan)
     show_memory(model_plan)
     if device is not None:
+        print_libraries(library_terms(plan.mesh, recipe.engine))
         print_verdict(model_plan.fullest, *device)
         if advice := zero1_advice(plan, model_plan, device[1]):
             print(f"advice   {advice}")
@@ -177,6 +179,16 @@ def print_activations(activations: Sequence[Term], terms: Sequence[Term]) -> Non
         when = MOMENT_TEXTS[term.moments[-1]] if term.moments else ""
         notes = "; ".join(filter(None, (when, "at most" if term.bound else "")))
         print(f"        {gib(term.size):>12}  {term.what}{f' ({notes})' if notes else ''}")
+
+
+def print_libraries(libraries: Sequence[Term]) -> None:
+    """Print the estimated memory of a GPU outside of PyTorch."""
+    print(
+        "memory   outside of PyTorch, each rank: about"
+        f" {gib(total_bytes(libraries, ACCELERATOR, bounds=True))}, estimated and not measured"
+    )
+    for term in libraries:
+        print(f"        {gib(term.size):>12}  {term.what}")
 
 
 def print_verdict(terms: Sequence[Term], name: str, memory: int) -> None:
