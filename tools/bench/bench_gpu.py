@@ -856,7 +856,7 @@ def budget_3b() -> Row:
 
 def without_row(measure: str) -> Row:
     act = partial(without, measure=measure)
-    return Row("E", f"no_{measure}", 120, MEASURES[measure].title, "none", act, (BEST,))
+    return Row("E", f"no_{measure}", 200, MEASURES[measure].title, "none", act, (BEST,))
 
 
 LORA_8B = TimedRun(LORA, "8b", (4096, 2, 16), LORA_FLAGS, steps=5)
@@ -989,7 +989,7 @@ ROWS = [
     Row(
         "E",
         BEST,
-        150,
+        240,
         "every optimization",
         f"MFU of {BEST_MFU:.0%}; peak beside the plan",
         without,
@@ -998,7 +998,7 @@ ROWS = [
     Row(
         "F",
         "profile_1b",
-        120,
+        240,
         "one step of `best` in torch's profiler",
         "none",
         partial(profiled, run=TimedRun(QWEN, "1b", (2048, 8, 64), FASTEST_1B, steps=5)),
@@ -1006,7 +1006,7 @@ ROWS = [
     Row(
         "F",
         "profile_8b",
-        150,
+        240,
         "one step of `8b_lora` in torch's profiler",
         "none",
         partial(profiled, run=LORA_8B),
