@@ -145,7 +145,7 @@ def leave_out(measure: str) -> None:
         from recipekit.engine import deepspeed_engine
 
         idle = lambda engine: None  # noqa: E731
-        mock.patch.object(deepspeed_engine, "sum_without_copies", idle, create=True).start()
+        mock.patch.object(deepspeed_engine, "sum_without_copies", idle).start()
 
 
 def loaded_nccl() -> tuple[int, int, int] | None:
