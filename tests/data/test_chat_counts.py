@@ -21,6 +21,7 @@ from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.task import IGNORE
 from recipekit.spec.task_specs import TASKS
+from recipekit.watch.throughput import Goodput
 
 DAY = date(2026, 3, 4)
 PAIR = [user("q"), assistant("a")]  # 23 tokens with bytes and ChatML; the last three have labels
@@ -460,6 +461,8 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
         engine=engine,
         state={"tokens": 7},
     )
+    ready.engine.current_loss_scale = lambda: None
+    ready.watch = SimpleNamespace(goodput=Goodput(0.0, 0.0))
     ready.epochs, ready.tracker = (
         SimpleNamespace(completed_epochs=lambda state: {}, report=lambda state, say: None),
         SimpleNamespace(say=print),
@@ -477,6 +480,7 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
         "stop": 0,
         "means": {},
         "extra": {PEAK_MEMORY: [5]},
+        "losses_of_ranks": [1.0],
     }
     state: Any = {
         "domains": {"a": {"lost": [10, 2, 1, 100, 25]}, "b": {}, "c": {"lost": [10, 1, 3, 150, 25]}}

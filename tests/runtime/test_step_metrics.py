@@ -19,6 +19,7 @@ from recipekit.track.loss_plot import curve_of
 from recipekit.track.metrics_file import truncate_metrics
 from recipekit.track.progress import Progress, progress_fields
 from recipekit.track.summary import mean_throughput, summary_block
+from recipekit.watch.throughput import Goodput
 from run_metadata import FACTS
 
 STATE: Any = {"domains": {"a": {"tokens": 30, "bad": 0}, "b": {"tokens": 10, "bad": 0}}}
@@ -29,6 +30,7 @@ RESULT = {
     "stop": 0,
     "means": {},
     "extra": {PEAK_MEMORY: [5]},
+    "losses_of_ranks": [1.0],
 }
 UNITS = [(name, facts.unit) for name, facts in TASKS.items()]
 
@@ -48,6 +50,8 @@ def line_of(task: str, ramp: str = "2:16") -> dict[str, Any]:
     ready: Any = SimpleNamespace(
         plan=plan, engine=engine, state={"tokens": 7}, flops=None, peak_flops=None
     )
+    ready.engine.current_loss_scale = lambda: None
+    ready.watch = SimpleNamespace(goodput=Goodput(0.0, 0.0))
     ready.epochs, ready.tracker = (
         SimpleNamespace(completed_epochs=lambda state: {}, report=lambda state, say: None),
         SimpleNamespace(say=print),

@@ -20,7 +20,7 @@ PLAIN = {item.name for item in dataclasses.fields(Recipe) if "help" in item.meta
 FLAG = re.compile(r"^  --(?:\[no-\])?(\w+)", re.MULTILINE)
 SUBJECTS = [
     *("try it", "model", "data", "layout", "batch", "schedule and optimizer"),
-    *("evaluation, checkpoints, export", "run", "tracking"),
+    *("evaluation, checkpoints, export", "run", "tracking", "watch"),
 ]
 
 
