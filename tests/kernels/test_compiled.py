@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config as dynamo
+import torch._inductor.config as inductor
 import torch.distributed as dist
 from job import NANO, metrics
 from parity import Case, accumulating, compare, each, recipe_for, reference, train_in_layout
 from peft_models import add_lora
 from pool import environment
-from recipekit.kernels.compiled import compile_layers, is_norm, set_fusion
+from recipekit.kernels.compiled import compile_layers, fused, is_norm, set_fusion
 from recipekit.kernels.cross_entropy import Head, token_losses, token_losses_and_argmax
 from recipekit.spec.recipe import Recipe
 from shipped_jsons import strategy
+from torch._inductor.graph import GraphLowering
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -124,6 +126,29 @@ def test_the_same_losses_in_blocks(dtype: torch.dtype):
         set_fusion(False)
     for plain, compiled in zip(*found, strict=True):
         assert (compiled - plain).norm() <= WITHIN[dtype] * plain.norm()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_every_compilation_is_deterministic(monkeypatch: pytest.MonkeyPatch, deterministic: bool):
+    """torch resets this value of its configuration after each compiled frame."""
+    seen: list[bool] = []
+    lower = GraphLowering.run
+
+    def look(graph: Any, *inputs: Any) -> Any:
+        seen.append(inductor.deterministic)
+        return lower(graph, *inputs)
+
+    monkeypatch.setattr(GraphLowering, "run", look)
+    try:
+        set_fusion(True, deterministic)
+        with inductor.patch(force_disable_caches=True):
+            for factor in (2.0, 3.0):
+                scaled = fused(lambda value, factor=factor: value * factor + 1)
+                assert scaled(torch.ones(3)).tolist() == [factor + 1] * 3
+    finally:
+        set_fusion(False)
+        torch._dynamo.reset()
+    assert seen == [deterministic] * 2
 
 
 def test_ddp_does_not_split_compiled_layers(monkeypatch: pytest.MonkeyPatch):

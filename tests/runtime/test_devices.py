@@ -283,7 +283,7 @@ def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked:
     built: Any = SimpleNamespace(models=[], model_plan=model_plan)
     recipe = SimpleNamespace(compile="auto", deterministic=False)
     said: list[str] = []
-    plan: Any = SimpleNamespace(recipe=recipe)
+    plan: Any = SimpleNamespace(recipe=recipe, mesh=Mesh())
     engine.compile_model(plan, built, GPU, said.append)
     assert ("set_fusion", False, False, False) in asked and "nothing is compiled: triton" in said[0]
     recipe.compile = "on"

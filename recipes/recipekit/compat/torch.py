@@ -160,11 +160,10 @@ def parameters_on_meta() -> Iterator[dict[tuple[int, str], "torch.Tensor"]]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def set_compiler(deterministic: bool, asked: bool) -> None:
+def set_compiler(asked: bool) -> None:
     """Set up torch.compile for this process.
 
-    With `deterministic`, no kernel is chosen by its speed. Unless `asked`, code that cannot be
-    compiled runs uncompiled, and torch logs a warning.
+    Unless `asked`, code that cannot be compiled runs uncompiled, and torch logs a warning.
 
     Why: These settings are variables in three modules, and torch.compile has no argument for them.
         During a forward pass of DDP, torch also splits each graph at DDP's buckets (optimize_ddp),
@@ -184,7 +183,6 @@ def set_compiler(deterministic: bool, asked: bool) -> None:
     # A pool of compiler processes would outlive a killed rank, and only a few small kernels are
     # compiled.
     inductor.compile_threads = 1
-    inductor.deterministic = deterministic
     dynamo.optimize_ddp = False
 
 

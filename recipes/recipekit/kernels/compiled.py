@@ -22,7 +22,7 @@ from ..compat.transformers import (
 )
 
 ROTARY = "apply_rotary_pos_emb"  # transformers' function that rotates queries and keys by position
-_switched = {"on": False}
+_switched = {"on": False, "deterministic": False}
 
 
 def set_fusion(on: bool, deterministic: bool = False, asked: bool = True) -> None:
@@ -31,15 +31,22 @@ def set_fusion(on: bool, deterministic: bool = False, asked: bool = True) -> Non
     If `deterministic` is True, no kernel is selected by measured speed. If `asked` is False, code
     that cannot be compiled runs uncompiled, and torch prints a warning.
     """
-    _switched["on"] = on
-    if not on:
-        return
-    set_compiler(deterministic, asked)
+    _switched.update(on=on, deterministic=deterministic)
+    if on:
+        set_compiler(asked)
 
 
 def fusion_enabled() -> bool:
     """Return True while `set_fusion` is on."""
     return _switched["on"]
+
+
+def _compile(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:
+    """Return a function that compiles `function` at its first call."""
+    # The option holds for each compilation. A value in torch._inductor.config would be lost after
+    # the first one, because torch 2.13 then calls use_deterministic_algorithms, which sets it too.
+    options = {"deterministic": True} if _switched["deterministic"] else None
+    return torch.compile(function, dynamic=dynamic, options=options)
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +55,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     The function is compiled separately for each new shape.
     """
     # Do not compile before the first call, because importing the compiler takes a second.
-    compiled = cache(partial(torch.compile, function, dynamic=False))
+    compiled = cache(partial(_compile, function, dynamic=False))
 
     @wraps(function)
     def chosen(*arguments: object) -> Any:
@@ -78,13 +85,13 @@ def compile_layers(models: Iterable[nn.Module], full_layers: bool) -> tuple[int,
             continue
         if full_layers and isinstance(module, GradientCheckpointingLayer):
             inside |= {id(part) for part in module.modules()}
-            compiled = MethodType(_compile_cached(made, forward, torch.compile), module)
+            compiled = MethodType(_compile_cached(made, forward, _compile), module)
             set_layer_forward(module, compiled)
             if module.gradient_checkpointing:
                 without_early_stop(module)
             found[0] += 1
         elif is_norm(module):
-            set_forward(module, MethodType(_compile_cached(made, forward, torch.compile), module))
+            set_forward(module, MethodType(_compile_cached(made, forward, _compile), module))
             found[1] += 1
         elif applies_rotary(forward):
             set_forward(
@@ -126,7 +133,7 @@ def _compile_cached(
 
 def _with_rotary_compiled(forward: FunctionType) -> Callable[..., Any]:
     """Return a copy of a forward in which the global name `ROTARY` is the compiled function."""
-    found = forward.__globals__ | {ROTARY: torch.compile(forward.__globals__[ROTARY])}
+    found = forward.__globals__ | {ROTARY: _compile(forward.__globals__[ROTARY])}
     copy = FunctionType(
         forward.__code__, found, forward.__name__, forward.__defaults__, forward.__closure__
     )
