@@ -55,7 +55,9 @@ def good(deviation: float) -> dict[str, object]:
 @pytest.mark.slow
 def test_a_sample_of_the_written_marks_is_what_a_rerun_gives(ops, tmp_path):
     """A failed cell ends its process group, but the following cells must still run."""
-    done = support_matrix.run_matrix(SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=print)
+    done = support_matrix.run_matrix(
+        SAMPLE, ["tp2", "pp2"], tmp_path / "results.jsonl", say=print, cell_seconds=400
+    )
     marks = {
         name: {layout: "✓" if done[name][layout]["ok"] else "✗" for layout in ("tp2", "pp2")}
         for name in SAMPLE

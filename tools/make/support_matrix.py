@@ -472,7 +472,7 @@ def is_rounding(worst: dict[str, float], exact: dict[str, float]) -> bool:
     """Return True if a cell's fp32 deviations `worst` are rounding.
 
     They are rounding only if they are small and the same cell agrees with the same reference in
-    fp64 (deviations `exact`), because a mistake changes the results in every dtype.
+    fp64 (deviations `exact`). A mistake changes the results in every dtype.
     """
     return near(worst) and all(exact[name] <= ROUNDED for name in NEAR)
 
@@ -514,7 +514,6 @@ def train_cell(
     Both are equal on all ranks. This is a collective operation.
     """
     import torch
-    import torch.distributed as dist
     from recipekit.model.export import full_parameters
     from recipekit.runtime.step_metrics import StepCounters
     from recipekit.tasks.find import load_task
@@ -535,21 +534,32 @@ def train_cell(
     results = [train_step(engine, of_task, batches, None, StepCounters(mesh)) for _ in range(STEPS)]
 
     weights = full_parameters(model, built, groups, torch.float32)
-    worst_weight, where = largest_difference(weights, reference["weights"])
-    own = {
-        "loss": largest_ratio(results, "loss", reference["losses"]),
-        "grad_norm": largest_ratio(results, "grad_norm", reference["norms"]),
-        "weight": worst_weight,
-    }
+    worst, where = largest_deviations(results, weights, reference)
     engine.destroy()
-
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (own, where))
-    worst = {name: max(rank[name] for rank, _ in everyone) for name in own}
-    _, where = max(everyone, key=lambda rank: rank[0]["weight"])
     if worst["loss"] <= LOSS and worst["grad_norm"] <= LOSS and worst["weight"] <= WEIGHT:
         return worst, ""
     return worst, explain(cell, worst, where, where in reference["idle"])
+
+
+def largest_deviations(
+    results: list[Any], weights: Iterable[tuple[str, Any]], reference: dict[str, Any]
+) -> tuple[dict[str, float], str]:
+    """Return the largest deviations over all ranks, and the parameter that differs most.
+
+    This is a collective operation.
+    """
+    import torch.distributed as dist
+
+    weight, where = largest_difference(weights, reference["weights"])
+    own = {
+        "loss": largest_ratio(results, "loss", reference["losses"]),
+        "grad_norm": largest_ratio(results, "grad_norm", reference["norms"]),
+        "weight": weight,
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (own, where))
+    worst = {name: max(rank[name] for rank, _ in everyone) for name in own}
+    return worst, max(everyone, key=lambda rank: rank[0]["weight"])[1]
 
 
 def deviations(worst: dict[str, float]) -> str:
