@@ -14,13 +14,16 @@ Causal language models (task pretrain), masked language models and image classif
 each. For every model type the tool makes a tiny model from the type's config class. In each layout
 real processes train it for 3 optimizer steps (fp32, AdamW, clipping; packed documents or random
 images). The tool compares the result with plain PyTorch in one process: every loss and grad_norm
-within 1e-5 relative, every updated weight within 1e-5 absolute. If a cell fails or exceeds its time
-limit, its mark gives the reason, and the tool starts a new group of processes.
+within 1e-5 relative, every updated weight within 1e-5 absolute. If a cell slightly exceeds these
+tolerances, the tool trains it and its reference again in fp64, to tell rounding from a mistake. If
+a cell fails or exceeds its time limit, its mark gives the reason, and the tool starts a new group
+of processes.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,9 +70,12 @@ WHY = {
         " stacks `L_module` and `H_module` several times in a loop"
     ),
 }
-# Relative tolerance for an fp64 gradient. It is not zero because the loss and some norms are
-# computed in fp32 for weights of any dtype.
+# Tolerance for a cell in fp64, and for its gradients: relative, and absolute for weights. It is not
+# zero because some operations of a model compute in fp32 for weights of any dtype.
 ROUNDED = 1e-6
+# The largest fp32 deviations that rounding can explain. A weight changes by at most the learning
+# rate in a step.
+NEAR = {"loss": 1e-3, "grad_norm": 1e-3, "weight": 1e-4}
 # words of a config error -> mark
 ABSENT = {"this model publishes no": "no plan", "none is made for this type": "no preset"}
 # words of the config error for a model that is not causal
@@ -78,6 +84,7 @@ AHEAD = "reads the tokens that it should predict"
 MASKS, REASONS = "## Why attention needs a mask", "## Why a cell fails or deviates"
 # the heading of the section that bf16_distance.py writes at the end of SUPPORT.md
 BF16_SECTION = "## bf16, where transformers keeps parameters in fp32"
+FP64 = "fp64"  # folder of the weights in fp64, in the folder of the weights in fp32
 CELL_S = 60.0  # time limit of a cell in seconds
 CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
@@ -275,16 +282,23 @@ def smooth(model: Any) -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Save the weights under the model's own names, so that every rank can read them."""
+    """Save the weights under the model's own names, so that every rank can read them.
+
+    `folder` has the weights in fp32, and its folder FP64 has the same weights in fp64.
+    """
+    import torch
     from safetensors.torch import save_file
 
-    folder.mkdir(exist_ok=True)
     parameters = dict(model.named_parameters())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    save_file(
-        {name: value.detach().contiguous() for name, value in {**parameters, **buffers}.items()},
-        folder / "model.safetensors",
-    )
+    tensors = {name: value.detach().contiguous() for name, value in (parameters | buffers).items()}
+    double = {
+        name: value.double() if value.dtype == torch.float32 else value
+        for name, value in tensors.items()
+    }
+    for place, saved in ((folder, tensors), (folder / FP64, double)):
+        place.mkdir(exist_ok=True)
+        save_file(saved, place / "model.safetensors")
 
 
 def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
@@ -294,25 +308,51 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
     leak. The leak is the effect that one document has on a different document's logits in the same
     row.
     """
-    import torch
     from recipekit.tasks.find import load_task
 
-    of_task = load_task(task)
     config = tiny_model_config(task, model_type)
     recipe = plain_recipe(task, model_type, config)
-    of_task.check(config, recipe.attention, recipe.model)
+    load_task(task).check(config, recipe.attention, recipe.model)
 
     built = built_of(recipe, config, None, {})
     model = built.model
     spread(model)
     smooth(model)
     save(model, folder)
+    batches = plain_batches(recipe, config, built)
+    return {
+        "leak": leak_of(model, batches[0]) if task == TEXT else None,
+        "experts": any(".experts." in name for name, _ in model.named_parameters()),
+        **train_in_one_process(recipe, built, batches),
+    }
 
+
+def train_in_fp64(task: str, model_type: str, folder: str) -> dict[str, Any]:
+    """Train STEPS steps in plain PyTorch from the fp64 weights in `folder`."""
+    config = tiny_model_config(task, model_type)
+    recipe = plain_recipe(task, model_type, config)
+    built = built_of(replace(recipe, model=folder, init="pretrained"), config, None, {})
+    smooth(built.model)
+    return train_in_one_process(recipe, built, plain_batches(recipe, config, built))
+
+
+def plain_batches(recipe: Any, config: dict[str, Any], built: Any) -> list[dict[str, Any]]:
+    """Create one optimizer step's micro-batches for the model of one process."""
+    batches = batches_of(recipe.task, config, recipe.micro_batch)
+    return told_of_documents(batches, recipe.task, built.model_plan.attention)
+
+
+def train_in_one_process(recipe: Any, built: Any, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Train STEPS steps in plain PyTorch, and return the losses, the norms and the weights.
+
+    `idle` lists the parameters that no gradient reaches.
+    """
+    import torch
+    from recipekit.tasks.find import load_task
+
+    of_task, model = load_task(recipe.task), built.model
     optimizer = plain_adamw(model, built.blueprint.trained)
-    attention = built.model_plan.attention
-    batches = told_of_documents(batches_of(task, config, recipe.micro_batch), task, attention)
     counted = sum(int(of_task.count(batch).sum()) for batch in batches)
-    leak = leak_of(model, batches[0]) if task == TEXT else None
 
     losses, norms = [], []
     for _ in range(STEPS):
@@ -324,8 +364,6 @@ def train_plain(task: str, model_type: str, folder: Path) -> dict[str, Any]:
 
     parameters = dict(model.named_parameters())
     return {
-        "leak": leak,
-        "experts": any(".experts." in name for name in parameters),
         "idle": [name for name, parameter in parameters.items() if parameter.grad is None],
         "losses": losses,
         "norms": norms,
@@ -397,42 +435,83 @@ class Differs(Exception):
 def hold_cell(
     task: str, model_type: str, layout: str, folder: str, reference: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train one cell, and train it again with sdpa if its varlen results differ from the reference.
+    """Train one cell, and find out whether a difference from the reference is rounding.
 
-    The reference uses sdpa, so the second training shows whether the difference is rounding or a
-    wrong layout. This is a collective operation.
+    The reference uses sdpa. If varlen results differ, the cell is trained with sdpa. If these also
+    differ, the cell and the reference are trained in fp64. This is a collective operation.
     """
-    import torch.distributed as dist
+    cell = (task, model_type, layout, folder)
+    worst, differs = train_cell(cell, reference)
+    if not differs:
+        return worst
 
-    found, worst = "", dict[str, Any]()
+    with_sdpa = ""
+    if task == TEXT and recipe_of(task, model_type).attention == "auto":
+        other, with_sdpa = train_cell(cell, reference, "sdpa")
+        if not with_sdpa:
+            return other | {"varlen": differs}
+
+    reason = with_sdpa or differs
+    if near(worst):
+        double = os.path.join(folder, FP64)
+        with fp64_for_fp32():
+            expected = train_in_fp64(task, model_type, double)
+            exact, _ = train_cell((task, model_type, layout, double), expected)
+        if is_rounding(worst, exact):
+            return exact | {"fp32": differs}
+        reason += f"; in fp64 {deviations(exact)}"
+    raise Differs(reason)
+
+
+def near(worst: dict[str, float]) -> bool:
+    """Return True if rounding can explain a cell's deviations in fp32."""
+    return all(worst[name] <= limit for name, limit in NEAR.items())
+
+
+def is_rounding(worst: dict[str, float], exact: dict[str, float]) -> bool:
+    """Return True if a cell's fp32 deviations `worst` are rounding.
+
+    They are rounding only if they are small and the same cell agrees with the same reference in
+    fp64 (deviations `exact`). A mistake changes the results in every dtype.
+    """
+    return near(worst) and all(exact[name] <= ROUNDED for name in NEAR)
+
+
+@contextlib.contextmanager
+def fp64_for_fp32() -> Iterator[None]:
+    """Compute in fp64 where models, DeepSpeed and recipekit ask for fp32.
+
+    torch's names of fp32 mean fp64 here. A cell then takes the same path as in fp32, including its
+    ZeRO stage and casts. Files must contain fp64 weights: safetensors also uses torch's name.
+    """
+    import torch
+
+    places: list[tuple[Any, str, Any]] = [
+        (torch, "float32", torch.float64),
+        (torch, "float", torch.float64),
+        (torch.Tensor, "float", torch.Tensor.double),
+        (torch.nn.Module, "float", torch.nn.Module.double),
+    ]
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
+    default = torch.get_default_dtype()
+    for owner, name, double in places:
+        setattr(owner, name, double)
+    torch.set_default_dtype(torch.float64)
     try:
-        worst = train_cell(task, model_type, layout, folder, reference)
-    except Differs as differs:
-        found = str(differs)
-    told: list[Any] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, found)
-    varlen = task == TEXT and recipe_of(task, model_type).attention == "auto"
-    if any(told) and varlen:
-        return train_cell(task, model_type, layout, folder, reference, "sdpa") | {
-            "varlen": next(text for text in told if text)
-        }
-    if found:
-        raise Differs(found)
-    return worst
+        yield
+    finally:
+        for owner, name, single in kept:
+            setattr(owner, name, single)
+        torch.set_default_dtype(default)
 
 
 def train_cell(
-    task: str,
-    model_type: str,
-    layout: str,
-    folder: str,
-    reference: dict[str, Any],
-    attention: str = "",
-) -> dict[str, Any]:
-    """Read the weights in `folder`, train one cell on this group of ranks, and return this rank's
-    largest deviations.
+    of_cell: tuple[str, str, str, str], reference: dict[str, Any], attention: str = ""
+) -> tuple[dict[str, float], str]:
+    """Train one cell (task, type, layout, folder of its weights) on this group of ranks.
 
-    This is a collective operation. Raises `Differs` if a deviation exceeds its tolerance.
+    Return the largest deviations, and a message that explains them if they exceed the tolerance.
+    Both are equal on all ranks. This is a collective operation.
     """
     import torch
     from recipekit.model.export import full_parameters
@@ -440,32 +519,52 @@ def train_cell(
     from recipekit.tasks.find import load_task
     from recipekit.train import train_step
 
-    cell = cell_of(task, model_type, layout, folder, attention)
+    cell = cell_of(*of_cell, attention)
     mesh, groups = cell.mesh, cell.groups
     built = built_of(cell.recipe, cell.model_config, groups, cell.config)
     for part in built.models:
         smooth(part)
-    of_task = load_task(task)
+    of_task = load_task(cell.recipe.task)
     if built.model_plan.loss_path.chunked and of_task.with_chunked_loss:
         of_task = of_task.with_chunked_loss(of_task)
     model = pipelined(built, of_task, groups) if mesh.pp > 1 else built.model
     engine = initialize(model, built, cell.config, groups)
 
-    batches = told_of_documents(cell.batches(), task, built.model_plan.attention)
+    batches = told_of_documents(cell.batches(), of_cell[0], built.model_plan.attention)
     results = [train_step(engine, of_task, batches, None, StepCounters(mesh)) for _ in range(STEPS)]
 
     weights = full_parameters(model, built, groups, torch.float32)
-    worst_weight, where = largest_difference(weights, reference["weights"])
-    worst = {
+    worst, where = largest_deviations(results, weights, reference)
+    engine.destroy()
+    if worst["loss"] <= LOSS and worst["grad_norm"] <= LOSS and worst["weight"] <= WEIGHT:
+        return worst, ""
+    return worst, explain(cell, worst, where, where in reference["idle"])
+
+
+def largest_deviations(
+    results: list[Any], weights: Iterable[tuple[str, Any]], reference: dict[str, Any]
+) -> tuple[dict[str, float], str]:
+    """Return the largest deviations over all ranks, and the parameter that differs most.
+
+    This is a collective operation.
+    """
+    import torch.distributed as dist
+
+    weight, where = largest_difference(weights, reference["weights"])
+    own = {
         "loss": largest_ratio(results, "loss", reference["losses"]),
         "grad_norm": largest_ratio(results, "grad_norm", reference["norms"]),
-        "weight": worst_weight,
+        "weight": weight,
     }
-    engine.destroy()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (own, where))
+    worst = {name: max(rank[name] for rank, _ in everyone) for name in own}
+    return worst, max(everyone, key=lambda rank: rank[0]["weight"])[1]
 
-    if not (worst["loss"] <= LOSS and worst["grad_norm"] <= LOSS and worst["weight"] <= WEIGHT):
-        raise Differs(explain(cell, worst, where, where in reference["idle"]))
-    return worst
+
+def deviations(worst: dict[str, float]) -> str:
+    """Return a cell's largest deviations as text."""
+    return ", ".join(f"{name} {worst[name]:.1e}" for name in NEAR)
 
 
 def explain(cell: "Cell", worst: dict[str, float], where: str, idle: bool) -> str:
@@ -478,10 +577,7 @@ def explain(cell: "Cell", worst: dict[str, float], where: str, idle: bool) -> st
         cause = ", which no gradient reaches: DeepSpeed decays it, torch does not"
     elif cell.mesh.pp == 1:
         exact = f"; {gradients_in_fp64(cell.model_config, cell.recipe, cell.groups)}"
-    return (
-        f"differs: loss {worst['loss']:.1e}, grad_norm {worst['grad_norm']:.1e}, weight"
-        f" {worst['weight']:.1e} ({where}{cause}){exact}"
-    )
+    return f"differs: {deviations(worst)} ({where}{cause}){exact}"
 
 
 @dataclass(frozen=True)
@@ -594,7 +690,7 @@ def largest_difference(
     """Return a weight's largest absolute difference, and the name of its parameter."""
     largest, where = 0.0, ""
     for name, value in weights:
-        difference = (value - expected[name]).abs().max().item() if value.numel() else 0.0
+        difference = size_of((value - expected[name]).abs().max().item()) if value.numel() else 0.0
         if difference > largest:
             largest, where = difference, name
     return largest, where
@@ -603,8 +699,16 @@ def largest_difference(
 def largest_ratio(results: list[Any], key: str, expected: list[float]) -> float:
     """Return a result's largest relative deviation over the steps."""
     return max(
-        abs(result[key] / wanted - 1) for result, wanted in zip(results, expected, strict=True)
+        size_of(result[key] / wanted - 1) for result, wanted in zip(results, expected, strict=True)
     )
+
+
+def size_of(deviation: float) -> float:
+    """Return the absolute value of a deviation, and infinity if it is not a number.
+
+    A comparison with NaN is False, so `max` could ignore it.
+    """
+    return math.inf if math.isnan(deviation) else abs(deviation)
 
 
 def gradients_in_fp64(config: dict[str, Any], recipe: Any, groups: Any) -> str:
@@ -833,8 +937,8 @@ class Group:
         worst = {
             key: max(answer[key] for answer in answers) for key in ("loss", "grad_norm", "weight")
         }
-        varlen = {key: answers[0][key] for key in ("varlen",) if key in answers[0]}
-        return {"ok": True} | worst | varlen
+        notes = {key: answers[0][key] for key in ("varlen", "fp32") if key in answers[0]}
+        return {"ok": True} | worst | notes
 
     def _wait_for_answers(self, number: int) -> list[dict[str, Any]]:
         """Return the answers that arrive in time; these are all answers unless a rank failed or
@@ -1154,7 +1258,9 @@ def reasons_of(name: str, row: Row) -> dict[str, str]:
     reasons = {}
     for layout in ("reference", *LAYOUTS):
         result = row.get(layout, {"ok": True})
-        if result["ok"] and layout in LAYOUTS and result.get("varlen"):
+        if result.get("fp32"):
+            reasons[layout] = f"equal in fp64; in fp32: {quoted(result['fp32'])}"
+        elif result["ok"] and layout in LAYOUTS and result.get("varlen"):
             reasons[layout] = f"equal with sdpa; with varlen: {quoted(result['varlen'])}"
         elif not result["ok"] and not _absent(result):
             reasons[layout] = quoted(result["reason"])
@@ -1171,6 +1277,13 @@ def introduction(task: str, model: str, rows: str) -> str:
         f" process: every loss and grad_norm within {LOSS:.0e} relative, every updated weight"
         f" within {WEIGHT:.0e}. The number is the largest deviation. ✗ means that the cell fails."
     )
+
+
+EXACT = (
+    "fp64: rounding in fp32 exceeds the tolerance. The same cell and the same reference in fp64"
+    f" agree within {ROUNDED:.0e}: all losses, norms and weights. The fp32 deviation, at most"
+    f" {NEAR['loss']:.0e}, is below."
+)
 
 
 def page(rows: dict[str, PageRow]) -> str:
@@ -1242,6 +1355,7 @@ def causal_intro(rows: dict[str, PageRow], ran: list[str]) -> list[str]:
             " sdpa, the attention of plain PyTorch here, they do not. The differences are listed"
             " below."
         ),
+        *paragraph(f"- {EXACT}"),
         *paragraph(
             "- no plan: the family publishes no plan for that degree. A recipe can set its own plan"
             " for pp (`gpt2_xl_zero1_pp4.py`)."
@@ -1292,6 +1406,7 @@ def masked_page(rows: dict[str, PageRow]) -> str:
             "- varlen: ✓ means that the default config runs without a mask. For ✗ the reason is"
             " below, and a mask is used."
         ),
+        *paragraph(f"- {EXACT}"),
         *paragraph(
             "- no plan: the type publishes no plan, and the task's plan"
             " (recipekit/spec/task_specs.py) names other modules. A recipe can set its own plan"
@@ -1340,6 +1455,8 @@ def image_page(rows: dict[str, PageRow]) -> str:
             " no plan: the modules of the type have other names. A recipe can set its own plan"
             " (`pp_plan`, `tp_plan`)."
         ),
+        "",
+        *paragraph(EXACT),
         "",
         *counts(rows, ran, layouts),
         "",
@@ -1415,7 +1532,8 @@ def _mark(row: dict[str, dict[str, Any]], layout: str) -> str:
         )
     if result["ok"]:
         worst = max(result["loss"], result["grad_norm"], result["weight"])
-        return f"✓ {worst:.0e}" + ", sdpa" * ("varlen" in result)
+        exact, sdpa = "fp64 " * ("fp32" in result), ", sdpa" * ("varlen" in result)
+        return f"✓ {exact}{worst:.0e}{sdpa}"
     return _absent(result) or "✗"
 
 
