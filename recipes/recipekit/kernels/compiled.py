@@ -45,8 +45,10 @@ def _compile(function: Callable[..., Any], dynamic: bool | None = None) -> Calla
     """Return a function that compiles `function` at its first call."""
     # The option holds for each compilation. A value in torch._inductor.config would be lost after
     # the first one, because torch 2.13 then calls use_deterministic_algorithms, which sets it too.
-    options = {"deterministic": True} if _switched["deterministic"] else None
-    return torch.compile(function, dynamic=dynamic, options=options)
+    options: dict[str, str | int | bool | Callable[..., Any]] = {}
+    if _switched["deterministic"]:
+        options["deterministic"] = True
+    return torch.compile(function, dynamic=dynamic, options=options or None)
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
