@@ -132,7 +132,7 @@ def step_result_of(
     if task.reports_each_step and step_metrics.measures is not None:
         measured = step_metrics.measures / totals.labels_over_ranks.clamp(min=1)
         means = reported_means(task, mean_loss.item(), measured.tolist())
-    losses = step_metrics.losses_of_ranks if mesh.pp == 1 else None
+    losses = step_metrics.take_losses_of_ranks()
     return {
         "loss": mean_loss.item(),
         "grad_norm": float(engine.get_global_grad_norm()),
@@ -140,7 +140,7 @@ def step_result_of(
         "stop": counts.stop,
         "means": means,
         "extra": counts.extra,
-        "losses_of_ranks": [] if losses is None else losses.tolist(),
+        "losses_of_ranks": losses if mesh.pp == 1 else [],
     }
 
 

@@ -124,16 +124,19 @@ def measured(recipe: Recipe, argv: list[str]) -> dict[str, Any]:
     def kept(engine: Any) -> dict[int, tuple[int, torch.dtype, str]]:
         """Return the live storages that the terms cover.
 
-        Tokens, the model's buffers and the copies in `empty_model` are excluded. A pipeline also
-        keeps bf16 hidden states and fp32 token losses of its last micro-batch. The sizes of these
-        tensors differ from all parameters.
+        Tokens, a step's sums, the model's buffers and the copies in `empty_model` are excluded.
+        A pipeline also keeps bf16 hidden states and fp32 token losses of its last micro-batch. The
+        sizes of these tensors differ from all parameters.
         """
         models = [module for module in engine.module.modules() if hasattr(module, "made")]
         other = storages(list(engine.module.buffers()), [model.made for model in models])
         found = {
             key: value
             for key, value in ledger.live.items()
-            if key not in other and value[1] not in COUNTS and value[0] not in activations
+            if key not in other
+            and value[1] not in COUNTS
+            and value[0] not in activations
+            and not value[2].endswith("start_step")
         }
         return {key: value for key, value in found.items() if not ledger.emptied(key)}
 

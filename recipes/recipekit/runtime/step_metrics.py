@@ -53,6 +53,14 @@ class StepMetrics:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self.losses_of_ranks[rank] = loss.detach() / max(1, labels)
 
+    def take_losses_of_ranks(self) -> list[float]:
+        """Return the mean loss of each rank's own labels, and free its memory.
+
+        This call waits for the device.
+        """
+        losses, self.losses_of_ranks = self.losses_of_ranks, None
+        return [] if losses is None else losses.tolist()
+
     def reduce(self) -> None:
         """Sum a step's numbers over the ranks (a collective).
 

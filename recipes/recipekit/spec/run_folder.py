@@ -253,22 +253,20 @@ def _different_run(
 
 
 def _check_stopped_itself(recipe: Recipe, out: Path) -> None:
-    """Raise `ConfigError` if the run in `out` ended itself, and this command would repeat it.
+    """Raise `ConfigError` if --on_spike ended the run in `out`, and this command would repeat it.
 
-    A launcher may start the same command again, and would then spend all its restarts on one fault.
+    A launcher may start the same command again, and would then spend all its restarts on one spike.
     """
     alert = last_stop(out)
-    if alert is None:
+    if alert is None or alert.get("kind") != "spike":
         return
-    spike = alert.get("kind") == "spike"
-    if spike and recipe.on_spike != read_run_json(out).get("recipe", {}).get("on_spike"):
+    if recipe.on_spike != read_run_json(out).get("recipe", {}).get("on_spike"):
         return
-    ways = ["--on_spike alert to train through it"] if spike else []
-    ways += [f"--resume {out} to try it once more", "a lower --lr with that --resume"]
     raise config_error(
         f"out = {out}",
         f"contains a run that stopped itself at step {alert['step']} ({alert.get('text', '')})",
-        f"use {', '.join(ways)}, or a new --out",
+        f"use --on_spike alert to train through it, --resume {out} to try it once more, a lower"
+        " --lr with that --resume, or a new --out",
     )
 
 
