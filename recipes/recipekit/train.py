@@ -428,6 +428,7 @@ def loop(run: TrainingRun) -> Ending | None:
         if step % CHECK_TOKENS_EVERY == 0 or step == last:
             check_same_tokens(mesh, seen, step, engine.device)
         save_if_due(run, step, result, data.state)
+        run.watch.storage.look(step, run.saver.attempts.saved)
 
         # After the last step, a stop could only interrupt the export, which the next start would
         # then have to repeat.

@@ -41,6 +41,7 @@ from .disk_space import (
 from .retention import Retention, remove_old
 from .state import TrainState
 
+STAGING = ".staging"  # folder below the checkpoints in which a save is written
 LAST_SAVE_PAUSES = (1.0, 3.0, 6.0)  # seconds between the attempts to save the last step
 
 
@@ -88,7 +89,7 @@ class Saver:
         """
         self.wait()
         self.attempts.start(state["step"], regular)
-        step = self.folder / ".staging" / step_name(state["step"])
+        step = self.folder / STAGING / step_name(state["step"])
         failures = partial(_collect_errors, self, f"checkpoint of step {state['step']}")
         if dist.get_rank() == 0:
             with failures():
@@ -188,7 +189,7 @@ class Saver:
         found = [""]
         if dist.get_rank() == 0:
             # remains of a save that was killed
-            shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+            shutil.rmtree(self.folder / STAGING, ignore_errors=True)
             found = [find_shortage(self.room, self.retention, demand)]
             if not found[0] and (line := oldest_first_notice(self.room, self.retention, demand)):
                 self.say(line)
@@ -211,7 +212,7 @@ class Saver:
         if not (failures := [error for error in errors if error]):
             return False
         if dist.get_rank() == 0:
-            shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+            shutil.rmtree(self.folder / STAGING, ignore_errors=True)
         if FILE_SIZE_LIMIT_TEXT in failures[0]:  # no later save can succeed
             fix = (
                 "the checkpoints before it are intact. Raise the limit (ulimit -f unlimited), then"
@@ -322,7 +323,7 @@ class Saver:
         The new checkpoint is already complete, so a failure is only reported.
         """
         point_latest(self.folder, name, self.say_once)
-        shutil.rmtree(self.folder / ".staging", ignore_errors=True)
+        shutil.rmtree(self.folder / STAGING, ignore_errors=True)
         for line in remove_old(self.folder, self.retention):
             self.say_once(line)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoints import load, save
-from ..checkpoints.disk_space import SpaceDemand
+from ..checkpoints.disk_space import SpaceDemand, find_shortage, folder_bytes
 from ..checkpoints.retention import Retention
 from ..checkpoints.state import TrainState
 from ..data.prefetch import Stream
@@ -39,6 +39,7 @@ from ..spec.task import MicroBatch, Task
 from ..track.summary import PLANNED_MEMORY
 from ..track.tracking import NoTracker, Tracker, WandbRun, open_tracker
 from ..watch.alerts import AlertLog, NoAlerts
+from ..watch.machine import DiskReading, DiskWatch, NoStorage, StaleCheckpoint, Storage
 from ..watch.monitor import Monitor, NoMonitor, Watch
 from ..watch.throughput import goodput_so_far
 from .corpus import DataSource, commits_of, open_data, open_held_out
@@ -176,7 +177,7 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         connect_tracker(
             tracker, saver, peers, partial(continue_advice, plan.recipe.resume, plan.out)
         )
-        watch = open_watch(plan, loaded.engine, loaded.state, tracker)
+        watch = open_watch(loaded, saver, tracker)
         refused.callback(watch.close)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
@@ -280,29 +281,51 @@ def open_run_folder(
     return tracker, None
 
 
-def open_watch(
-    plan: RunPlan, engine: Engine, state: TrainState, tracker: Tracker | NoTracker
-) -> Watch:
-    """Return the watch of the run. It continues from the `state` of a checkpoint.
+def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTracker) -> Watch:
+    """Return the watch of the run. It continues from the state of a checkpoint.
 
     Only rank 0 reports alerts, but every rank counts the steps that change no weight.
     """
-    recipe = plan.recipe
+    plan, recipe, state = loaded.plan, loaded.plan.recipe, loaded.state
 
     def count_skipped(applied: bool) -> None:
         if not applied:
             state["skipped"] = state.get("skipped", 0) + 1
 
-    engine.after_step(count_skipped)
+    loaded.engine.after_step(count_skipped)
     goodput = goodput_so_far(read_metrics(plan.out), time.time())
     if not recipe.watch:
         return Watch(NoMonitor(), NoAlerts(), goodput)
     alerts: AlertLog | NoAlerts = NoAlerts()
+    storage: Storage | NoStorage = NoStorage()
     if plan.command.rank == 0:
         alerts = AlertLog(plan.out, tracker.say, tracker.alert, recipe.on_alert)
+        disk = DiskWatch(partial(read_disk, loaded, saver), plan.last_step)
+        storage = Storage(StaleCheckpoint(recipe.save_every), disk, alerts.report)
     monitor = Monitor(recipe.on_spike, alerts.report)
     monitor.restore(state.get("watch"))
-    return Watch(monitor, alerts, goodput)
+    return Watch(monitor, alerts, goodput, storage)
+
+
+def read_disk(loaded: TrainingModel, saver: save.Saver, step: int) -> DiskReading | None:
+    """Return the state of the checkpoints' disk after a step, or None while a save is under way.
+
+    Raises `OSError`.
+    """
+
+    def saving() -> bool:
+        staging = saver.folder / save.STAGING
+        return staging.exists() and any(staging.iterdir())
+
+    if saving():
+        return None
+    room, demand = saver.room, demand_of(loaded, step + 1)
+    reading = DiskReading(
+        free=room.free_bytes,
+        own=folder_bytes(saver.folder),
+        shortage=find_shortage(room, saver.retention, demand),
+    )
+    return None if saving() else reading
 
 
 def open_saver(loaded: TrainingModel, say: Say = print) -> save.Saver:
@@ -323,16 +346,17 @@ def open_saver(loaded: TrainingModel, say: Say = print) -> save.Saver:
         say,
     )
     saver.attempts.saved = loaded.state["step"]
-    saver.check_room(demand_of(loaded), resumed=loaded.state["step"] > 0)
+    demand = demand_of(loaded, loaded.state["step"] + 1)
+    saver.check_room(demand, resumed=loaded.state["step"] > 0)
     return saver
 
 
-def demand_of(loaded: TrainingModel) -> SpaceDemand:
-    """Return the steps that this start will save, and the size of its export in bytes.
+def demand_of(loaded: TrainingModel, first: int) -> SpaceDemand:
+    """Return the steps that this start saves from `first` on, and its export's size in bytes.
 
     Without an export, the size is 0.
     """
-    recipe, first, last = loaded.plan.recipe, loaded.state["step"] + 1, loaded.plan.last_step
+    recipe, last = loaded.plan.recipe, loaded.plan.last_step
     steps = [step for step in range(first, last + 1) if step == last or recipe.saves_at(step)]
     if not recipe.export or last < recipe.steps:
         return SpaceDemand(steps)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .alerts import ERROR, WARNING, Alert, AlertLog, Level, NoAlerts
+from .machine import NoStorage, Storage
 from .outliers import Divergence, Outliers
 from .throughput import Goodput, Throughput
 
@@ -132,11 +133,13 @@ class NoMonitor:
 
 @dataclass
 class Watch:
-    """The monitor of this rank, its destination of alerts, and the run's goodput."""
+    """The finders of this rank, its destination of alerts, and the run's goodput."""
 
     monitor: Monitor | NoMonitor
     alerts: AlertLog | NoAlerts
     goodput: Goodput
+    storage: Storage | NoStorage = field(default_factory=NoStorage)
 
     def close(self) -> None:
+        self.storage.close()
         self.alerts.close()
