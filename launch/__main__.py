@@ -124,6 +124,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=(
             "Number of hosts: the first N of the hostfile, or N requested from Slurm or Kubernetes."
+            " Further hosts of the hostfile are spares for --max_restarts."
         ),
     )
     ranks.add_argument(
@@ -446,12 +447,14 @@ def plan(
         machines, node, master_addr, master_port = kubernetes.pods(arguments, variables)
     else:
         machines = machines_of(arguments, where, variables)
+    most = arguments.nodes if where == "hostfile" and arguments.nodes else len(machines)
     python = arguments.python or sys.executable
     given = environment.needed(variables, arguments.env)
     if where == "slurm":
         given |= granted(variables)
     return Job(
-        hosts=tuple(machines),
+        hosts=tuple(machines[:most]),
+        spares=tuple(machines[most:]) if where == "hostfile" else (),
         spawn="once" if arguments.once or arguments.doctor else arguments.spawn,
         words=words,
         python=os.path.abspath(python) if os.sep in python else python,

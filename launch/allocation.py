@@ -28,6 +28,7 @@ class Allocation:
     batch: bool  # True if submitted with sbatch, so that Slurm can start it again
     limit: float | None
     warning: float | None
+    excluded: str = ""  # the list of nodes that the job must not use
 
 
 def allocation(job: str) -> Allocation:
@@ -42,8 +43,13 @@ def allocation(job: str) -> Allocation:
         script = scontrol("write", "batch_script", job, "-") if batch else ""
     except LaunchError:  # only the owner and operators may read it
         script = ""
+    excluded = told.get("ExcNodeList", "")
     return Allocation(
-        told.get("JobState", ""), batch, seconds(told.get("TimeLimit", "")), warning_in(script)
+        state=told.get("JobState", ""),
+        batch=batch,
+        limit=seconds(told.get("TimeLimit", "")),
+        warning=warning_in(script),
+        excluded="" if excluded == "(null)" else excluded,
     )
 
 

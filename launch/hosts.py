@@ -76,9 +76,10 @@ def in_step(variables: dict[str, str]) -> bool:
 
 
 def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) -> list[Host]:
-    """Read the first `most` hosts from a DeepSpeed hostfile (`NAME slots=N`, `#` starts a comment).
+    """Read the hosts of a DeepSpeed hostfile (`NAME slots=N`, `#` starts a comment).
 
-    `gpus` replaces the slots. Raises `LaunchError` with the number of every wrong line.
+    The file must have at least `most` hosts. `gpus` replaces the slots. Raises `LaunchError` with
+    the number of every wrong line.
     """
     try:
         text = decoded(path.read_bytes())
@@ -114,7 +115,7 @@ def read_hostfile(path: Path, most: int | None = None, gpus: int | None = None) 
         )
     if problems:
         raise LaunchError(*problems)
-    return hosts[:most]
+    return hosts
 
 
 def _wrong_line(words: list[str], name: str, before: int | None) -> str:

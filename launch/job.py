@@ -81,6 +81,7 @@ class Job:
     master_addr: str = ""
     master_port: int = 0  # 0: a free port on the first host
     node: int | None = None  # only this host: on Kubernetes every host starts its own part
+    spares: tuple[Host, ...] = ()  # hosts of the hostfile that the job does not use
     bind_cores: bool = False  # pin each rank to CPU cores close to its GPU
     # True if launch is itself a task of srun. Its own steps must then share the cores and GPUs of
     # the outer step, because otherwise they would wait forever.

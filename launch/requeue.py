@@ -5,7 +5,7 @@ Kubernetes: the exit code decides (podFailurePolicy in k8s.yaml).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,15 +49,27 @@ class Chain:
         return same - 1
 
 
-def hand_back(
-    code: int, reason: str, checkpoint: str | None, logs: Path, say: Callable[[str], None]
-) -> int:
-    """Return launch's exit code for a job that ended with `code`.
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job has ended here.
 
-    A Slurm job is requeued if a further start can help. `reason` is the signal that requested a
-    stop. `checkpoint` is the newest checkpoint. It is "" before the first checkpoint, and None for
-    a script that writes no checkpoints.
+    `reason` is the signal that requested a stop. `checkpoint` is the newest checkpoint. It is ""
+    before the first checkpoint, and None for a script that writes no checkpoints. `left_out` are
+    the hosts that a requeued job must not use.
     """
+
+    code: int
+    reason: str
+    checkpoint: str | None
+    left_out: Sequence[str] = ()
+
+
+def hand_back(end: JobEnd, logs: Path, say: Callable[[str], None]) -> int:
+    """Return launch's exit code for a job that has ended.
+
+    A Slurm job is requeued if a further start can help.
+    """
+    code, reason, checkpoint = end.code, end.reason, end.checkpoint
     slurm_job = os.environ.get("SLURM_JOB_ID", "")
     if code == 0 or reason in A_PERSON or not (reason or code == START_AGAIN):
         return code
@@ -65,7 +77,7 @@ def hand_back(
         chain = Chain(
             logs / f".chain_{slurm_job}", os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
         )
-        return _into_queue(slurm_job, code, _starts_without_step(chain, code, checkpoint), say)
+        return _into_queue(slurm_job, end, _starts_without_step(chain, code, checkpoint), say)
     if code == START_AGAIN and "JOB_COMPLETION_INDEX" in os.environ:
         pod = f"{os.environ.get('LAUNCH_JOB_ID', 'pod')}_{os.environ['JOB_COMPLETION_INDEX']}"
         chain = Chain(logs / f".chain_{pod}", False)
@@ -74,6 +86,11 @@ def hand_back(
             say(f"exit code 1 instead of {START_AGAIN}: {_no_step()}")
             return 1
     return code
+
+
+def nodes_of(listed: str) -> list[str]:
+    """Return the names in a list of Slurm nodes, such as node[1-3]. Raises `LaunchError`."""
+    return scontrol("show", "hostnames", listed).split() if listed else []
 
 
 def _starts_without_step(chain: Chain, code: int, checkpoint: str | None) -> int:
@@ -89,12 +106,13 @@ def _no_step() -> str:
     )
 
 
-def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], None]) -> int:
+def _into_queue(job: str, end: JobEnd, without_step: int, say: Callable[[str], None]) -> int:
     """Requeue a Slurm job, with two exceptions.
 
     The job is not requeued if somebody is cancelling it, or if the last requeues brought no new
-    checkpoint.
+    checkpoint. Hosts that are left out are excluded from its next start.
     """
+    code = end.code
     try:
         told: Allocation = allocation(job)
         if not told.batch:
@@ -107,6 +125,13 @@ def _into_queue(job: str, code: int, without_step: int, say: Callable[[str], Non
             return 1
         scontrol("requeue", job)
         say(f"job {job} is back in the queue")
+        if new := sorted({*end.left_out} - {*nodes_of(told.excluded)}):
+            excluded = ",".join(filter(None, (told.excluded, *new)))
+            scontrol("update", f"JobId={job}", f"ExcNodeList={excluded}")
+            say(
+                f"job {job} will not use {', '.join(new)}, because alerts have named it. To use it"
+                f" again: scontrol update JobId={job} ExcNodeList={told.excluded}"
+            )
     except LaunchError as error:
         say(f"job {job} could not be put back into the queue: {'; '.join(error.problems)}")
     return code

@@ -17,7 +17,8 @@ from typing import Any
 from . import run_folder
 from .errors import START_AGAIN, LaunchError
 from .job import HELLO, Job, Outcome, Start, cannot_make, new_logs, signals_to
-from .requeue import hand_back
+from .requeue import JobEnd, hand_back
+from .spares import NamedHosts, with_spares
 
 SAME_STEP = 3  # failures at the same step after which a further start would only fail again
 LONGEST_PAUSE = 60.0  # seconds
@@ -79,6 +80,7 @@ def _run(
 ) -> int:
     progress, began = Progress(job, say), time.monotonic()
     failures: list[int] = []  # the step of each failed start
+    named = NamedHosts()
     starts, goes_on = 0, False
     while True:
         starts += 1
@@ -88,6 +90,7 @@ def _run(
             job, goes_on = replace(job, words=words), True
 
         outcome = _one_start(job, starts, progress, asked, wait_hosts)
+        named.count(job, run_folder.alerts(progress.out, progress.since))
         if outcome.text and outcome.kind != "done":
             say(outcome.text)
         if outcome.kind in ("done", "refused", "away"):
@@ -106,7 +109,7 @@ def _run(
                 say(f"not started again: --max_restarts {max_restarts} are used up")
             break
 
-        pause = pause_after(failures)
+        job, pause = with_spares(job, named, say), pause_after(failures)
         say(f"restart {starts} of {max_restarts} in {pause:g} s, from {origin(progress.out)}")
         if stop := asked_to_stop(asked, pause):
             outcome = stop
@@ -116,7 +119,8 @@ def _run(
     if starts > 1:
         say(progress.goodput(time.monotonic() - began, starts))
     checkpoint = newest_of_recipe(job.words, progress.out)
-    return hand_back(outcome.code, outcome.reason, checkpoint, progress.logs, say)
+    end = JobEnd(outcome.code, outcome.reason, checkpoint, named.to_leave_out(job))
+    return hand_back(end, progress.logs, say)
 
 
 def newest_of_recipe(words: tuple[str, ...], out: Path) -> str | None:

@@ -98,12 +98,17 @@ def _out_in(recipe: Path) -> str | None:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of metrics.jsonl.
+    """Return the complete lines of metrics.jsonl."""
+    return _lines(out / "metrics.jsonl")
 
-    Lines that a crash has damaged are omitted. The next start removes them.
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a JSON file with one line for each step or alert.
+
+    Lines that a crash has damaged are omitted. The next start removes them from metrics.jsonl.
     """
     try:
-        content = (out / "metrics.jsonl").read_bytes()
+        content = path.read_bytes()
     except NONE:
         return []
     lines = []
@@ -114,21 +119,21 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def alerts(out: Path, since: float) -> list[dict[str, Any]]:
+    """Return the complete lines of alerts.jsonl.
+
+    Alerts from before `since` (seconds since 1970) are of an earlier job.
+    """
+    return [alert for alert in _lines(out / "alerts.jsonl") if alert.get("time", 0.0) >= since]
+
+
 def own_stop(out: Path, since: float) -> str:
     """Return why the run stopped itself, or "" if it did not.
 
-    A run stops itself by an alert with the answer "stop" in alerts.jsonl. Alerts from before
-    `since` (seconds since 1970) are of an earlier job.
+    A run stops itself by an alert with the answer "stop", which is then its last one.
     """
-    try:
-        lines = (out / "alerts.jsonl").read_bytes().splitlines(keepends=True)
-    except NONE:
-        return ""
-    with contextlib.suppress(ValueError, IndexError):
-        alert = json.loads(lines[-1]) if lines[-1].endswith(b"\n") else None
-        if isinstance(alert, dict) and alert.get("answer") == "stop" and alert["time"] >= since:
-            return str(alert.get("text", ""))
-    return ""
+    last = alerts(out, since)[-1:]
+    return "".join(str(alert.get("text", "")) for alert in last if alert.get("answer") == "stop")
 
 
 def last_step(out: Path) -> int:

@@ -278,6 +278,53 @@ def test_a_host_that_never_comes_back_is_named(
     )
 
 
+# A recipe that is killed on worker-1 after its fourth step, and names this host in an alert.
+NAMED = """
+import json, os, pathlib, platform, runpy, signal, sys, threading, time
+import recipekit
+out, recipe = pathlib.Path(sys.argv[sys.argv.index("--out") + 1]), os.environ["TEST_RECIPE"]
+
+def fail():
+    begun = time.time()
+    lines = out / "metrics.jsonl"
+    while not lines.exists() or lines.stat().st_mtime < begun or len(lines.open().readlines()) < 4:
+        time.sleep(0.02)
+    alert = {"time": time.time(), "step": 4, "kind": "hang", "level": "error", "text": "stuck"}
+    with open(out / "alerts.jsonl", "a") as file:
+        file.write(json.dumps(alert | {"rank": 1, "host": platform.node()}) + "\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if platform.node() == "worker-1" and os.environ["RANK"] == "0":
+    threading.Thread(target=fail, daemon=True).start()
+runpy.run_path(recipe, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_host_that_alerts_name_twice(
+    start: Callable[..., Job], hosts: TwoHosts, ops: Callable[[str], None], tmp_path: Path
+) -> None:
+    (tmp_path / "named.py").write_text(NAMED)
+    flags = [*FLAGS, "--save_every", "2", "--steps", "200", "--no-wandb"]
+    recipe = {"TEST_RECIPE": str(NANO)}
+    job = start(
+        "--max_restarts", "4", "--nodes", "1", "--env", *recipe, "named.py", *flags, **recipe
+    )
+    assert job.wait(240) == 0, job.output[-8000:]
+    assert "2 alerts have named worker-1: worker-2 takes its place" in job.output, job.output
+    assert job.output.count("launch: restart ") == 2
+
+    there = [*LAUNCH, "--gpus", "2", str(NANO), *FLAGS[:-1], "plain", *flags[len(FLAGS) :]]
+    plain = Job(tmp_path, there, PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "recipes")]))
+    try:
+        assert plain.wait(240) == 0, plain.output[-8000:]
+    finally:
+        plain.close()
+    assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
+        metrics(tmp_path / "plain")
+    )
+
+
 TWICE = """
 import os, sys, time
 from pathlib import Path

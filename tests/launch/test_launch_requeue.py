@@ -10,7 +10,7 @@ from pool import ROOT
 sys.path.insert(0, str(ROOT))
 
 from launch import allocation, run_folder
-from launch.requeue import Chain, hand_back
+from launch.requeue import Chain, JobEnd, hand_back
 
 SCRIPT = """#!/bin/bash
 # comments may stand between
@@ -136,7 +136,7 @@ def test_a_pod_is_started_again_until_three_starts_bring_no_step(
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     assert [
-        hand_back(code, "SIGTERM" if code == 143 else "", checkpoint, tmp_path, print)
+        hand_back(JobEnd(code, "SIGTERM" if code == 143 else "", checkpoint), tmp_path, print)
         for code, checkpoint in ends
     ] == codes
 
@@ -146,7 +146,7 @@ def test_without_a_scheduler_the_exit_code_stays(
 ) -> None:
     for name in ("SLURM_JOB_ID", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
-    assert [hand_back(75, "", "", tmp_path, print) for _ in range(6)] == [75] * 6
+    assert [hand_back(JobEnd(75, "", ""), tmp_path, print) for _ in range(6)] == [75] * 6
     assert os.listdir(tmp_path) == []
 
 
@@ -164,9 +164,9 @@ def test_a_slurm_job_that_is_over_is_not_put_back(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("PATH", str(tmp_path))
     said: list[str] = []
-    assert (hand_back(code, reason, "", tmp_path, said.append), said) == (code, [])
+    assert (hand_back(JobEnd(code, reason, ""), tmp_path, said.append), said) == (code, [])
     assert (
-        hand_back(143, "SIGTERM", "", tmp_path, said.append) == 143
+        hand_back(JobEnd(143, "SIGTERM", ""), tmp_path, said.append) == 143
         and "scontrol cannot be started" in said[0]
     )
 

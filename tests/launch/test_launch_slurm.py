@@ -518,6 +518,39 @@ def test_a_chain_without_a_step_ends_and_a_lost_rank_is_started_again(
     assert "was ended by SIGKILL" in (tmp_path / "lost.log").read_text()
 
 
+NAMES_ITS_NODE = """
+# a recipe as launch sees it: from recipekit import run
+import json, os, pathlib, signal, sys, time
+out, node = pathlib.Path(sys.argv[-1]), os.environ["SLURMD_NODENAME"]
+out.mkdir(exist_ok=True)
+nodes = out / "nodes"
+with nodes.open("a") as file:
+    file.write(node + "\\n")
+if nodes.read_text().split()[0] == node:
+    alert = {"time": time.time(), "step": 1, "kind": "device", "level": "error", "host": node}
+    with (out / "alerts.jsonl").open("a") as file:
+        file.write(json.dumps(alert) + "\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_requeued_job_does_not_use_a_node_that_alerts_name_twice(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    (tmp_path / "names.py").write_text(NAMES_ITS_NODE)
+    words = ["--gpus", "1", "--spawn", "torchrun", str(tmp_path / "names.py")]
+    out, output = tmp_path / "run", tmp_path / "job.log"
+    job = submit(slurm, output, *words, "--out", str(out), nodes=1)
+    tell = lambda: f"{slurm.job(job)}\n{output.read_text() if output.exists() else ''}"  # noqa: E731
+    wait_for(lambda: slurm.job(job)["JobState"] in ("COMPLETED", "FAILED"), 300, tell)
+    state = slurm.job(job)
+    first, second, third = (out / "nodes").read_text().split()
+    assert first == second != third, tell()
+    assert (state["JobState"], state["Restarts"], state["ExcNodeList"]) == ("COMPLETED", "2", first)
+    assert f"job {job} will not use {first}, because alerts have named it" in output.read_text()
+
+
 def test_a_login_node_passes_on_the_warning_time_and_reports_a_short_limit(tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     words = [
