@@ -5,6 +5,8 @@ Kubernetes: the exit code decides (podFailurePolicy in k8s.yaml).
 """
 
 import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from .hosts import scontrol
 # After this many scheduler starts without a new checkpoint, the next start would not produce one
 # either.
 WITHOUT_STEP = 3
+EXCLUDE = 15.0  # seconds within which a requeued job becomes pending
 A_PERSON = ("SIGINT", "SIGHUP")  # Ctrl-C and a closed terminal end the job for good
 
 
@@ -88,6 +91,22 @@ def hand_back(end: JobEnd, logs: Path, say: Callable[[str], None]) -> int:
     return code
 
 
+def exclude(job: str, nodes: str) -> None:
+    """Exclude nodes from a job's next start.
+
+    Slurm accepts the change once the job is pending. Raises `LaunchError` after EXCLUDE seconds.
+    """
+    deadline = time.monotonic() + EXCLUDE
+    while True:
+        try:
+            scontrol("update", f"JobId={job}", f"ExcNodeList={nodes}")
+            return
+        except LaunchError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(1.0)
+
+
 def nodes_of(listed: str) -> list[str]:
     """Return the names in a list of Slurm nodes, such as node[1-3]. Raises `LaunchError`."""
     return scontrol("show", "hostnames", listed).split() if listed else []
@@ -123,11 +142,15 @@ def _into_queue(job: str, end: JobEnd, without_step: int, say: Callable[[str], N
         if without_step >= WITHOUT_STEP:
             say(f"job {job} is not put back into the queue: {_no_step()}")
             return 1
+        new = sorted({*end.left_out} - {*nodes_of(told.excluded)})
+        if new:
+            # Slurm ends the processes of a requeued job, but `scontrol update` must still run. It
+            # inherits the ignored signal.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         scontrol("requeue", job)
         say(f"job {job} is back in the queue")
-        if new := sorted({*end.left_out} - {*nodes_of(told.excluded)}):
-            excluded = ",".join(filter(None, (told.excluded, *new)))
-            scontrol("update", f"JobId={job}", f"ExcNodeList={excluded}")
+        if new:
+            exclude(job, ",".join(filter(None, (told.excluded, *new))))
             say(
                 f"job {job} will not use {', '.join(new)}, because alerts have named it. To use it"
                 f" again: scontrol update JobId={job} ExcNodeList={told.excluded}"
