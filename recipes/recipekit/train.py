@@ -39,7 +39,7 @@ from .spec.schedules import lr_at
 from .spec.task import MicroBatch, Task
 from .tasks.find import load_task, with_hyperparameters
 from .track.tracking import WANDB_ARTIFACT, NoTracker
-from .watch.alerts import Alert
+from .watch.alerts import ERROR, RESTART, Alert
 
 # Number of steps between two checks that a data-parallel rank's peers received the same tokens.
 CHECK_TOKENS_EVERY = 10
@@ -411,6 +411,8 @@ def loop(run: TrainingRun) -> Ending | None:
         lr = lr_at(recipe, step) if "scheduler" not in plan.ds_config else None
         counters = step_counters(run, batches, data)
 
+        if corrupt := end_if_corrupt(run, step, batches):
+            return corrupt
         with check_and_time_step(run, step, first) as spans:
             result = train_step(engine, run.task, batches, lr, counters, run.step_metrics)
         times = StepTimes(time.perf_counter() - begun, data.wait)
@@ -420,6 +422,7 @@ def loop(run: TrainingRun) -> Ending | None:
             return faulty
 
         count_step(run, step, result)
+        run.audit.end_of_step(step)
         metrics = metrics_of(run, step, result, data.state, times, lr)
         evaluate_and_log(run, step, metrics)
         timeline.report_bubble(engine, spans, plan.command.name, step, plan.out, run.tracker.say)
@@ -506,6 +509,38 @@ def end_if_faulty(
     if alert := run.watch.monitor.look(step, result["loss"], result["grad_norm"], units_per_s):
         return stop_by_alert(run, alert)
     return None
+
+
+def end_if_corrupt(run: TrainingRun, step: int, batches: list[MicroBatch]) -> Ending | None:
+    """Run the audit that may be due before a step, and end the run if it finds corruption.
+
+    This is a collective operation, and all ranks come to the same result. The run ends without a
+    save.
+    """
+
+    def forward(micro_batches: list[MicroBatch]) -> None:
+        run.stopper.boundary(next_within=3600)
+        evaluate(run.engine, run.task, micro_batches, run.plan.mesh, run.step_metrics)
+        run.stopper.boundary()
+
+    findings = run.audit.run(step, batches, forward)
+    if not findings:
+        return None
+    run.saver.wait()
+    for found in findings:
+        alert = Alert(
+            time.time(),
+            step,
+            "corrupt",
+            ERROR,
+            found.text,
+            rank=found.rank,
+            module=found.module,
+            answer=RESTART,
+        )
+        run.watch.alerts.report(alert)
+    text = "; ".join(found.text for found in findings)
+    return ending.corrupted(run.plan, step, text, run.audit.last_clean)
 
 
 def is_finite(result: StepResult, precision: str) -> bool:

@@ -110,6 +110,23 @@ def stopped_by_alert(plan: RunPlan, step: int, text: str, saved: int) -> Ending:
     )
 
 
+def corrupted(plan: RunPlan, step: int, text: str, clean: int) -> Ending:
+    """Return the ending of a run in which an audit before `step` has found corruption.
+
+    `clean` is the last step after which an audit has found none, or 0.
+    """
+    since = f"The audit after step {clean} has found none" if clean else "It is the first audit"
+    return Ending(
+        START_AGAIN,
+        sentences(
+            f"stopped by an audit before step {step}: {text}. Nothing is saved. {since}, so a"
+            f" checkpoint after step {clean} may contain the fault: --resume"
+            f" {plan.out}/checkpoints/STEP selects an earlier one",
+            continue_hint(plan),
+        ),
+    )
+
+
 def not_saved(saved: int) -> str:
     """Return the words about the checkpoint before a step that is not saved.
 

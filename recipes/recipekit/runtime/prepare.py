@@ -21,7 +21,7 @@ from ..data.stream_state import StreamState
 from ..kernels.attention import VARLEN
 from ..kernels.deterministic import check_active_settings
 from ..model.flops import Flops
-from ..model.model_plan import planned_memory
+from ..model.model_plan import UNCOMPILED, planned_memory
 from ..plan import RunPlan
 from ..spec.devices import DEVICES
 from ..spec.engine import Engine
@@ -42,6 +42,7 @@ from ..watch.alerts import AlertLog, NoAlerts
 from ..watch.machine import DiskReading, DiskWatch, NoStorage, StaleCheckpoint, Storage
 from ..watch.monitor import Monitor, NoMonitor, Watch
 from ..watch.throughput import goodput_so_far
+from .audit import Audit
 from .corpus import DataSource, commits_of, open_data, open_held_out
 from .ending import rewrite_summary
 from .engine import TrainingModel
@@ -77,6 +78,7 @@ class TrainingRun:
     saver: save.Saver
     tracker: Tracker | NoTracker
     watch: Watch
+    audit: Audit
     stopper: Stopper
     epochs: Epochs
     step_metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -191,6 +193,7 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         saver=saver,
         tracker=tracker,
         watch=watch,
+        audit=open_audit(loaded, tracker.say),
         stopper=stopper,
         epochs=loaded.epochs,
         step_metrics=loaded.step_metrics,
@@ -305,6 +308,13 @@ def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTr
     monitor = Monitor(recipe.on_spike, alerts.report)
     monitor.restore(state.get("watch"))
     return Watch(monitor, alerts, goodput, storage)
+
+
+def open_audit(loaded: TrainingModel, say: Say) -> Audit:
+    """Return the search for silent corruption. With --no-watch, there is none."""
+    recipe, scope = loaded.plan.recipe, loaded.model_plan.compile.scope
+    every = recipe.audit_every if recipe.watch else 0
+    return Audit(every, loaded.engine, loaded.groups, scope != UNCOMPILED, say)
 
 
 def read_disk(loaded: TrainingModel, saver: save.Saver, step: int) -> DiskReading | None:

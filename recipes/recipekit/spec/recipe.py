@@ -382,6 +382,11 @@ class Recipe:
         "alert",
         choices=("alert", "stop"),
     )
+    audit_every: int = _flag_field(
+        "Steps between two searches for silent corruption: the replicas compare their weights and"
+        " what they compute, and each rank its states. 0: none.",
+        500,
+    )
     on_alert: str = _flag_field(
         "Command to run for each alert. It gets the alert as JSON on its standard input.",
         "",

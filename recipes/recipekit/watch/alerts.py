@@ -26,6 +26,7 @@ COMMAND_LIMIT = 30.0  # seconds after which a command of --on_alert is ended
 Level = Literal["warning", "error"]
 WARNING: Level = "warning"
 ERROR: Level = "error"
+RESTART = "restart"  # answer of an alert that ended the run, which may be started again
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Alert:
     module: str | None = None
     value: float | None = None
     limit: float | None = None  # what `value` exceeded
-    answer: str | None = None  # "stop" if the alert ended the run
+    answer: str | None = None  # "stop" or "restart" if the alert ended the run
     leave_out: str | None = None
 
     def to_json(self) -> str:
