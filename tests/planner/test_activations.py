@@ -108,10 +108,15 @@ def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_recomputed_layer_keeps_its_input(every: int):
-    shape = layer_shape(SIZE | {"model_type": "llama"})
+@pytest.mark.parametrize(
+    "compiled", ["", *(pytest.param(part, marks=pytest.mark.slow) for part in ("parts", "layers"))]
+)
+def test_a_recomputed_layer_keeps_its_input(compiled: str, every: int):
+    shape = layer_shape(SIZE | {"model_type": "llama"}, compiled=compiled)
     assert shape is not None
-    kept = bytes_of(saved("llama", 4, torch.bfloat16, checkpointed=True, every=every))
+    kept = bytes_of(
+        saved("llama", 4, torch.bfloat16, checkpointed=True, every=every, compiled=compiled)
+    )
     terms = activation_terms(shape, TOKENS, 2, 4, every)
     predicted = sum(
         term.size for term in terms if not term.bound and not term.what.startswith("a recomputed")
