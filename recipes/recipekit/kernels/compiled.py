@@ -4,7 +4,8 @@ Both the model's own code and parts of our code are compiled. Eager PyTorch read
 intermediate result, which takes half of a 1.3B model's step time on an H200.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
@@ -22,6 +23,7 @@ from ..compat.transformers import (
 )
 
 ROTARY = "apply_rotary_pos_emb"  # transformers' function that rotates queries and keys by position
+COMPILER_FIX = "repair the compiler there (torch logged its error), or use --compile off"
 _switched = {"on": False, "deterministic": False}
 
 
@@ -39,6 +41,40 @@ def set_fusion(on: bool, deterministic: bool = False, asked: bool = True) -> Non
 def fusion_enabled() -> bool:
     """Return True while `set_fusion` is on."""
     return _switched["on"]
+
+
+@dataclass(frozen=True)
+class CompilerCounts:
+    """The number of graphs, graph breaks and failed frames of torch.compile in this process.
+
+    A frame is one call of a Python function. A frame that fails runs uncompiled.
+    """
+
+    graphs: int
+    breaks: int
+    failed: int
+
+    def __str__(self) -> str:
+        counted = ((self.graphs, "graph"), (self.breaks, "graph break"), (self.failed, "failure"))
+        return ", ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counted)
+
+
+def compiler_counts() -> CompilerCounts:
+    """Return this process's counts since torch was imported."""
+    from torch._dynamo.utils import counters
+
+    frames = counters["frames"]
+    return CompilerCounts(
+        graphs=counters["stats"]["unique_graphs"],
+        breaks=sum(counters["graph_break"].values()),
+        failed=frames["total"] - frames["ok"],
+    )
+
+
+def failed_ranks(everyone: Sequence[CompilerCounts]) -> list[int]:
+    """Return the ranks on which torch.compile failed more often than on another rank."""
+    least = min(counts.failed for counts in everyone)
+    return [rank for rank, counts in enumerate(everyone) if counts.failed > least]
 
 
 def _compile(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:

@@ -383,8 +383,8 @@ def compile_model(plan: RunPlan, built: BuiltModel, device: torch.device, say: S
     """Compile the parts that the model plan selects, if all ranks can compile (a collective).
 
     If one rank could not compile, its results would be rounded differently from the other ranks.
-    Tensor-parallel ranks also store copies of weights that each of them updates, so their kernels
-    must not depend on measured times.
+    Tensor-parallel ranks also update their own copies of some weights, so no kernel is selected by
+    measured speed there, and neither under sequence parallelism.
     """
     recipe, model_plan = plan.recipe, built.model_plan
     scope = model_plan.compile.scope
@@ -395,7 +395,7 @@ def compile_model(plan: RunPlan, built: BuiltModel, device: torch.device, say: S
         raise ConfigError(problems)
     if problems:
         say(f"compile: nothing is compiled: {problems[0]}")
-    deterministic = recipe.deterministic or plan.mesh.tp > 1
+    deterministic = recipe.deterministic or plan.mesh.tp * plan.mesh.sp > 1
     compiled.set_fusion(on and not problems, deterministic, recipe.compile == "on")
     if not on or problems:
         return
