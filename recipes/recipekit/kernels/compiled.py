@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..compat.torch import set_compiler, set_forward
+from ..compat.torch import set_activation_budget, set_compiler, set_forward
 from ..compat.transformers import (
     forward_of_layer,
     set_layer_forward,
@@ -36,6 +36,20 @@ def set_fusion(on: bool, deterministic: bool = False, asked: bool = True) -> Non
     _switched.update(on=on, deterministic=deterministic)
     if on:
         set_compiler(asked)
+
+
+def set_budget(budget: float, seq_len: int) -> None:
+    """Set the fraction of the activations that compiled layers keep, from 0 to 1.
+
+    Packed attention counts as if each document filled a row of `seq_len` tokens. All ranks then
+    choose the same values to keep, whatever documents they see first.
+    """
+
+    def flops(query: torch.Tensor, *_: object, **named: object) -> int:
+        return 2 * query.numel() * seq_len  # (tokens, heads, d); a causal row has half the scores
+
+    attention = torch.ops.recipekit.attention_by_document, torch.ops.torch_attn._varlen_attn
+    set_activation_budget(budget, dict.fromkeys(attention, flops) if budget < 1 else {})
 
 
 def fusion_enabled() -> bool:
