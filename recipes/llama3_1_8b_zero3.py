@@ -5,7 +5,7 @@ eight GPUs.
 
 Rows have 8,192 tokens, as in Llama 3's own training, and a step has a million tokens. Activations
 are recomputed in the backward pass.
-Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations of one row add 3.8, predicted).
+Needs: 8 x 80 GB GPUs (17.2 GiB of states each; activations of one row add 3.8, predicted).
 Gated model: see recipes/README.md. Measured: not measured. Less memory: --seq_len 4096 halves the
 activations; llama3_1_8b_zero3_cpu.py needs two small GPUs. On several hosts of 8 GPUs:
 --deepspeed_config zero3_hosts.json.

@@ -6,10 +6,10 @@ shards the weights.
 Each GPU holds an eighth of the tokens. Inside attention, it holds all tokens of an eighth of the
 heads instead. Documents packed in one row do not see each other, and this needs no mask
 (--attention varlen). The logits are never all in memory at once (--loss chunked).
-Needs: 8 x 80 GB GPUs with NVLink (16.9 GiB of states each). The predicted peak is 28 GiB, while
+Needs: 8 x 80 GB GPUs with NVLink (17.2 GiB of states each). The predicted peak is 29 GiB, while
 gradients arrive, with 16,384 tokens on a GPU; `--dry_run` prints the terms:
-    16.9 GiB  states
-     2.0      gathered weights and a bucket, at most
+    17.2 GiB  states
+     3.0      gathered weights and copies of a bucket, at most
      4.0      inputs of 32 recomputed layers: 32 x 16,384 x 4096 x 2 B
      0.5      the last norm and its result: 16,384 x 4096 x 8 B
      3.2      a recomputed layer, each token:

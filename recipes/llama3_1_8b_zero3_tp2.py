@@ -6,7 +6,7 @@ are half as large.
 ZeRO-3 shards the slices of tensor parallelism again. Half as many rows are in flight as with ZeRO-3
 alone, so a smaller global batch keeps all GPUs busy. Activations are recomputed. Otherwise the
 gathered weights of every layer would stay in memory until its backward pass.
-Needs: 8 x 80 GB GPUs (16.9 GiB of states each; activations of one row add 3.3, predicted).
+Needs: 8 x 80 GB GPUs (17.0 GiB of states each; activations of one row add 3.3, predicted).
 Gated model: see recipes/README.md. Measured: not measured. Less memory: --seq_len 4096.
 """
 

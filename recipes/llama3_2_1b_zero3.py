@@ -5,7 +5,7 @@ all sharded.
 
 This is continued pre-training on one language of FineWeb-2. For another language, add a flag:
 --subset fra_Latn.
-Needs: 4 x 24 GB GPUs (5.2 GiB of states each; activations of one row add 3.4, predicted).
+Needs: 4 x 24 GB GPUs (5.3 GiB of states each; activations of one row add 3.4, predicted).
 Gated model: see recipes/README.md. Measured: not measured. More memory: --micro_batch 4 on 80 GB.
 """
 

@@ -29,7 +29,11 @@ from .runtime.engine import TrainingModel, load_model, restore_checkpoint
 from .runtime.failure import Peers
 from .runtime.metrics import StepTimes, extra_counts_of_rank, metrics_of
 from .runtime.prepare import TrainingRun, find_checkpoint, join_ranks, prepare_training
-from .runtime.rank_consistency import check_same_tokens, shared_problems
+from .runtime.rank_consistency import (
+    check_same_compilation,
+    check_same_tokens,
+    shared_problems,
+)
 from .runtime.step_metrics import StepCounters, StepMetrics, StepTotals, start_all_reduce
 from .spec.engine import Engine
 from .spec.errors import ConfigError, Say
@@ -446,7 +450,8 @@ def check_and_time_step(
 ) -> Iterator[list[timeline.InstructionSpan]]:
     """Check the first step of a start, and record the schedule of one pipeline step.
 
-    The first step shows whether the plans fit and whether all ranks use the same parameters.
+    The first step shows whether the plans fit, whether all ranks use the same parameters, and
+    whether they have compiled the same code.
     """
     plan, engine = run.plan, run.engine
     # OUT/schedule.png shows a later step, because the first steps are a warm-up.
@@ -457,6 +462,8 @@ def check_and_time_step(
         timeline.record_schedule(engine, enabled=step == drawn) as spans,
     ):
         yield spans
+    if step == first:
+        check_same_compilation(plan.mesh, run.tracker.say)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,30 @@ def test_documents_keep_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None
         torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
+def test_the_compiler_has_a_budget() -> None:
+    """With a budget, packed attention counts as work that is worth keeping, not as free."""
+    from recipekit.kernels.compiled import set_budget
+    from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+    operation = torch.ops.recipekit.attention_by_document
+    query, key = torch.randn(6, 4, 8), torch.randn(6, 2, 8)
+    documents = torch.tensor([0, 2, 6], dtype=torch.int32)
+    before = dict(flop_registry)
+    with functorch.patch(activation_memory_budget=1.0):
+        try:
+            set_budget(0.25, seq_len=6)
+            assert functorch.activation_memory_budget == 0.25
+            with FlopCounterMode(display=False) as counter:
+                operation(query, key, key, documents, 1.0, 0)
+            assert counter.get_total_flops() == 2 * query.numel() * 6
+            assert torch.ops.torch_attn._varlen_attn in flop_registry
+            set_budget(1.0, seq_len=6)
+            assert functorch.activation_memory_budget == 1.0
+        finally:
+            flop_registry.clear()
+            flop_registry.update(before)
+
+
 def test_an_exact_allocator_is_found_in_the_headers_of_torch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

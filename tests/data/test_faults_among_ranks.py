@@ -345,7 +345,7 @@ def test_ranks_that_hold_different_data_are_refused_before_the_first_step(
     assert isinstance(said, str) and results[1][0] == said, results
     assert (
         "the data of rank 1 on " in said
-        and "differ from those of rank 0 on " in said
+        and "differ from the data of rank 0 on " in said
         and said.count("other.jsonl has changed") == 1
     ), said
     assert (

@@ -4,16 +4,20 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import recipe_files
 from pool import ROOT
+from recipekit.architectures.lookup import model_config
 from recipekit.dslint import check, json_file, numbers, resolve
 from recipekit.plan import resolve_run
 from recipekit.spec.command import parse
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.shipped import STRATEGIES
-from shipped_jsons import FILES, LLAMA, RECIPE, put, shipped
+from shipped_jsons import FILES, LLAMA, RECIPE, put, shipped, without
+
+LLAMA_8B = "meta-llama/Llama-3.1-8B"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
@@ -110,6 +114,37 @@ def test_micro_batches_are_counted_of_data_parallel_ranks_only() -> None:
             resolved["train_micro_batch_size_per_gpu"],
             resolved["gradient_accumulation_steps"],
         ) == (48, 3, steps)
+
+
+@pytest.mark.parametrize(
+    ("file", "tp", "adapt", "reduce", "prefetch"),
+    [
+        ("zero3", 1, None, 200_000_000, 218_103_808),
+        ("zero3", 2, None, 109_051_904, 109_051_904),
+        ("zero3", 1, lambda model: model, 4096**2, 218_103_808),
+        ("zero3_cpu", 1, None, 4096**2, int(0.9 * 4096**2)),
+    ],
+)
+def test_buckets_of_zero3_hold_a_layer(
+    file: str, tp: int, adapt: Any, reduce: int, prefetch: int
+) -> None:
+    recipe = dataclasses.replace(RECIPE, adapt=adapt)
+    zero = resolve.resolve_ds_config(shipped(file), recipe, Mesh(tp=tp), model_config(LLAMA_8B))[0][
+        "zero_optimization"
+    ]
+    assert (zero["reduce_bucket_size"], zero["stage3_prefetch_bucket_size"]) == (reduce, prefetch)
+
+
+def test_two_layers_of_a_large_model_may_be_gathered() -> None:
+    key = "zero_optimization.stage3_max_live_parameters"
+    for size, limit in ((8192, 1_711_276_032), (4096, 1_000_000_000)):
+        config = {"model_type": "llama", "hidden_size": size, "num_attention_heads": size // 128}
+        config |= {"num_key_value_heads": 8, "intermediate_size": 7 * size // 2}
+        for literal, expected in ((None, limit), (5, 5)):
+            given = without(shipped("zero3"), key)
+            given = given if literal is None else put(given, key, literal)
+            zero = resolve.resolve_ds_config(given, RECIPE, Mesh(), config)[0]["zero_optimization"]
+            assert zero["stage3_max_live_parameters"] == expected
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:

@@ -106,7 +106,7 @@ MAY = {
     "optim": {"compat", "parallel"},
     "storage": {"architectures", "parallel"},
     "checkpoints": {"architectures", "compat", "dslint", "parallel", "storage"},
-    "engine": {"checkpoints", "compat", "model", "optim", "parallel"},
+    "engine": {"checkpoints", "compat", "kernels", "model", "optim", "parallel"},
     "plan": {"architectures", "dslint", "data", "kernels"},
     "planner": {"compat", "dslint", "kernels", "parallel", "model", "tasks", "plan"},
     "track": set(),

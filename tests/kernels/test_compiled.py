@@ -24,6 +24,7 @@ from peft_models import add_lora
 from pool import environment
 from recipekit.kernels.compiled import compile_layers, fused, is_norm, set_fusion
 from recipekit.kernels.cross_entropy import Head, token_losses, token_losses_and_argmax
+from recipekit.model.empty import enable_recompute
 from recipekit.spec.recipe import Recipe
 from shipped_jsons import strategy
 from torch._inductor.graph import GraphLowering
@@ -184,6 +185,46 @@ def test_ddp_does_not_split_compiled_layers(monkeypatch: pytest.MonkeyPatch):
     assert found["plain"] == found["ddp"] < found["ddp, split"], found
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_nth_compiled_layer_is_recomputed(monkeypatch: pytest.MonkeyPatch, every: int):
+    """A layer's compiled code runs again in the backward pass only if the layer is recomputed."""
+    number: dict[int, int] = {}  # address of a layer's weight -> its number
+    runs = [0] * 5
+
+    def counting(graph: Any, _: object) -> Any:
+        def run(*inputs: Any) -> Any:
+            found = {number[key] for value in inputs if (key := value.data_ptr()) in number}
+            for layer in found:
+                runs[layer] += 1
+            return graph.forward(*inputs)
+
+        return run
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type="llama", **SIZE | {"num_hidden_layers": len(runs)})
+    plain: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    compiled = copy.deepcopy(plain)
+    enable_recompute(compiled, every)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counting))
+    assert compile_layers([compiled], True) == (len(runs), 1, 0)
+    number |= {
+        layer.mlp.up_proj.weight.data_ptr(): place
+        for place, layer in enumerate(compiled.model.layers)
+    }
+
+    rows = torch.randint(0, 64, (2, 48))
+    try:
+        (expected, theirs), (loss, ours) = (
+            loss_and_gradients(model, rows) for model in (plain, compiled)
+        )
+    finally:
+        torch._dynamo.reset()
+    assert runs == [2 if place % every == 0 else 1 for place in range(len(runs))]
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
+
+
 def test_another_model_of_the_class_stays_as_it_is():
     plain, compiled = models("llama", torch.float32)
     own = type(plain.model.norm).forward
@@ -271,6 +312,8 @@ LAYOUTS = [
     Case("zero0 dp2", 2, "zero0", ON, slow=True),
     Case("zero2 dp2", 2, "zero2", ON, slow=True),
     Case("zero2 dp2, recomputed", 2, "zero2", ON | {"activation_checkpointing": True}, slow=True),
+    Case("zero2 dp2, every second layer", 2, "zero2", ON | {"recompute_every": 2}, slow=True),
+    Case("zero3 dp2, every second layer", 2, "zero3", ON | {"recompute_every": 2}, slow=True),
     Case("zero3 dp2", 2, "zero3", ON, slow=True),
     Case("zero3 dp2, recomputed", 2, "zero3", ON | {"activation_checkpointing": True}, slow=True),
     Case("zero1 tp2", 2, "zero1", ON | {"tp": 2}, slow=True),

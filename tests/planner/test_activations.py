@@ -108,10 +108,15 @@ def test_a_layer_keeps_what_is_predicted(kind: str, compiled: str, dtype: torch.
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_a_recomputed_layer_keeps_its_input(every: int):
-    shape = layer_shape(SIZE | {"model_type": "llama"})
+@pytest.mark.parametrize(
+    "compiled", ["", *(pytest.param(part, marks=pytest.mark.slow) for part in ("parts", "layers"))]
+)
+def test_a_recomputed_layer_keeps_its_input(compiled: str, every: int):
+    shape = layer_shape(SIZE | {"model_type": "llama"}, compiled=compiled)
     assert shape is not None
-    kept = bytes_of(saved("llama", 4, torch.bfloat16, checkpointed=True, every=every))
+    kept = bytes_of(
+        saved("llama", 4, torch.bfloat16, checkpointed=True, every=every, compiled=compiled)
+    )
     terms = activation_terms(shape, TOKENS, 2, 4, every)
     predicted = sum(
         term.size for term in terms if not term.bound and not term.what.startswith("a recomputed")
@@ -181,6 +186,24 @@ def test_the_bytes_of_a_layer_by_hand(compiled: str, norms: int, mlp: int, divid
     assert layer_shape(
         config | {"head_dim": None, "model_type": "llama"}, tp=4, compiled="parts"
     ) == LayerShape(96, 24, 8, 3, 22, False, "parts", False)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.25, 0.99])
+def test_a_layer_within_a_budget_by_hand(budget: float):
+    """Each layer keeps its input exactly. The rest, 100 tokens x 2 B, is an upper bound."""
+    shape = layer_shape(SIZE | {"model_type": "llama"}, compiled="layers")
+    assert shape is not None
+    rest = 100 * (sum(layer_bytes(shape, 2).values()) - 2 * SIZE["hidden_size"])
+    terms = activation_terms(shape, 100, 2, 3, 0, budget)
+    inputs, kept, recomputed = (
+        [term for term in terms if term.what.startswith(what)]
+        for what in ("inputs of 3 layers: ", "other activations of", "recomputed activations of a")
+    )
+    assert [term.size for term in inputs] == [3 * 100 * 2 * SIZE["hidden_size"]]
+    assert [term.size for term in kept] == ([3 * int(budget * rest)] if budget else [])
+    assert [term.size for term in recomputed] == [rest - int(budget * rest)]
+    assert not inputs[0].bound and all(term.bound for term in kept + recomputed)
+    assert all(term.moments == (BACKWARD,) for term in recomputed)
 
 
 def test_long_rows_of_the_recipe_by_hand():

@@ -435,7 +435,7 @@ def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(
         world, gradients_before_the_end, recipe=recipe, argv=["--out", str(tmp_path / "run")]
     )
     assert max(found for found, _ in ranks) == max(told for _, told in ranks) > 0
-    for file, size in (("zero2", 4096 * 14336), ("zero3", 4096**2)):
+    for file, size in (("zero2", 4096 * 14336), ("zero3", 200_000_000)):
         large = replace(recipe, model="meta-llama/Llama-3.1-8B", ds_config=f"{file}.json")
         auto = resolve_run(parse(large, Path("memory.py"), ["--out", str(tmp_path / "other")]))
         assert auto.ds_config["zero_optimization"]["reduce_bucket_size"] == size
@@ -523,7 +523,7 @@ def test_pinned_memory_is_told_with_its_rounding() -> None:
             "H100-SXM",
             8,
             (
-                "verdict  states fit, activations not counted: 20.60 GiB of the 80.00 GiB of NVIDIA"
+                "verdict  states fit, activations not counted: 20.94 GiB of the 80.00 GiB of NVIDIA"
                 " H100 80GB HBM3"
             ),
         ),
@@ -532,7 +532,7 @@ def test_pinned_memory_is_told_with_its_rounding() -> None:
             4,
             (
                 "verdict  does not fit: accelerator memory of NVIDIA L4 = 24.00 GiB: a rank needs"
-                " at least 37.42 GiB of it, activations not counted (optimizer states"
+                " at least 37.77 GiB of it, activations not counted (optimizer states"
             ),
         ),
     ],

@@ -120,6 +120,29 @@ def test_the_compile_choice_has_a_reason(
     assert model_plan.compile.scope == scope and why in model_plan.compile.why
 
 
+@pytest.mark.parametrize(
+    ("changes", "why", "fix"),
+    [
+        ({}, "--compile auto compiles on NVIDIA GPUs only", "Use --compile on"),
+        ({"compile": "on", "tp": 2}, "does not allow whole layers", "--recompute_every N"),
+    ],
+)
+def test_a_budget_needs_whole_layers(changes: dict[str, Any], why: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolved(CPU, activation_budget=0.5, **changes)
+    (problem,) = refused.value.problems
+    assert problem.where == "activation_budget = 0.5" and refused.value.exit_code == 2
+    assert why in str(problem) and fix in str(problem) and "\n" not in str(problem)
+
+
+def test_a_budget_is_in_the_plan() -> None:
+    full, half, least = (
+        planned_memory(resolved(H100, activation_budget=budget)[0])["with_activations"]
+        for budget in (1.0, 0.5, 0.0)
+    )
+    assert full > half > least
+
+
 def test_flops_are_counted_for_a_device_with_a_known_peak() -> None:
     assert resolved(CPU)[0].flops is None
     flops = resolved(H100)[0].flops

@@ -239,9 +239,19 @@ def test_what_is_compiled_follows_from_the_device(
     monkeypatch.setattr(torch.version, "hip", hip)
     asked.of(engine, check_torch_compile=[], shared_problems=[])
     asked.of(resolve, compiles_full_layers=whole).of(
-        engine.compiled, set_fusion=None, compile_layers=(2, 1, 0)
+        engine.compiled, set_fusion=None, set_budget=None, compile_layers=(2, 1, 0)
     )
-    recipe = SimpleNamespace(compile=asks, deterministic=True, adapt=None, tp=1, sp=2, ep=1)
+    recipe = SimpleNamespace(
+        compile=asks,
+        deterministic=True,
+        adapt=None,
+        tp=1,
+        sp=2,
+        ep=1,
+        recompute=0,
+        activation_budget=1.0,
+        seq_len=8,
+    )
     plan: Any = SimpleNamespace(recipe=recipe, ds_config={})
     said: list[str] = []
 
@@ -281,7 +291,7 @@ def test_what_cannot_be_compiled_ends_the_run_only_where_it_was_asked_for(asked:
         compile=CompileChoice(PARTS, ""), loss_path=FULL_LOGITS_LOSS, architecture="x"
     )
     built: Any = SimpleNamespace(models=[], model_plan=model_plan)
-    recipe = SimpleNamespace(compile="auto", deterministic=False)
+    recipe = SimpleNamespace(compile="auto", deterministic=False, activation_budget=1.0)
     said: list[str] = []
     plan: Any = SimpleNamespace(recipe=recipe, mesh=Mesh())
     engine.compile_model(plan, built, GPU, said.append)

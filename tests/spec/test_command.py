@@ -58,11 +58,12 @@ def test_every_plain_field_is_a_flag_and_no_other():
 def test_flag_sets_its_field_alone(name, spelling):
     default = getattr(RECIPE, name)
     choices = PLAIN[name].metadata.get("choices")
+    other = -default / 2 if name == "activation_budget" else default  # at most 1
     value = (
         not default
         if isinstance(default, bool)
         else (
-            choices[-1] if choices else default + 1 if isinstance(default, int | float) else "typed"
+            choices[-1] if choices else other + 1 if isinstance(default, int | float) else "typed"
         )
     )
     flag = "--" + spelling(name)
@@ -281,6 +282,32 @@ def test_recomputation_needs_one_switch_and_a_typed_one_beats_the_file(fields, f
         for name in ("activation_checkpointing", "recompute_every")
         if name in flags.replace("-every", "_every")
     }
+
+
+def test_a_budget_beside_recomputation_is_one_line_and_code_2():
+    error = refused(["--activation_budget", "0.25", "--recompute_every", "2"])
+    assert error.exit_code == 2 and str(error) == (
+        "activation_budget = 0.25 with recompute_every = 2: cannot be combined, because a"
+        " recomputed layer keeps only its input. Add --recompute_every 0, or leave"
+        " --activation_budget out"
+    )
+    typed = ["--activation_budget", "0.25", "--recompute_every", "0"]
+    recipe = parse(Recipe(model="x", activation_checkpointing=True), FILE, typed).recipe
+    assert (recipe.activation_budget, recipe.recompute) == (0.25, 0)
+
+
+@pytest.mark.parametrize(
+    ("typed", "rule"),
+    [
+        (["1.5"], "activation_budget = 1.5: must be at least 0 and at most 1"),
+        (["-0.1"], "activation_budget = -0.1: must be at least 0 and at most 1"),
+        (["0.5", "--compile", "off"], "activation_budget = 0.5 with compile = off: requires"),
+        (["0.5", "--activation_checkpointing"], "activation_budget = 0.5 with recompute_every = 1"),
+    ],
+)
+def test_a_budget_that_cannot_hold_is_one_line_and_code_2(typed, rule):
+    error = refused(["--activation_budget", *typed])
+    assert error.exit_code == 2 and str(error).startswith(rule) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(

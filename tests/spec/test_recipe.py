@@ -173,6 +173,20 @@ def test_a_number_is_finite(name, value):
         ),
         ({"pp": 2, "adapt": lambda model: model}, "pp = 2"),
         ({"recompute_every": -1}, "recompute_every = -1"),
+        ({"activation_budget": 1.5}, "activation_budget = 1.5"),
+        ({"activation_budget": -0.1}, "activation_budget = -0.1"),
+        (
+            {"activation_budget": 0.5, "activation_checkpointing": True},
+            "activation_budget = 0.5 with recompute_every = 1",
+        ),
+        (
+            {"activation_budget": 0.0, "recompute_every": 2},
+            "activation_budget = 0.0 with recompute_every = 2",
+        ),
+        (
+            {"activation_budget": 0.9, "compile": "off"},
+            "activation_budget = 0.9 with compile = off",
+        ),
         ({"keep_best": True}, "keep_best = True with eval_every = 0"),
         ({"keep_every": -1}, "keep_every = -1"),
     ],
@@ -181,3 +195,5 @@ def test_what_would_go_wrong_without_a_word_is_named(fields, where):
     (problem,) = check_recipe(Recipe(model="x", **fields))
     assert problem.where == where
     assert check_recipe(Recipe(model="x", attention="flash_attention_2", sp=2, micro_batch=2)) == []
+    assert check_recipe(Recipe(model="x", activation_budget=0, compile="on")) == []
+    assert check_recipe(Recipe(model="x", activation_checkpointing=True, compile="off")) == []

@@ -33,6 +33,7 @@ from recipekit.spec.run_folder import CHECKPOINTS, EXPORT, LATEST, read_metrics,
 from recipekit.spec.step_names import step_folders, step_name
 
 STEPS, SAVE_EVERY = 6, 3
+LIMIT = 1200.0  # seconds for a run, also on a busy machine
 CASES: dict[str, tuple[int, list[str]]] = {  # name -> ranks, recipe and flags
     "zero2_dp2": (2, ["qwen3_0_6b_zero2.py"]),
     "zero1_tp2_pp2": (4, ["llama3_1_70b_zero1_pp4_tp4.py", "--tp", "2", "--pp", "2"]),
@@ -103,7 +104,7 @@ def train(
         | {"PYTHONPATH": import_path(*([packages.absolute()] if packages else []))},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
         check=False,
     )
     if done.returncode:

@@ -1663,9 +1663,13 @@ def merge(task: str, results: list[Path]) -> None:
     All other rows of the page stay, except rows of types that the installed transformers lacks.
     """
     cells = Cells(task, results)
-    full = {
-        name: row for name, row in cells.done.items() if not cells.missing(name, layouts_of(task))
-    }
+    full = {}
+    for name, row in cells.done.items():
+        if missing := cells.missing(name, layouts_of(task)):
+            print(f"{name}: not merged: {', '.join(missing)} have no results")
+        else:
+            full[name] = row
+
     rows = read_page(page_of(task).read_text()) | page_rows(task, full, cells.made)
     types = model_types(task)
     write_page(task, {name: row for name, row in rows.items() if name in types})

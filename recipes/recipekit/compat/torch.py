@@ -186,6 +186,26 @@ def set_compiler(asked: bool) -> None:
     dynamo.optimize_ddp = False
 
 
+def set_activation_budget(budget: float, flops: Mapping[Any, Callable[..., int]]) -> None:
+    """Set the fraction of its activations that each compiled function keeps, from 0 to 1.
+
+    `flops` maps an operation to the function that counts its FLOPs from its arguments. The compiler
+    compares them to choose the values that it recomputes.
+
+    Why: The budget is a variable of a module. torch counts FLOPs only for the operations in its
+        registry, and without an entry an operation counts as free. For packed attention, torch 2.13
+        counts by the number of documents in the first micro-batch, which differs between ranks.
+    Version: torch 2.13; 2.11 has no entry for its packed attention
+    Test: tests/compat/test_torch.py::test_the_compiler_has_a_budget
+    Until: torch.compile accepts the budget and the costs as arguments.
+    """
+    import torch._functorch.config as functorch
+    from torch.utils.flop_counter import flop_registry
+
+    functorch.activation_memory_budget = budget
+    flop_registry.update(flops)
+
+
 def set_deterministic() -> None:
     """Choose the same cuDNN kernels in every run, and do not fill new memory.
 

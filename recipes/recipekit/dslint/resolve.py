@@ -5,10 +5,15 @@ from typing import Any
 from ..spec.mesh import Mesh
 from ..spec.optimizer_specs import optimizer_spec_of
 from ..spec.recipe import Recipe
+from .compiling import layer_numel
 from .numbers import read_literals, valid_degrees
 from .rules import RuleContext
 from .schema import check_keys, optimizer_name, optimizer_params, takes_number
 from .shapes import read_config_size
+
+# Largest automatic reduce bucket of a full layer, in elements. A larger one would save few
+# messages, but hold more memory during the whole run.
+MAX_LAYER_BUCKET = 200_000_000
 
 
 def resolve_ds_config(
@@ -43,7 +48,7 @@ def resolve_ds_config(
     }
     lines += _fill_in_optimizer(resolved, numbers, recipe.steps)
     _set_optimizer_switches(resolved)
-    _fill_in_zero(resolved, model_config, mesh)
+    _fill_in_zero(resolved, model_config, mesh, adapted=recipe.adapt is not None)
     _set_degrees(resolved, mesh, recipe.pipeline_schedule)
     return resolved, lines
 
@@ -114,9 +119,12 @@ def _set_optimizer_switches(resolved: dict[str, Any]) -> None:
 
 
 def _fill_in_zero(
-    resolved: dict[str, Any], model_config: dict[str, Any] | None, mesh: Mesh
+    resolved: dict[str, Any], model_config: dict[str, Any] | None, mesh: Mesh, adapted: bool
 ) -> None:
-    """Fill in the ZeRO stage and the sizes (in elements) that replace an "auto"."""
+    """Fill in the ZeRO stage and the sizes (in elements) that replace an "auto".
+
+    If the model is `adapted`, only the weights of the adapter have gradients.
+    """
     zero = resolved.setdefault("zero_optimization", {})
     zero.setdefault("stage", 0)
 
@@ -128,9 +136,13 @@ def _fill_in_zero(
         # backward has ended (DeepSpeed 0.19.8: copy_grads_in_partition).
         inner = read_config_size(model_config, "intermediate_size", "n_inner", "d_ff", "ffn_dim")
         widest = hidden * (inner or 4 * hidden) // mesh.tp
+    layer = layer_numel(model_config, mesh.tp) if _gathers_weights(zero) else 0
+    if layer:
+        # Room for two layers, because DeepSpeed prefetches only within this limit.
+        zero.setdefault("stage3_max_live_parameters", max(1_000_000_000, 2 * layer))
     sizes = {
-        "reduce_bucket_size": max(bucket, widest),
-        "stage3_prefetch_bucket_size": int(0.9 * bucket),
+        "reduce_bucket_size": max(bucket, widest, 0 if adapted else min(layer, MAX_LAYER_BUCKET)),
+        "stage3_prefetch_bucket_size": layer or int(0.9 * bucket),
         "stage3_param_persistence_threshold": 10 * (hidden or 4096),
     }
     zero |= {key: size for key, size in sizes.items() if zero.get(key) == "auto"}
@@ -154,6 +166,12 @@ def fit_overlap(resolved: dict[str, Any], mesh: Mesh, shipped: bool) -> list[str
         "zero_optimization.overlap_comm: true costs time and a second bucket, because no other"
         " rank sums these gradients; false has the same results"
     ]
+
+
+def _gathers_weights(zero: dict[str, Any]) -> bool:
+    """Return True for ZeRO-3 without weights that are offloaded to save the device's memory."""
+    offload = zero.get("offload_param") or {}
+    return zero["stage"] == 3 and offload.get("device", "none") == "none"
 
 
 def _set_degrees(resolved: dict[str, Any], mesh: Mesh, schedule: str) -> None:

@@ -1,12 +1,13 @@
 """The DeepSpeed engine for a built model, with our workarounds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.moe.utils import configure_moe_param_groups
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..checkpoints.deepspeed_io import DeepSpeedStates
 from ..compat.deepspeed import (
@@ -64,6 +65,16 @@ def make_deepspeed_engine(
     if hasattr(made.basic_optimizer, "ranks"):  # this optimizer communicates by itself
         made.basic_optimizer.ranks = groups.dp_group
     return apply_workarounds(made)
+
+
+def gather_full_layers(models: Iterable[torch.nn.Module]) -> None:
+    """Make ZeRO-3 gather and release the weights of a decoder layer at once, in place.
+
+    DeepSpeed then installs no hooks inside a layer, so a layer can be compiled as a whole. Call
+    this function before the engine is made. A recomputed layer must not be gathered in this way.
+    """
+    for model in models:
+        deepspeed.utils.set_z3_leaf_modules(model, [GradientCheckpointingLayer])
 
 
 def _deepspeed_optimizer(

@@ -38,6 +38,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from ..compat.deepspeed import PipelineEngine, backward_replaced, instructions_replaced
+from ..kernels.compiled import COMPILER_FIX, compiler_counts, failed_ranks
 from ..parallel import expert
 from ..parallel.groups import long_wait_group
 from ..spec.engine import Engine
@@ -138,10 +139,17 @@ class ParameterComparison:
 
         The error contains one problem for each group of parameters that the same ranks lack. If no
         rank lacks a parameter, it contains one problem for each order that differs from the first
-        rank's.
+        rank's. If the compiler failed on some ranks, their layers ran in eager code, whose
+        gradients have another order, so this is the only problem.
         """
-        everyone: list[Any] = [None] * self.mesh.world
-        dist.all_gather_object(everyone, self.used, group=long_wait_group())
+        gathered: list[Any] = [None] * self.mesh.world
+        own = (self.used, compiler_counts())
+        dist.all_gather_object(gathered, own, group=long_wait_group())
+        everyone = [used for used, _ in gathered]
+        if failed := failed_ranks([counts for _, counts in gathered]):
+            where, counts = f"torch.compile on {_join_ranks(failed)}", gathered[failed[0]][1]
+            rule = f"failed there ({counts}), so gradients arrive in another order than elsewhere"
+            return config_error(where, rule, COMPILER_FIX)
         problems: list[Problem] = []
         for number in sorted(self.used):
             used = [of_rank[number] for of_rank in everyone]

@@ -4,7 +4,8 @@ Both the model's own code and parts of our code are compiled. Eager PyTorch read
 intermediate result, which takes half of a 1.3B model's step time on an H200.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..compat.torch import set_compiler, set_forward
+from ..compat.torch import set_activation_budget, set_compiler, set_forward
 from ..compat.transformers import (
     forward_of_layer,
     set_layer_forward,
@@ -22,6 +23,7 @@ from ..compat.transformers import (
 )
 
 ROTARY = "apply_rotary_pos_emb"  # transformers' function that rotates queries and keys by position
+COMPILER_FIX = "repair the compiler there (torch logged its error), or use --compile off"
 _switched = {"on": False, "deterministic": False}
 
 
@@ -36,9 +38,57 @@ def set_fusion(on: bool, deterministic: bool = False, asked: bool = True) -> Non
         set_compiler(asked)
 
 
+def set_budget(budget: float, seq_len: int) -> None:
+    """Set the fraction of the activations that compiled layers keep, from 0 to 1.
+
+    Packed attention counts as if each document filled a row of `seq_len` tokens. All ranks then
+    choose the same values to keep, whatever documents they see first.
+    """
+
+    def flops(query: torch.Tensor, *_: object, **named: object) -> int:
+        return 2 * query.numel() * seq_len  # (tokens, heads, d); a causal row has half the scores
+
+    attention = torch.ops.recipekit.attention_by_document, torch.ops.torch_attn._varlen_attn
+    set_activation_budget(budget, dict.fromkeys(attention, flops) if budget < 1 else {})
+
+
 def fusion_enabled() -> bool:
     """Return True while `set_fusion` is on."""
     return _switched["on"]
+
+
+@dataclass(frozen=True)
+class CompilerCounts:
+    """The number of graphs, graph breaks and failed frames of torch.compile in this process.
+
+    A frame is one call of a Python function. A frame that fails runs uncompiled.
+    """
+
+    graphs: int
+    breaks: int
+    failed: int
+
+    def __str__(self) -> str:
+        counted = ((self.graphs, "graph"), (self.breaks, "graph break"), (self.failed, "failure"))
+        return ", ".join(f"{count} {what}{'s' * (count != 1)}" for count, what in counted)
+
+
+def compiler_counts() -> CompilerCounts:
+    """Return this process's counts since torch was imported."""
+    from torch._dynamo.utils import counters
+
+    frames = counters["frames"]
+    return CompilerCounts(
+        graphs=counters["stats"]["unique_graphs"],
+        breaks=sum(counters["graph_break"].values()),
+        failed=frames["total"] - frames["ok"],
+    )
+
+
+def failed_ranks(everyone: Sequence[CompilerCounts]) -> list[int]:
+    """Return the ranks on which torch.compile failed more often than on another rank."""
+    least = min(counts.failed for counts in everyone)
+    return [rank for rank, counts in enumerate(everyone) if counts.failed > least]
 
 
 def _compile(function: Callable[..., Any], dynamic: bool | None = None) -> Callable[..., Any]:

@@ -85,18 +85,47 @@ def layer_bytes(shape: LayerShape, width: int) -> dict[str, int]:
 
 
 def activation_terms(
-    shape: LayerShape, tokens: int, width: int, layers: int, recompute_every: int
+    shape: LayerShape,
+    tokens: int,
+    width: int,
+    layers: int,
+    recompute_every: int,
+    budget: float = 1,
 ) -> list[Term]:
     """Return the activations that this rank keeps for a micro-batch of `tokens` tokens.
 
     Every `recompute_every`-th layer (0: no layer) keeps only its input and is recomputed in its
-    backward.
+    backward. If `budget` is less than 1, each layer keeps its input and at most this fraction of
+    the rest. The compiler keeps full tensors only, so it usually keeps less.
     """
+    # the last norm, and the input of the head
+    last = tokens * (2 * width if shape.compiled else 4 + 2 * width) * shape.hidden
+    terms = (
+        _budget_terms(shape, tokens, width, (layers, budget))
+        if budget < 1
+        else _recompute_terms(shape, tokens, width, (layers, recompute_every))
+    )
+    terms += [
+        Term(ACCELERATOR, "the last norm and its result", last, (LOSS, BACKWARD)),
+        Term(
+            ACCELERATOR,
+            "gradients within the MLP",
+            3 * tokens * width * shape.inner,
+            (BACKWARD,),
+            bound=True,
+        ),
+    ]
+    return [term for term in terms if term.size]
+
+
+def _recompute_terms(
+    shape: LayerShape, tokens: int, width: int, chosen: tuple[int, int]
+) -> list[Term]:
+    """Count what layers keep if every N-th layer is recomputed. `chosen` is (layers, N or 0)."""
+    layers, recompute_every = chosen
     recomputed = -(-layers // recompute_every) if recompute_every else 0
     of_layer = {what: tokens * size for what, size in layer_bytes(shape, width).items()}
     one = sum(of_layer.values())
-    # the last norm, and the input of the head
-    last = tokens * (2 * width if shape.compiled else 4 + 2 * width) * shape.hidden
     terms = [
         Term(
             ACCELERATOR,
@@ -110,20 +139,44 @@ def activation_terms(
             " layer",
             (layers - recomputed) * one,
         ),
-        Term(ACCELERATOR, "the last norm and its result", last, (LOSS, BACKWARD)),
     ]
     if recomputed:
         terms += [
             Term(ACCELERATOR, f"a recomputed layer's {what}", size, (BACKWARD,))
             for what, size in of_layer.items()
         ]
-    terms.append(
+    return terms
+
+
+def _budget_terms(
+    shape: LayerShape, tokens: int, width: int, chosen: tuple[int, float]
+) -> list[Term]:
+    """Count what layers keep within an activation budget. `chosen` is (layers, budget below 1).
+
+    Each layer keeps its input. The rest is an upper bound, because the compiler keeps full tensors
+    and stays below the budget.
+    """
+    layers, budget = chosen
+    kept = tokens * width * shape.hidden
+    rest = tokens * sum(layer_bytes(shape, width).values()) - kept
+    return [
         Term(
             ACCELERATOR,
-            "gradients within the MLP",
-            3 * tokens * width * shape.inner,
+            f"inputs of {layers} layers: layers x tokens x {shape.hidden} x {width} B",
+            layers * kept,
+        ),
+        Term(
+            ACCELERATOR,
+            f"other activations of layers, at most {budget:g} of {rest / tokens:,.0f} B a token and"
+            " layer",
+            layers * int(budget * rest),
+            bound=True,
+        ),
+        Term(
+            ACCELERATOR,
+            "recomputed activations of a layer, at most",
+            rest - int(budget * rest),
             (BACKWARD,),
             bound=True,
-        )
-    )
-    return [term for term in terms if term.size]
+        ),
+    ]

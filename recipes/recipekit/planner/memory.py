@@ -9,6 +9,7 @@ One function counts the terms of each engine class. The classes that do not part
 ZeRO are in this module. The other classes are in zero1_2.py, zero3.py and torch_engines.py.
 """
 
+from collections import Counter
 from math import prod
 from typing import Any
 
@@ -108,7 +109,8 @@ def rank_terms(
             for numel in _numels(tensors, layout.mesh.tp)
             if numel <= zero.get("stage3_param_persistence_threshold", 100_000)
         ]
-        terms = zero_3_terms(groups, frozen, persistent, ds_config, request)
+        layers = _layer_numels(tensors, layout.mesh.tp) if request.full_layers else []
+        terms = zero_3_terms(groups, frozen, (persistent, layers), ds_config, request)
     else:
         terms = TERMS_BY_CLASS[optimizer_class(ds_config)](groups, frozen, ds_config, request)
 
@@ -155,6 +157,15 @@ def _logit_terms(layout: Layout, request: MemoryRequest, pp_rank: int) -> list[T
 
 def _numels(tensors: list[Tensor], tp: int) -> list[int]:
     return [prod(local_shape(tensor, tp, 0)) for tensor in tensors if not tensor.buffer]
+
+
+def _layer_numels(tensors: list[Tensor], tp: int) -> list[int]:
+    """Return the number of elements in the parameters of each decoder layer."""
+    found = Counter[str]()
+    for tensor in tensors:
+        if tensor.place.isdigit() and not tensor.buffer:
+            found[tensor.place] += prod(local_shape(tensor, tp, 0))
+    return list(found.values())
 
 
 def _fp32_terms(

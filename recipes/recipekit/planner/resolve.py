@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..compat.torch import pins_exactly
-from ..dslint.compiling import compiles_full_layers
+from ..dslint.compiling import compiles_full_layers, leaf_obstacle
 from ..model.adapter import AdapterRequest, apply_adapter, published_keys
 from ..model.attention import choose_attention
 from ..model.batch_norm import norms_of
@@ -34,6 +34,7 @@ from ..parallel.plans import adapted_plans, resolve_plans
 from ..plan import RunPlan
 from ..spec.command import RunCommand
 from ..spec.devices import DEVICES, find_device
+from ..spec.errors import ConfigError, Problem
 from ..spec.memory_terms import MemoryRequest, Term
 from ..spec.mesh import Mesh
 from ..spec.optimizer_specs import has_matrix_rule
@@ -85,8 +86,8 @@ def resolve_model(
     layout = planned_layout(mesh, blueprint, recipe.pipeline_schedule)
     pipeline.check_stages(blueprint, layout.bounds)
 
-    load = _load(plan, model, loss_path)
     compiled = compile_choice(plan, model_config["model_type"], target)
+    load = _load(plan, model, loss_path, compiled)
     model_plan = ModelPlan(
         model_config=model_config,
         architecture=type(whole).__name__,
@@ -240,7 +241,9 @@ def _loss_path(plan: RunPlan, kind: ModelRef, base: PreTrainedModel, plans: Plan
     return choose_loss_path(plan.recipe.loss, base, [], kind, (tp_plan, None))
 
 
-def _load(plan: RunPlan, model: PreTrainedModel, loss_path: LossPath) -> MemoryRequest:
+def _load(
+    plan: RunPlan, model: PreTrainedModel, loss_path: LossPath, compiled: CompileChoice
+) -> MemoryRequest:
     """Return the run's settings that affect a rank's memory in addition to the model."""
     recipe, mesh = plan.recipe, plan.mesh
     places, classes = count_logits(model, recipe.task_spec, recipe.seq_len // mesh.sp)
@@ -255,6 +258,7 @@ def _load(plan: RunPlan, model: PreTrainedModel, loss_path: LossPath) -> MemoryR
         engine=recipe.engine,
         half=recipe.engine != "deepspeed" and plan.precision != "fp32",
         exact_pins=pins_exactly(),
+        full_layers=compiled.scope == LAYERS,
     )
 
 
@@ -294,17 +298,37 @@ def num_stages(mesh: Mesh, pipeline_schedule: str) -> int:
 def compile_choice(plan: RunPlan, model_type: str, target: TargetDevice) -> CompileChoice:
     """Return the parts that torch.compile compiles, which depend on the model, layout and device.
 
-    A start also needs a working compiler on every rank.
+    A start also needs a working compiler on every rank. Raises `ConfigError` for an activation
+    budget without full layers.
     """
+    choice = _compile_choice(plan, model_type, target)
+    refuse_budget(plan.recipe.activation_budget, choice)
+    return choice
+
+
+def _compile_choice(plan: RunPlan, model_type: str, target: TargetDevice) -> CompileChoice:
     recipe = plan.recipe
     if recipe.compile == "off":
         return CompileChoice(UNCOMPILED, "--compile off")
     if recipe.compile == "auto" and not target.compiles:
         return CompileChoice(UNCOMPILED, "--compile auto compiles on NVIDIA GPUs only")
-    whole = compiles_full_layers(model_type, plan.ds_config, recipe.tp, recipe.sp, recipe.ep)
-    if whole:
-        return CompileChoice(LAYERS, "no hooks or collectives run inside a layer")
-    return CompileChoice(PARTS, "this model or layout does not allow whole layers")
+    if not compiles_full_layers(model_type, recipe.tp, recipe.sp, recipe.ep):
+        return CompileChoice(PARTS, "this model or layout does not allow whole layers")
+    if why := leaf_obstacle(plan.ds_config, recipe.recompute, recipe.adapt is not None):
+        return CompileChoice(PARTS, why)
+    return CompileChoice(LAYERS, "no hooks or collectives run inside a layer")
+
+
+def refuse_budget(budget: float, choice: CompileChoice) -> None:
+    """Raise `ConfigError` if an activation budget below 1 has no compiled layers to apply to."""
+    if budget < 1 and choice.scope != LAYERS:
+        fix = (
+            "use --compile on"
+            if choice.scope == UNCOMPILED
+            else "leave it out, and use --recompute_every N to save memory"
+        )
+        rule = f"requires layers that are compiled as a whole, but {choice.why}"
+        raise ConfigError([Problem(f"activation_budget = {budget}", rule, fix)], exit_code=2)
 
 
 def _activations(
@@ -333,7 +357,9 @@ def _activations(
     tokens = recipe.micro_batch * recipe.seq_len // mesh.sp
     width = 4 if plan.precision == "fp32" else 2
     layers = model_config["num_hidden_layers"]
-    return activation_terms(shape, tokens, width, layers, recipe.recompute)
+    return activation_terms(
+        shape, tokens, width, layers, recipe.recompute, recipe.activation_budget
+    )
 
 
 def _flops(model: PreTrainedModel, facts: TaskSpec, target: TargetDevice) -> Flops | None:

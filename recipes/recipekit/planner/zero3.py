@@ -38,13 +38,14 @@ DEVICE_PLACES = {
 def zero_3_terms(
     groups: list[GroupSizes],
     frozen: list[int],
-    persistent: list[int],
+    gathered: tuple[list[int], list[int]],
     ds_config: dict[str, Any],
     request: MemoryRequest,
 ) -> list[Term]:
     """Return the memory terms of ZeRO-3 (zero/stage3.py, runtime/swap_tensor).
 
-    Parameters and optimizer are on the accelerator, the host or NVMe.
+    Parameters and optimizer are on the accelerator, the host or NVMe. `gathered` lists the elements
+    of each parameter that is never partitioned, and of each layer that is gathered at once.
     """
     trained = [numel for group in groups for numel in group.numels]
     ranks = _num_ranks(groups)
@@ -55,7 +56,7 @@ def zero_3_terms(
     states = state_bytes(ds_config, groups, [sum(group.partition_numels()) for group in groups])
     return [
         *_second_partition(trained, frozen, ranks, ds_config, request),
-        *_zero_3_passes(groups, frozen, persistent, ds_config),
+        *_zero_3_passes(groups, frozen, gathered, ds_config),
         _zero_3_sums(groups, ds_config, request),
         *_zero_3_parameters(groups, frozen_parts, largest, ds_config, request),
         *_zero_3_optimizer(sub_groups, states, ds_config, request),
@@ -67,12 +68,18 @@ def _num_ranks(groups: list[GroupSizes]) -> int:
 
 
 def _zero_3_passes(
-    groups: list[GroupSizes], frozen: list[int], persistent: list[int], ds_config: dict[str, Any]
+    groups: list[GroupSizes],
+    frozen: list[int],
+    gathered: tuple[list[int], list[int]],
+    ds_config: dict[str, Any],
 ) -> list[Term]:
     """Count the accelerator memory that the forward and backward passes need.
 
-    This is the memory for gathered weights and for gradients in transit.
+    This is the memory for gathered weights and for gradients in transit. `gathered` lists the sizes
+    of persistent parameters and of layers that are gathered at once. The gradients of such a layer
+    exist together, until its backward pass has ended.
     """
+    persistent, layers = gathered
     zero = ds_config["zero_optimization"]
     width, sent, sums = (
         param_width(ds_config),
@@ -81,8 +88,11 @@ def _zero_3_passes(
     )
     ranks, bucket = _num_ranks(groups), int(zero.get("reduce_bucket_size", 500_000_000))
     numels = [numel for group in groups for numel in group.numels] + frozen
-    largest = max(numels, default=0)
-    live = min(sum(numels), int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
+    weight, layer = max(numels, default=0), max(layers, default=0)
+    largest = max(weight, layer)
+    live = min(
+        sum(numels), max(largest, int(zero.get("stage3_max_live_parameters", 1_000_000_000)))
+    )
     # Parameters that are stored elsewhere are copied to the accelerator even with only one rank.
     moved = (
         ranks > 1
@@ -103,8 +113,10 @@ def _zero_3_passes(
         ),
         Term(
             ACCELERATOR,
-            "the largest weight, gathered",
-            width * largest if moved else 0,
+            "the largest weight, gathered, or a layer's weights with their gradients"
+            if layers
+            else "the largest weight, gathered",
+            width * max(weight if moved else 0, 2 * layer if moved else layer),
             (BACKWARD,),
         ),
         Term(

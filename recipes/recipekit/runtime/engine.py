@@ -18,6 +18,7 @@ from ..data.files import folder_classes
 from ..data.mixture import domains_of
 from ..data.request import request_from_recipe
 from ..data.stream import Corpus
+from ..dslint.schema import value_at
 from ..engine import deepspeed_engine, torch_engine
 from ..hosts.ops import check_torch_compile
 from ..kernels import compiled
@@ -383,23 +384,28 @@ def compile_model(plan: RunPlan, built: BuiltModel, device: torch.device, say: S
     """Compile the parts that the model plan selects, if all ranks can compile (a collective).
 
     If one rank could not compile, its results would be rounded differently from the other ranks.
-    Tensor-parallel ranks also store copies of weights that each of them updates, so their kernels
-    must not depend on measured times.
+    Tensor-parallel ranks also update their own copies of some weights, so no kernel is selected by
+    measured speed there, and neither under sequence parallelism.
     """
     recipe, model_plan = plan.recipe, built.model_plan
     scope = model_plan.compile.scope
     on = scope != UNCOMPILED
     problems = check_torch_compile(device.type == "cuda") if on else []
     problems = shared_problems(ConfigError(problems) if problems else None) if on else []
-    if problems and recipe.compile == "on":
+    # Without a compiler, the layers would keep more than the budget.
+    asked = recipe.compile == "on" or recipe.activation_budget < 1
+    if problems and asked:
         raise ConfigError(problems)
     if problems:
         say(f"compile: nothing is compiled: {problems[0]}")
-    deterministic = recipe.deterministic or plan.mesh.tp > 1
-    compiled.set_fusion(on and not problems, deterministic, recipe.compile == "on")
+    deterministic = recipe.deterministic or plan.mesh.tp * plan.mesh.sp > 1
+    compiled.set_fusion(on and not problems, deterministic, asked)
     if not on or problems:
         return
+    compiled.set_budget(recipe.activation_budget, recipe.seq_len)
     layers, norms, rotary = compiled.compile_layers(built.models, scope == LAYERS)
+    if layers and value_at(plan.ds_config, "zero_optimization.stage", 0) == 3:
+        deepspeed_engine.gather_full_layers(built.models)
     counts = (
         (layers, "layers as a whole"),
         (norms, "norms outside of them" if layers else "norms"),

@@ -1,6 +1,7 @@
 """Checks that all ranks agree. Their errors name the ranks that differ."""
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,15 @@ import torch.distributed as dist
 
 from ..data.prefetch import Stream
 from ..data.stream_state import changed_files, join_first_changes
+from ..kernels.compiled import (
+    COMPILER_FIX,
+    CompilerCounts,
+    compiler_counts,
+    failed_ranks,
+    fusion_enabled,
+)
 from ..parallel.groups import long_wait_group
-from ..spec.errors import ConfigError, Problem, config_error
+from ..spec.errors import ConfigError, Problem, Say, config_error
 from ..spec.mesh import Mesh
 
 
@@ -32,7 +40,7 @@ def check_same_data(stream: Stream) -> None:
         changed = changed_files(files[0], stream.files)
         keys = ", ".join(key for key in first if own[1].get(key) != first[key])
         rule = (
-            f"differ from those of rank 0 on {first_host} in"
+            f"differ from the data of rank 0 on {first_host} in"
             f" {keys}{f': {join_first_changes(changed)}' if changed else ''}"
         )
         refusal = config_error(
@@ -72,6 +80,57 @@ def shared_problems(error: BaseException | None) -> list[Problem]:
     # a rank may be waiting for a slow disk
     dist.all_gather_object(everyone, error.problems if error else [], group=long_wait_group())
     return list(dict.fromkeys(problem for problems in everyone for problem in problems))
+
+
+def check_same_compilation(mesh: Mesh, say: Say) -> None:
+    """Compare the compiled code of all ranks after the first step of a start (a collective).
+
+    A rank whose compiler fails during a run continues without compiled code, so it rounds
+    differently. Raises `ConfigError` on all ranks if the ranks of one model differ (tp, sp, pp):
+    copies of a weight would drift apart. If data-parallel ranks differ, a line is logged.
+    """
+    if mesh.world == 1 or not fusion_enabled():
+        return
+    everyone: list[Any] = [None] * mesh.world
+    dist.all_gather_object(everyone, compiler_counts(), group=long_wait_group())
+    if problems := compilation_problems(mesh, everyone):
+        raise ConfigError(problems)
+    if others := failed_ranks(everyone):
+        say(
+            f"warning: {_ranks(others)}: torch.compile failed there ({everyone[others[0]]}), so its"
+            f" results are rounded differently. {COMPILER_FIX.capitalize()}"
+        )
+
+
+def compilation_problems(mesh: Mesh, everyone: Sequence[CompilerCounts]) -> list[Problem]:
+    """Return at most one problem, about the ranks of one model whose compiled code differs.
+
+    `everyone` contains the counts of each rank. Tensor-parallel ranks run the same code. Pipeline
+    stages have other layers, and sequence-parallel ranks other document lengths, so only their
+    failures are compared. Data-parallel ranks are not compared.
+    """
+    groups = [(group, False) for group in mesh.groups("pp", "sp", "tp")]
+    groups += [(group, True) for group in mesh.groups("tp")]
+    for group, same_code in groups:
+        best = min(group, key=lambda rank: (everyone[rank].failed, everyone[rank].breaks))
+        wrong = [
+            rank
+            for rank in group
+            if everyone[rank].failed != everyone[best].failed
+            or (same_code and everyone[rank] != everyone[best])
+        ]
+        if wrong:
+            rule = (
+                f"has compiled other code than rank {best} of the same model: {everyone[wrong[0]]}"
+                f" instead of {everyone[best]}"
+            )
+            return [Problem(f"torch.compile on {_ranks(wrong)}", rule, COMPILER_FIX)]
+    return []
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "rank 3 (and 4 more)" for several ranks."""
+    return f"rank {ranks[0]}" + (f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else "")
 
 
 def check_same_tokens(mesh: Mesh, token_hash: int, step: int, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from .errors import ConfigError, Problem, config_error
 from .foreign_flags import foreign_flag_advice, nearest_name
 from .help_page import first_help_page, flags_of_other_tasks, full_help_page
 from .paths import run_folder
-from .recipe import AXES, Recipe, check_recipe, kinds_of_field
+from .recipe import AXES, Recipe, check_budget, check_recipe, kinds_of_field
 from .shadows import shadows
 from .shipped import IS_WHEEL, recipes
 from .task_specs import TASKS
@@ -193,7 +193,8 @@ def parse(recipe: Recipe, path: Path, argv: list[str] | None = None) -> RunComma
     changed, unused = dataclasses.replace(
         recipe, **_disabled_by_recompute(changes), **changes
     ).for_other_data(recipe, frozenset(changes))
-    if parser.problems:
+    budget = (changed.activation_budget, changed.recompute, changed.compile)
+    if parser.problems or ("activation_budget" in changes and check_budget(*budget)):
         raise ConfigError(
             parser.problems + check_recipe(changed.fit_to_steps(frozenset(changes))[0]), exit_code=2
         )

@@ -59,6 +59,7 @@ class MemoryRequest:
     # torch's pinned allocator rounds up only to ROUNDED_UP_TO, and does not retain larger blocks
     # after they are freed.
     exact_pins: bool = True
+    full_layers: bool = False  # layers are compiled as a whole, and ZeRO-3 gathers full layers
 
 
 def memory_problems(

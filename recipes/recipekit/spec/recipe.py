@@ -207,6 +207,12 @@ class Recipe:
         " recomputes every layer, 0 none.",
         0,
     )
+    activation_budget: float = _flag_field(
+        "Fraction of the activations that a compiled layer keeps for the backward pass, from 0 to"
+        " 1. The compiler recomputes the others, the cheapest first. 1 keeps all that is faster to"
+        " keep.",
+        1.0,
+    )
 
     ds_config: str | dict = "zero2.json"  # memory strategy; on the command line --deepspeed_config
     engine: str = _flag_field(
@@ -528,6 +534,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
         *_check_counts(values),
         *_check_grace(recipe.grace),
         *_check_ranges(values),
+        *check_budget(recipe.activation_budget, recipe.recompute, recipe.compile),
         *_check_steps(values),
         *check_rates(
             recipe.schedule,
@@ -615,6 +622,24 @@ def _check_ranges(values: Mapping[str, Any]) -> list[Problem]:
         fix = f"use a fraction, for example --mask_rate {Recipe.mask_rate}"
         problems.append(Problem(f"mask_rate = {mask_rate}", "must be between 0 and 1", fix))
     return problems
+
+
+def check_budget(budget: float, recompute: int, compile: str) -> list[Problem]:
+    """Return a problem for an activation budget that is out of range or has no effect."""
+    where = f"activation_budget = {budget}"
+    if not 0 <= budget <= 1:
+        fix = "use a fraction, for example --activation_budget 0.5"
+        return [Problem(where, "must be at least 0 and at most 1", fix)]
+    found = []
+    if budget < 1 and recompute:
+        rule = "cannot be combined, because a recomputed layer keeps only its input"
+        fix = "add --recompute_every 0, or leave --activation_budget out"
+        found.append(Problem(f"{where} with recompute_every = {recompute}", rule, fix))
+    if budget < 1 and compile == "off":
+        rule = "requires compiled layers, because the compiler selects the activations to keep"
+        fix = "use --compile on, or --recompute_every N instead of the budget"
+        found.append(Problem(f"{where} with compile = off", rule, fix))
+    return found
 
 
 def _check_steps(values: Mapping[str, Any]) -> list[Problem]:
