@@ -98,7 +98,7 @@ def audits_with_flips(recipe: Recipe, argv: list[str], what: str, flips: int) ->
 def test_every_flipped_bit_is_found_at_the_next_audit(
     pools: Any, tmp_path: Path, world: int, json: str, what: str, request: Any
 ) -> None:
-    flips = 100 if request.node.get_closest_marker("slow") else 20
+    flips = 100 if request.node.get_closest_marker("slow") else 8
     recipe = replace(AUDITED, steps=5, eval_every=2, ds_config=json, out=str(tmp_path / "run"))
     results = pools.run(
         world, audits_with_flips, recipe=recipe, argv=[], what=what, flips=flips, timeout=300
@@ -170,24 +170,14 @@ CLEAN = {
     "zero1 pp2 dp2": (4, {"ds_config": "zero1.json"}, ["--pp", "2"]),
     "zero1 tp2 dp2": (4, {"ds_config": "zero1.json"}, ["--tp", "2"]),
     "zero2 sp2 dp2": (4, {"ds_config": "zero2.json"}, ["--sp", "2"]),
-    "ddp bf16 dp2": (2, {"engine": "ddp", "precision": "bf16", "ds_config": None}, []),
-    "fsdp2 bf16 dp2": (2, {"engine": "fsdp2", "precision": "bf16", "ds_config": None}, []),
+    "ddp bf16 dp2": (2, {"engine": "ddp", "precision": "bf16"}, []),
+    "fsdp2 bf16 dp2": (2, {"engine": "fsdp2", "precision": "bf16"}, []),
     "zero0 one rank": (1, {"ds_config": "zero0.json"}, []),
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "zero1 pp2 dp2",
-        "fsdp2 bf16 dp2",
-        *(
-            pytest.param(case, marks=slow)
-            for case in CLEAN
-            if case[:7] not in ("zero1 p", "fsdp2 b")
-        ),
-    ],
-)
+@slow
+@pytest.mark.parametrize("case", CLEAN)
 def test_audits_find_nothing_in_a_clean_run_and_change_nothing(
     pools: Any, tmp_path: Path, case: str
 ) -> None:

@@ -188,11 +188,13 @@ def states_of_rank(engine: Engine) -> list[torch.Tensor]:
     States on NVMe are not in memory and therefore not part of the result.
     """
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    masters = [p for group in inner.param_groups for p in group["params"]]
+    # Between two steps, the groups of ZeRO-3 are empty, and only the states have the masters.
+    masters = dict.fromkeys([p for group in inner.param_groups for p in group["params"]])
+    masters |= dict.fromkeys(key for key in inner.state if isinstance(key, torch.Tensor))
     states = [
         value
-        for parameter in masters
-        for value in inner.state.get(parameter, {}).values()
+        for master in masters
+        for value in inner.state.get(master, {}).values()
         if isinstance(value, torch.Tensor)
     ]
     return [local_part(tensor) for tensor in (*masters, *states)]
