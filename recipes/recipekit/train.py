@@ -34,6 +34,8 @@ from .runtime.rank_consistency import (
     check_same_tokens,
     shared_problems,
 )
+from .runtime.rank_consistency import check_same_tokens, shared_problems
+from .runtime.rewind import Rewind, rewind, rewind_or_stop
 from .runtime.step_metrics import StepCounters, StepMetrics, StepTotals, start_all_reduce
 from .spec.engine import Engine
 from .spec.errors import ConfigError, Say
@@ -44,6 +46,7 @@ from .spec.task import MicroBatch, Task
 from .tasks.find import load_task, with_hyperparameters
 from .track.tracking import WANDB_ARTIFACT, NoTracker
 from .watch.alerts import Alert
+from .watch.monitor import REWIND
 
 # Number of steps between two checks that a data-parallel rank's peers received the same tokens.
 CHECK_TOKENS_EVERY = 10
@@ -330,13 +333,17 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
     closed = contextlib.closing
     with (
         ready.stopper,
-        closed(ready.stream),
+        contextlib.ExitStack() as streams,
         closed(ready.saver),
         closed(ready.tracker),
         closed(ready.watch),
         peers or contextlib.nullcontext(),
     ):
+        streams.callback(lambda: ready.stream.close())  # a rewind opens another stream
         ended = train_and_export(loaded, ready)
+        while isinstance(ended, Rewind):
+            ready = rewind(loaded, ready, ended)
+            ended = train_and_export(loaded, ready)
         if ready.plan.recipe.wandb_artifact:
             ready.stopper.boundary(next_within=WANDB_ARTIFACT)
         ending.close_run(ready.plan, ready.tracker, ended)
@@ -379,8 +386,8 @@ def finish_without_steps(loaded: TrainingModel, say: Say) -> None:
             )
 
 
-def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending:
-    """Take all steps and export the model. Return how the run ended."""
+def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending | Rewind:
+    """Take all steps and export the model. Return how the run ended, or where it goes back to."""
     plan = run.plan
     try:
         early = loop(run)
@@ -397,10 +404,11 @@ def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending:
     return early or ending.finished(plan, run.state["step"])
 
 
-def loop(run: TrainingRun) -> Ending | None:
+def loop(run: TrainingRun) -> Ending | Rewind | None:
     """Train from `run.state["step"]` to the last step, with evaluations and saves.
 
-    If the run ended early, return how it ended; otherwise return None.
+    If the run ended early, return how it ended. If it goes back to a checkpoint, return which.
+    Otherwise return None.
     """
     plan, engine = run.plan, run.engine
     recipe, mesh = plan.recipe, plan.mesh
@@ -501,8 +509,8 @@ def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -
 
 def end_if_faulty(
     run: TrainingRun, step: int, result: StepResult, times: StepTimes
-) -> Ending | None:
-    """End the run if a step's loss or gradient is not finite, or if --on_spike says so.
+) -> Ending | Rewind | None:
+    """End the run if a step's loss or gradient is not finite, or do what --on_spike says.
 
     All ranks come to the same result. If the run continues, return None.
     """
@@ -594,8 +602,10 @@ def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
     )
 
 
-def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending:
-    """End a run because of an alert, without saving the step, after the current save."""
+def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending | Rewind:
+    """End or rewind a run because of an alert, without saving the step, after the current save."""
+    if alert.answer == REWIND:
+        return rewind_or_stop(run, alert)
     run.saver.wait()
     return ending.stopped_by_alert(run.plan, alert.step, alert.text, run.saver.attempts.saved)
 
