@@ -34,7 +34,6 @@ from .runtime.rank_consistency import (
     check_same_tokens,
     shared_problems,
 )
-from .runtime.rank_consistency import check_same_tokens, shared_problems
 from .runtime.rewind import Rewind, rewind, rewind_or_stop
 from .runtime.step_metrics import StepCounters, StepMetrics, StepTotals, start_all_reduce
 from .spec.engine import Engine
