@@ -54,7 +54,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job has ended here.
+    """The end of a job on this machine.
 
     `reason` is the signal that requested a stop. `checkpoint` is the newest checkpoint. It is ""
     before the first checkpoint, and None for a script that writes no checkpoints. `left_out` are

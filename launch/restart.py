@@ -39,6 +39,7 @@ class Progress:
         self.note, self.since = first_start(self.logs)
         self.out = Path(os.fsdecode(self.note.read_bytes()) or guess)
         self.began_at = run_folder.last_step(self.out)  # a step
+        self.named = NamedHosts()
 
     def learn(self, out: Path) -> None:
         """Record the run folder that rank 0 has reported."""
@@ -80,17 +81,11 @@ def _run(
 ) -> int:
     progress, began = Progress(job, say), time.monotonic()
     failures: list[int] = []  # the step of each failed start
-    named = NamedHosts()
-    starts, goes_on = 0, False
+    starts = 0
     while True:
         starts += 1
-        words = run_folder.next_words(job.words, progress.out, progress.since)
-        if words != job.words and not goes_on:
-            say("this start continues the run: --resume auto")
-            job, goes_on = replace(job, words=words), True
-
+        job = _continued(job, progress)
         outcome = _one_start(job, starts, progress, asked, wait_hosts)
-        named.count(job, run_folder.alerts(progress.out, progress.since))
         if outcome.text and outcome.kind != "done":
             say(outcome.text)
         if outcome.kind in ("done", "refused", "away"):
@@ -109,7 +104,7 @@ def _run(
                 say(f"not started again: --max_restarts {max_restarts} are used up")
             break
 
-        job, pause = with_spares(job, named, say), pause_after(failures)
+        job, pause = with_spares(job, progress.named, say), pause_after(failures)
         say(f"restart {starts} of {max_restarts} in {pause:g} s, from {origin(progress.out)}")
         if stop := asked_to_stop(asked, pause):
             outcome = stop
@@ -119,8 +114,18 @@ def _run(
     if starts > 1:
         say(progress.goodput(time.monotonic() - began, starts))
     checkpoint = newest_of_recipe(job.words, progress.out)
-    end = JobEnd(outcome.code, outcome.reason, checkpoint, named.to_leave_out(job))
+    end = JobEnd(outcome.code, outcome.reason, checkpoint, progress.named.to_leave_out(job))
     return hand_back(end, progress.logs, say)
+
+
+def _continued(job: Job, progress: Progress) -> Job:
+    """Return the job for the next start, which continues the run if this job has saved anything."""
+    if job.words[-2:] == run_folder.CONTINUES:
+        return job
+    words = run_folder.next_words(job.words, progress.out, progress.since)
+    if words != job.words:
+        progress.say("this start continues the run: --resume auto")
+    return replace(job, words=words)
 
 
 def newest_of_recipe(words: tuple[str, ...], out: Path) -> str | None:
@@ -146,6 +151,7 @@ def _one_start(
         return Start(job, logs, progress.say, asked, progress.learn, patience).run()
 
     outcome = begin(HELLO) if number == 1 else after_wait(begin, wait_hosts, progress.say, asked)
+    progress.named.count(job, run_folder.alerts(progress.out, progress.since))
     return judged(outcome, progress.out, progress.since)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 # These values are the same as in recipekit/spec/paths.py.
 JOB_IDS = ("LAUNCH_JOB_ID", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID")
 ADDRESS = r".*://|[^/]*:/|[^/@\s]+@[^/:@\s]+:"
+CONTINUES = ("--resume", "auto")  # words that continue a run
 # Errors that a missing file raises. NotADirectoryError occurs if `runs` is a file.
 NONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -156,7 +157,7 @@ def next_words(words: tuple[str, ...], out: Path, since: float) -> tuple[str, ..
         else 0.0
     )
     if saved >= since or (began_anew and written(out) >= since):
-        return (*words, "--resume", "auto")
+        return (*words, *CONTINUES)
     return words
 
 

@@ -1,4 +1,4 @@
-"""Hosts that alerts of a run have named, and the spare hosts that take their place."""
+"""Hosts that alerts of a run have named, and the spare hosts that replace them."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ KINDS = ("corrupt", "device", "hang")  # kinds of alerts whose cause is a host
 
 @dataclass
 class NamedHosts:
-    """How many alerts have named each host of a job."""
+    """Counts the alerts that have named each host of a job."""
 
     times: Counter[str] = field(default_factory=Counter)
     _counted: int = 0  # alerts
@@ -46,7 +46,7 @@ def host_of(job: Job, alert: Mapping[str, Any]) -> str:
 
 
 def with_spares(job: Job, named: NamedHosts, say: Callable[[str], None]) -> Job:
-    """Return the job with a spare host in place of each host that alerts have named.
+    """Replace each host that alerts have named by a spare host, and return the changed job.
 
     A host without a spare stays.
     """
@@ -64,7 +64,7 @@ def with_spares(job: Job, named: NamedHosts, say: Callable[[str], None]) -> Job:
         elif spare is None:
             say(f"{why}: it stays, because the hostfile has no spare host with {slots} slots")
         else:
-            say(f"{why}: {spare.name} takes its place")
+            say(f"{why}: {spare.name} replaces it")
             spares.remove(spare)
             hosts[index] = replace(spare, slots=slots)
     return replace(job, hosts=tuple(hosts), spares=tuple(spares))

@@ -24,6 +24,7 @@ from .data.request import request_from_recipe
 from .data.revisions import check_offline, check_revisions, say_unused
 from .dslint import baseline, check, divisibility, json_file, outputs, resolve, shapes, swap
 from .dslint.numbers import is_block_enabled, read_degrees, read_literals
+from .dslint.rewinding import check_rewinding
 from .kernels.deterministic import check_environment
 from .spec.accelerate import check_accelerate, check_launcher
 from .spec.command import RunCommand
@@ -282,6 +283,8 @@ def _merge_json(draft: Draft) -> None:
             )
     draft.recipe = dataclasses.replace(recipe, **written)
     draft.json_fields = frozenset(written)
+    merged = draft.recipe
+    draft.problems += check_rewinding(merged.on_spike, merged.task, merged.ep, config)
 
 
 SHIP_CONFIG_FIX = "put the file in recipes/recipekit/architectures/ORG--NAME.json"

@@ -34,6 +34,7 @@ from .runtime.rank_consistency import (
     check_same_tokens,
     shared_problems,
 )
+from .runtime.rewind import Rewind, rewind, rewind_or_stop
 from .runtime.step_metrics import StepCounters, StepMetrics, StepTotals, start_all_reduce
 from .spec.engine import Engine
 from .spec.errors import ConfigError, Say
@@ -44,6 +45,7 @@ from .spec.task import MicroBatch, Task
 from .tasks.find import load_task, with_hyperparameters
 from .track.tracking import WANDB_ARTIFACT, NoTracker
 from .watch.alerts import ERROR, RESTART, Alert
+from .watch.monitor import REWIND
 
 # Number of steps between two checks that a data-parallel rank's peers received the same tokens.
 CHECK_TOKENS_EVERY = 10
@@ -330,13 +332,17 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
     closed = contextlib.closing
     with (
         ready.stopper,
-        closed(ready.stream),
+        contextlib.ExitStack() as streams,
         closed(ready.saver),
         closed(ready.tracker),
         closed(ready.watch),
         peers or contextlib.nullcontext(),
     ):
+        streams.callback(lambda: ready.stream.close())  # a rewind opens another stream
         ended = train_and_export(loaded, ready)
+        while isinstance(ended, Rewind):
+            ready = rewind(loaded, ready, ended)
+            ended = train_and_export(loaded, ready)
         if ready.plan.recipe.wandb_artifact:
             ready.stopper.boundary(next_within=WANDB_ARTIFACT)
         ending.close_run(ready.plan, ready.tracker, ended)
@@ -379,8 +385,8 @@ def finish_without_steps(loaded: TrainingModel, say: Say) -> None:
             )
 
 
-def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending:
-    """Take all steps and export the model. Return how the run ended."""
+def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending | Rewind:
+    """Take all steps and export the model. Return how the run ended, or where it goes back to."""
     plan = run.plan
     try:
         early = loop(run)
@@ -397,13 +403,13 @@ def train_and_export(loaded: TrainingModel, run: TrainingRun) -> Ending:
     return early or ending.finished(plan, run.state["step"])
 
 
-def loop(run: TrainingRun) -> Ending | None:
+def loop(run: TrainingRun) -> Ending | Rewind | None:
     """Train from `run.state["step"]` to the last step, with evaluations and saves.
 
-    If the run ended early, return how it ended; otherwise return None.
+    If the run ended early, return how it ended. If it goes back to a checkpoint, return which.
+    Otherwise return None.
     """
-    plan, engine = run.plan, run.engine
-    recipe, mesh = plan.recipe, plan.mesh
+    plan, engine, mesh = run.plan, run.engine, run.plan.mesh
     first, last = run.state["step"] + 1, plan.last_step
     seen = 0  # a hash of all tokens that this rank has received
 
@@ -412,7 +418,7 @@ def loop(run: TrainingRun) -> Ending | None:
         data = read_step_data(run, step)
         seen = roll_batch_hash(seen, data.batches)
         batches = local_batches(plan, data.batches)
-        lr = lr_at(recipe, step) if "scheduler" not in plan.ds_config else None
+        lr = step_lr(plan, step)
         counters = step_counters(run, batches, data)
 
         if corrupt := end_if_corrupt(run, step, batches):
@@ -426,7 +432,6 @@ def loop(run: TrainingRun) -> Ending | None:
             return faulty
 
         count_step(run, step, result)
-        run.audit.end_of_step(step)
         metrics = metrics_of(run, step, result, data.state, times, lr)
         evaluate_and_log(run, step, metrics)
         timeline.report_bubble(engine, spans, plan.command.name, step, plan.out, run.tracker.say)
@@ -435,7 +440,6 @@ def loop(run: TrainingRun) -> Ending | None:
         if step % CHECK_TOKENS_EVERY == 0 or step == last:
             check_same_tokens(mesh, seen, step, engine.device)
         save_if_due(run, step, result, data.state)
-        run.watch.storage.look(step, run.saver.attempts.saved)
 
         # After the last step, a stop could only interrupt the export, which the next start would
         # then have to repeat.
@@ -490,6 +494,11 @@ def read_step_data(run: TrainingRun, step: int) -> StepData:
     return StepData(batches, state, broken, time.perf_counter() - begun)
 
 
+def step_lr(plan: RunPlan, step: int) -> float | None:
+    """Return the learning rate of a step, or None if the JSON's scheduler sets it."""
+    return None if "scheduler" in plan.ds_config else lr_at(plan.recipe, step)
+
+
 def local_batches(plan: RunPlan, batches: list[MicroBatch]) -> list[MicroBatch]:
     """Return this rank's parts of the micro-batches under sequence parallelism."""
     sp_rank = plan.mesh.coords(plan.command.rank)["sp"]
@@ -505,8 +514,8 @@ def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -
 
 def end_if_faulty(
     run: TrainingRun, step: int, result: StepResult, times: StepTimes
-) -> Ending | None:
-    """End the run if a step's loss or gradient is not finite, or if --on_spike says so.
+) -> Ending | Rewind | None:
+    """End the run if a step's loss or gradient is not finite, or do what --on_spike says.
 
     All ranks come to the same result. If the run continues, return None.
     """
@@ -562,7 +571,8 @@ def is_finite(result: StepResult, precision: str) -> bool:
 
 
 def count_step(run: TrainingRun, step: int, result: StepResult) -> None:
-    """Count a finished step in the state that checkpoints store."""
+    """Count a finished step in the state that checkpoints store, and note it for an audit."""
+    run.audit.end_of_step(step)
     state = run.state
     state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
     state["watch"] = run.watch.monitor.to_state()
@@ -599,6 +609,7 @@ def save_if_due(run: TrainingRun, step: int, result: StepResult, data_state: Str
     at_end = bool(result["stop"]) or step == run.plan.last_step
     if at_end or regular or run.saver.attempts.due(step):
         save_step(run, data_state, regular, at_end)
+    run.watch.storage.look(step, run.saver.attempts.saved)
 
 
 def save_step(run: TrainingRun, data_state: StreamState, regular: bool, at_end: bool) -> None:
@@ -630,8 +641,10 @@ def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
     )
 
 
-def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending:
-    """End a run because of an alert, without saving the step, after the current save."""
+def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending | Rewind:
+    """End or rewind a run because of an alert, without saving the step, after the current save."""
+    if alert.answer == REWIND:
+        return rewind_or_stop(run, alert)
     run.saver.wait()
     return ending.stopped_by_alert(run.plan, alert.step, alert.text, run.saver.attempts.saved)
 

@@ -218,7 +218,7 @@ def test_epochs_of_a_mixture_are_what_its_stream_gave(tmp_path: Path, dataset: s
             ):
                 tokens[domain] += int((ids != TOKENIZER.pad_token_id).sum())
         stream.close()
-    found, is_exact = mixture_epochs(corpus.domains, list(outlines.values()), request.ramp, steps)
+    found, is_exact = mixture_epochs(corpus.domains, list(outlines.values()), request, steps)
     assert is_exact
     for number, (name, of) in enumerate(outlines.items()):
         assert state["domains"][name]["given"]["tokens"] == tokens[number]

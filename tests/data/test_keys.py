@@ -28,7 +28,7 @@ from recipekit.model.small import once_per_config
 from recipekit.runtime import reference_logprobs
 from recipekit.spec import run_folder
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.schedules import ramp_of
+from recipekit.spec.schedules import leave_out_of, ramp_of
 from recipekit.spec.task_specs import TASKS
 from recipekit.tasks.find import load_task
 from recipekit.tasks.image_classification import ImagePreprocessor
@@ -200,6 +200,7 @@ def covered(
         "template": None,
         "encoder": "tokens",
         "ramp": "",
+        "leave_out": "",
         "day": "2026-03-04",
     } | changes
     asked: list[tuple[str, int, int]] = []
@@ -225,7 +226,9 @@ def covered(
     )
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = given["template"]
-    recipe = SimpleNamespace(steps=steps, task="preference", batch_ramp=given["ramp"])
+    recipe = SimpleNamespace(
+        steps=steps, task="preference", batch_ramp=given["ramp"], leave_out=given["leave_out"]
+    )
     loaded: Any = SimpleNamespace(
         plan=SimpleNamespace(recipe=recipe, command=SimpleNamespace(rank=1), day=given["day"]),
         task=None,
@@ -288,7 +291,7 @@ def asked_in_steps(
     )
     loaded: Any = SimpleNamespace(
         plan=SimpleNamespace(
-            recipe=SimpleNamespace(steps=steps + 3, task="preference", batch_ramp=""),
+            recipe=SimpleNamespace(steps=steps + 3, task="preference", batch_ramp="", leave_out=""),
             command=SimpleNamespace(rank=0),
             day="2026-03-04",
         ),
@@ -326,8 +329,8 @@ def test_every_step_is_asked_whatever_the_steps_between_two_exchanges(
 def test_steps_count_as_asked_for_the_same_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps count as computed only for the same rows.
 
-    The key contains the stream's identity, the tokenizer's output, its template and the ramp. The
-    range begins at the step from which the stream continues.
+    The key contains the stream's identity, the tokenizer's output, its template, the ramp and the
+    batches left out. The range begins at the step from which the stream continues.
     """
     first = covered(monkeypatch)
     assert first[1:] == (0, 10) and covered(monkeypatch) == first
@@ -339,8 +342,9 @@ def test_steps_count_as_asked_for_the_same_rows_only(monkeypatch: pytest.MonkeyP
         {"template": "{{ messages }}"},
         {"encoder": "other tokens"},
         {"ramp": "11:16"},
+        {"leave_out": "11:2"},
     ]
-    assert len({first[0], *(covered(monkeypatch, **other)[0] for other in others)}) == 5
+    assert len({first[0], *(covered(monkeypatch, **other)[0] for other in others)}) == 6
 
 
 def test_references_of_another_day_count_only_if_the_template_writes_no_date(
@@ -379,6 +383,7 @@ OF_A_RUN = {  # field -> another value
     "seq_len": 96,
     "global_batch": 48,
     "batch_ramp": "3:96",
+    "leave_out": "3:5",
     "steps": 77,
     "lr": 0.5,
     "min_lr": 0.25,
@@ -550,16 +555,20 @@ def test_a_stream_is_another_one_by_each_number_that_its_rows_depend_on(
     assert json.loads(json.dumps(first)) == first
 
 
-def test_a_ramp_is_part_of_a_stream_from_the_step_on_that_changes_it() -> None:
+def test_ramps_and_batches_left_out_are_part_of_a_stream_from_their_step_on() -> None:
     from recipekit.data.stream_state import identity_at_step
 
-    ramp = ramp_of(8, "11:16,31:40")
-    assert [identity_at_step({"a": 1}, ramp, step) == {"a": 1} for step in (0, 10, 11)] == [
+    changes = ramp_of(8, "11:16,31:40"), leave_out_of("")
+    assert [identity_at_step({"a": 1}, *changes, step) == {"a": 1} for step in (0, 10, 11)] == [
         True,
         True,
         False,
     ]
-    assert identity_at_step({"a": 1}, ramp, 30) != identity_at_step({"a": 1}, ramp, 31)
+    assert identity_at_step({"a": 1}, *changes, 30) != identity_at_step({"a": 1}, *changes, 31)
+    left_out = ramp_of(8, ""), leave_out_of("11:2, 31:4, 31:5")
+    assert identity_at_step({"a": 1}, *left_out, 10) == {"a": 1}
+    assert identity_at_step({"a": 1}, *left_out, 11) == {"a": 1, "leave_out": [[11, 2]]}
+    assert identity_at_step({}, *left_out, 31) == {"leave_out": [[11, 2], [31, 4], [31, 5]]}
 
 
 # Random numbers

@@ -20,6 +20,7 @@ from recipekit.data import blocks, chunks, held_out, samples
 from recipekit.data.batching import DataRank
 from recipekit.data.content import is_held_out
 from recipekit.data.held_out import eval_samples
+from recipekit.data.prefetch import PREFETCH
 from recipekit.data.request import Request
 from recipekit.data.samples import open_rows, open_samples
 from recipekit.data.stream_state import StreamMismatch, naming_changes
@@ -45,6 +46,33 @@ def trained_on(pixels: tuple[np.ndarray, np.ndarray], held_out: bool = False) ->
         if is_held_out({"image": png(image)}) == held_out
     ]
     return Counter((min(image.tobytes(), image[:, ::-1].tobytes()), label) for image, label in rows)
+
+
+def test_images_left_out_are_not_decoded() -> None:
+    decoded = list[int]()
+
+    def collate(size: int, rows: list[dict | None], keys: list[int] | None) -> MicroBatch:
+        decoded.append(len(rows))
+        return PICTURES.collate(size, rows, keys)
+
+    counted = dataclasses.replace(PICTURES, collate=collate)
+    plain = request_for("builtin")
+    whole, state = take(plain, 9, processor=4)
+    left = dataclasses.replace(plain, leave_out="2:5")
+    for dp in (1, 2):
+        decoded.clear()
+        found, states = take(left, 4, dp, samples=counted, processor=4)
+        assert equal(found, [whole[0], *whole[6:]])
+        assert states["domains"] == state["domains"] and states["step"] == 4
+    _, middle = take(left, 1, 2, processor=4)
+    assert equal(take(left, 3, 1, middle, processor=4)[0], whole[6:])
+    with contextlib.closing(
+        open_samples(dataclasses.replace(plain, leave_out="1:30"), 4, counted, rank=DataRank(1, 0))
+    ) as stream:
+        decoded.clear()
+        stream.error_ahead()
+        # The first step of this stream, and at most the steps that are prepared ahead.
+        assert sum(decoded) <= 12 * (2 + PREFETCH)
 
 
 def test_a_ramp_takes_the_samples_of_the_stream_in_their_order() -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from recipekit.data import blocks, chunks, stream
+from recipekit.data import batching, blocks, chunks, stream
 from recipekit.data.batching import DataRank
 from recipekit.data.encode import ChatCounts
 from recipekit.data.request import Request
@@ -376,6 +377,84 @@ def test_what_of_a_ramp_has_come_is_part_of_the_stream(corpora):
             rank=DataRank(1, 0),
             state=without[1],
         )
+
+
+LEFT_OUT = [
+    ({"leave_out": "3:4"}, [12] * 6, 4),
+    ({"leave_out": "3:1, 3:3"}, [12] * 6, 4),
+    # The batches of steps 3, 4 and 5 are passed over.
+    ({"leave_out": "3:3", "batch_ramp": "4:24, 6:36"}, [12, 12, 12, 24, 24, 36], 3),
+]
+
+
+@pytest.mark.parametrize(("fields", "sizes", "left"), LEFT_OUT)
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [("lines", "pretrain"), ("tokens", "pretrain"), ("chats", "sft"), ("mixture", "pretrain")],
+)
+def test_batches_left_out_are_those_of_the_next_steps(corpora, kind, task, fields, sizes, left):
+    """The stream passes over what steps 3, 4, ... of the plain stream take.
+
+    A resume after any step, on a different number of ranks, continues with the next row.
+    """
+    request = of_kind(corpora, kind, task, micro_batch=3, **fields)
+    plain = dataclasses.replace(request, leave_out="")
+    whole, states = take_steps(plain, [request.ramp.rows(step) for step in range(1, left + 3)])
+    begun = {**states[-1], "step": 2, "identity": states[1]["identity"]}
+    expected, ends = take_steps(plain, sizes[2:], state=begun)
+    expected = [*whole[:2], *expected]
+    for dp, after in ((1, 1), (2, 2), (4, 3)):
+        found, own = take_steps(request, sizes, dp)
+        for number, rows in enumerate(found):
+            np.testing.assert_array_equal(rows, expected[number])
+        assert own[-1]["domains"] == ends[-1]["domains"] and own[-1]["step"] == 6
+        again, _ = take_steps(request, sizes[after:], 3 - min(dp, 2), own[after - 1])
+        for rows, same in zip(again, expected[after:], strict=True):
+            np.testing.assert_array_equal(rows, same)
+
+
+def test_batches_left_out_have_the_weights_of_their_steps(corpora):
+    """A weight that changes while batches are passed over changes back for the step itself."""
+    mixture = corpora["mixture"].replace("@50", "@50|5:9", 1)
+    assert "|5:9" in mixture
+    request = of_kind({"mixture": mixture}, "mixture", "pretrain", leave_out="3:4", micro_batch=3)
+    plain = dataclasses.replace(request, leave_out="")
+    _, states = take_steps(plain, [12] * 6)
+    expected, _ = take_steps(plain, [12] * 4, state={**states[-1], "step": 2})
+    found, _ = take_steps(request, [12] * 6)
+    np.testing.assert_array_equal(np.stack(found[2:]), np.stack(expected))
+
+
+def test_batches_left_out_are_part_of_the_stream_from_their_step_on(corpora):
+    plain = of_kind(corpora, "lines", "pretrain")
+    request = dataclasses.replace(plain, leave_out="3:4")
+    _, states = take_steps(request, [12] * 4)
+    _, without = take_steps(plain, [12] * 3)
+    assert states[1] == without[1]
+    assert states[2]["identity"] == states[1]["identity"] | {"leave_out": [[3, 4]]}
+    take_steps(dataclasses.replace(plain, leave_out="3:4, 5:2"), [12], state=states[3])
+    take_steps(dataclasses.replace(plain, leave_out="3:9"), [12], state=without[1])
+    for state, leave_out, rule in (
+        (states[3], "", r"leave_out = \[\]: the saved data stream has \[\[3, 4\]\]"),
+        (states[3], "3:5", r"leave_out = \[\[3, 5\]\]: the saved data stream has"),
+        (without[2], "3:4", r"leave_out = \[\[3, 4\]\]: the saved data stream has \[\]"),
+    ):
+        other = dataclasses.replace(plain, leave_out=leave_out)
+        with pytest.raises(StreamMismatch, match=rule):
+            open_stream(other, BYTES, rank=DataRank(1, 0), state=state)
+
+
+def test_passing_over_batches_is_reported_and_ends_with_the_stream(corpora, monkeypatch):
+    monkeypatch.setattr(batching, "SAY_PASSED_EVERY", 0.0)
+    request = of_kind(corpora, "lines", "pretrain", leave_out="1:1000000")
+    said: list[str] = []
+    own = open_stream(request, BYTES, rank=DataRank(1, 0), say=said.append)
+    while not said:
+        time.sleep(0.01)
+    own.close()
+    assert said[0] == (
+        "data: 1 of 1,000,000 global batches passed over, which are left out before step 1"
+    )
 
 
 def test_a_ramp_that_does_not_divide_is_refused_by_the_stream(corpora):

@@ -311,7 +311,7 @@ def test_a_spare_takes_the_place_of_a_host_that_alerts_name_twice(
         "--max_restarts", "4", "--nodes", "1", "--env", *recipe, "named.py", *flags, **recipe
     )
     assert job.wait(240) == 0, job.output[-8000:]
-    assert "2 alerts have named worker-1: worker-2 takes its place" in job.output, job.output
+    assert "2 alerts have named worker-1: worker-2 replaces it" in job.output, job.output
     assert job.output.count("launch: restart ") == 2
 
     there = [*LAUNCH, "--gpus", "2", str(NANO), *FLAGS[:-1], "plain", *flags[len(FLAGS) :]]

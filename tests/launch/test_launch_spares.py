@@ -60,7 +60,7 @@ def test_a_host_is_replaced_after_the_second_alert_about_it():
     assert once == JOB and said == []
     twice, said = after(JOB, alert(rank=0), alert("corrupt", rank=1))
     assert twice.hosts == (Host("c", 2), Host("b", 4)) and twice.spares == (Host("small", 1),)
-    assert said == ["2 alerts have named a: c takes its place"]
+    assert said == ["2 alerts have named a: c replaces it"]
 
 
 def test_alerts_are_counted_once_over_several_starts():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipekit.runtime.audit import digest
+from recipekit.runtime.audit import bit_sum
 from recipekit.spec.errors import START_AGAIN
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.run_folder import read_metrics
@@ -23,21 +23,21 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_digest_changes_with_any_bit(dtype: torch.dtype) -> None:
     tensors = [torch.arange(size).to(dtype) for size in (1, 3, 8, 37)]
-    before = digest(tensors)
+    before = bit_sum(tensors)
     for tensor in tensors:
         data = tensor.view(torch.uint8)
         for index in range(len(data)):
             for bit in range(8):
                 data[index] ^= 1 << bit
-                assert digest(tensors) != before
+                assert bit_sum(tensors) != before
                 data[index] ^= 1 << bit
-    assert digest(tensors) == before
-    assert digest(tensors[::-1]) != before
-    assert digest([tensors[3][1:]]) == digest([tensors[3][1:].clone()])
+    assert bit_sum(tensors) == before
+    assert bit_sum(tensors[::-1]) != before
+    assert bit_sum([tensors[3][1:]]) == bit_sum([tensors[3][1:].clone()])
 
 
 def flip(tensor: torch.Tensor, source: random.Random) -> tuple[torch.Tensor, int, int]:
-    """Flip one bit of a tensor in place, and return what is needed to flip it back."""
+    """Flip one bit of a tensor in place. Return its bytes, the index of the byte, and the bit."""
     data = tensor.detach().view(-1).view(torch.uint8)
     index, bit = source.randrange(len(data)), 1 << source.randrange(8)
     data[index] ^= bit
@@ -47,7 +47,7 @@ def flip(tensor: torch.Tensor, source: random.Random) -> tuple[torch.Tensor, int
 def audits_with_flips(recipe: Recipe, argv: list[str], what: str, flips: int) -> list[Any]:
     """Train on a rank of a pool, and audit `flips` times with a bit flipped on the last rank.
 
-    The bit belongs to the weights or to the states (`what`). Return what each audit has found.
+    The bit belongs to the weights or to the states (`what`). Return the findings of each audit.
     """
     from recipekit import train as loop
     from recipekit.runtime.audit import replicated_weights, states_of_rank

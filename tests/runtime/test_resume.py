@@ -387,6 +387,20 @@ def test_a_changed_ramp_is_refused_unless_a_path_accepts_it(
     assert spaced[0] == spaced[1] and spaced[0]["batch_ramp"] == "3:8, 5:16"
 
 
+def test_batches_are_left_out_from_a_step_after_the_checkpoint(
+    go: Callable[..., str], half: Path, tmp_path: Path
+) -> None:
+    """The checkpoint is of step 4, so a run may leave out batches from step 5 on."""
+    go(tmp_path / "whole", "--leave_out", "5:2")
+    go(tmp_path / "run", "--leave_out", "5:2", "--resume", half)
+    whole = reproducible_values(metrics(tmp_path / "whole"))
+    assert reproducible_values(metrics(tmp_path / "run")) == whole[4:]
+    said = go(tmp_path / "other", "--leave_out", "4:2", "--resume", half, refused=True)
+    assert said.startswith("leave_out = [[4, 2]]: the saved data stream has []")
+    said = go(half, "--leave_out", "5:2", refused=True)
+    assert said.startswith(f"leave_out = 5:2: the run in {half} has nothing")
+
+
 def test_a_trial_is_told_from_the_run_itself(
     half: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -425,6 +425,7 @@ def test_numbers_of_the_schedule_are_checked_once_the_steps_are_known(tmp_path: 
         ),
         (["--stop_at", "14"], "stop_at = 14: is after the last step, 13"),
         (["--batch_ramp", "40:8"], "step 40 is after the last step, 13"),
+        (["--leave_out", "40:8"], "step 40 is after the last step, 13"),
     ):
         with pytest.raises(ConfigError, match=rule):
             planned([*flags, *typed])

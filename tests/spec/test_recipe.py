@@ -131,6 +131,40 @@ def test_a_ramp_that_is_none_is_refused(table, said):
     ).ramp.table == ((1, 8),)
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("41", ["is not a valid table of steps and batches. Write"]),
+        ("41:25, 40:3", ["its steps must not descend, but it has 40 after 41. Write"]),
+        ("0:25", ["the first step of a run is step 1. Use step 1 or later"]),
+        ("41:0", ["before step 41, at least 1 batch must be left out"]),
+        (
+            "41:25, 1001:3",
+            ['step 1001 is after the last step, 1000. Use --leave_out "41:25", or a larger'],
+        ),
+    ],
+)
+def test_a_table_of_batches_left_out_is_checked(table, said):
+    problems = check_recipe(Recipe(model="x", leave_out=table))
+    assert [problem.where for problem in problems] == [f"leave_out = {table}"] * len(said)
+    assert all(part in str(problem) for part, problem in zip(said, problems, strict=True)), problems
+
+
+def test_the_batches_left_out():
+    recipe = Recipe(model="x", global_batch=4, batch_ramp="3:8", leave_out="2:2,2:1 , 5:1", steps=6)
+    assert check_recipe(recipe) == []
+    left_out = recipe.left_out
+    assert [left_out.before(step) for step in (1, 2, 5)] == [[], [2, 1], [1]]
+    assert left_out.entries(4) == [[2, 2], [2, 1]]
+    # 4 + 4 rows and, before step 2, 4 + 8 and 4 more
+    assert left_out.dealt_rows(recipe.ramp, 1) == 4
+    assert left_out.dealt_rows(recipe.ramp, 2) == 4 + 4 + 4 + 8 + 4
+    assert left_out.with_entries([[2, 7], [9, 9]]).table == ((2, 2), (2, 1), (2, 7), (5, 1), (9, 9))
+    shorter, lines = dataclasses.replace(recipe, steps=4).fit_to_steps(frozenset({"steps"}))
+    assert shorter.leave_out == "2:2, 2:1"
+    assert lines[-1] == "leave_out: 2:2,2:1 , 5:1 of the recipe cut off after 4 steps"
+
+
 def test_the_rows_of_a_ramp():
     recipe = Recipe(model="x", global_batch=4, batch_ramp="3:8,5:16", steps=6)
     assert check_recipe(recipe) == [] and [recipe.ramp.rows(step) for step in range(1, 8)] == [

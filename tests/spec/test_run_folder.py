@@ -18,8 +18,10 @@ from recipekit.spec.run_folder import (
     files_of_run,
     move_run_aside,
     read_metrics,
+    read_rewinds,
     read_run_json,
     run_identity,
+    write_rewinds,
 )
 
 import launch.run_folder as launch
@@ -381,3 +383,14 @@ def test_a_damaged_line_of_metrics_hides_no_other_line(
         == [line["step"] for line in launch.metrics(tmp_path)]
     )
     assert launch.last_step(tmp_path) == 3
+
+
+def test_the_rewinds_of_a_run_are_read_again(tmp_path: Path) -> None:
+    assert read_rewinds(tmp_path) is None
+    write_rewinds(tmp_path, [[41, 55], [41, 60]])
+    assert read_rewinds(tmp_path) == [[41, 55], [41, 60]]
+    (tmp_path / "rewinds.json").write_text("[[41")
+    assert read_rewinds(tmp_path) is None
+    write_rewinds(tmp_path, [])
+    assert not (tmp_path / "rewinds.json").exists()
+    write_rewinds(tmp_path, [])

@@ -107,6 +107,17 @@ def test_resume_cuts_what_lies_after_the_checkpoint(tmp_path: Path, tail: str) -
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_rewind_removes_later_lines_and_the_file_goes_on(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", pytest.fail)
+    for step in (1, 2, 3):
+        file.add(json.dumps({"step": step}))
+    file.go_back(1)
+    file.add(json.dumps({"step": 2, "again": True}))
+    file.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1}\n{"step": 2, "again": true}\n'
+
+
 def test_a_last_line_without_its_newline_is_completed(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
     truncate_metrics(tmp_path / "metrics.jsonl", 2)

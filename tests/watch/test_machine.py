@@ -44,7 +44,7 @@ def test_a_checkpoint_of_the_run_itself_is_not_taken_for_a_rate():
 
 
 def problem_of(readings: list[DiskReading | OSError]) -> str:
-    """Return what a watch of a run of 1,000 steps says after 100 steps of 100 s each."""
+    """Return the first problem that a watch reports in 100 of 1,000 steps of 100 s each."""
     now, last = [0.0], readings[-1]
 
     def read(step: int) -> DiskReading | None:

@@ -11,8 +11,9 @@ import pytest
 from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
 from recipekit.spec.run_folder import find_resume, read_metrics, run_identity
-from recipekit.watch.alerts import Alert
-from recipekit.watch.monitor import Monitor, NoMonitor
+from recipekit.watch.alerts import Alert, NoAlerts
+from recipekit.watch.monitor import Monitor, NoMonitor, Watch
+from recipekit.watch.throughput import Goodput
 from short_runs import BASE, train
 
 STEPS, SPIKE = 44, 40
@@ -97,6 +98,22 @@ def test_a_norm_alone_is_a_spike():
     assert monitor.look(41, 3.0, 50.0, 100.0) is None
     (alert,) = reported
     assert alert.text.startswith("grad_norm 50 at step 41 is the second in a row")
+
+
+def test_a_spike_that_rewinds_the_run_is_reported_by_the_rewind():
+    monitor, reported = reporting("rewind")
+    for step in range(1, 40):
+        monitor.look(step, 3.0, 1.0, 100.0)
+    windows = monitor.to_state()
+    assert monitor.look(40, 9.0, 1.0, 100.0) is None
+    alert = monitor.look(41, 9.0, 1.0, 100.0)
+    assert alert and (alert.answer, alert.level, reported) == ("rewind", "error", [])
+    watch = Watch(monitor, NoAlerts(), Goodput(0.0, 0.0))
+    watch.go_back(windows, [{"time": time.time() - 8, "step_s": 2.0}])
+    assert monitor.to_state() == windows
+    assert watch.goodput.add(0.0) == pytest.approx(0.2, abs=0.01)
+    watch.go_back(None, [])
+    assert monitor.losses.recent == [] and monitor.norms.logarithm
 
 
 def test_a_drop_in_throughput_and_a_divergence_are_reported():

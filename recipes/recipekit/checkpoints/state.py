@@ -23,6 +23,8 @@ class TrainState(TypedDict):
     eval_loss: NotRequired[float | None]
     # number of steps so far that changed no weight
     skipped: NotRequired[int]
+    # [step, batches] for each rewind: global batches that the stream leaves out before a step
+    left_out: NotRequired[list[list[int]]]
     # windows of the monitor (watch/monitor.py)
     watch: NotRequired[Mapping[str, Any]]
     # dtype of Hugging Face files made from this state: torch's name without "torch."

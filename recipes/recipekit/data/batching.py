@@ -4,20 +4,25 @@ Each data-parallel rank owns a range of adjacent slots.
 """
 
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from ..spec.errors import Say
 from ..spec.task import MicroBatch
 from .blocks import StreamPosition
 from .mixture import Domain, furthest_behind
 from .packing import fill_positions, fill_rows, fill_single_segment_rows
 from .request import Request
 from .stream_state import DeliveredCounts, DomainState, StreamState, identity_at_step
+
+SAY_PASSED_EVERY = 10.0  # seconds between two lines about batches that are passed over
 
 
 @dataclass(frozen=True)
@@ -151,7 +156,11 @@ class RowDealer:
     def deal(self, count: int) -> list["RowRun"]:
         """Deal the rows of the next global batch."""
         self.step += 1
-        weights = [domain.weight(self.step) for domain in self.domains]
+        return self.deal_at(self.step, count)
+
+    def deal_at(self, step: int, count: int) -> list["RowRun"]:
+        """Deal `count` rows with the weights of `step`, without counting a step."""
+        weights = [domain.weight(step) for domain in self.domains]
         if weights != self.weights:  # changed by the mixture's schedule or by a resume
             self.weights, self.tokens = weights, [0] * len(self.domains)
         runs: list[RowRun] = []
@@ -196,22 +205,53 @@ class RowRun(NamedTuple):
     size: int
 
 
+@dataclass(frozen=True)
+class Passing:
+    """Receiver of progress lines about batches that are passed over, and the stream's end."""
+
+    say: Say = lambda _: None
+    closed: threading.Event = field(default_factory=threading.Event)
+
+
+def pass_over(domains: RowDealer, request: Request, passing: Passing) -> None:
+    """Pass over the batches that the request leaves out before the next step.
+
+    Rows are dealt as for the steps that would have taken them. No micro-batch is made of them, so
+    images are not decoded, for example. If `passing` is closed, return early.
+    """
+    step, ramp = domains.step + 1, request.ramp
+    counts = request.left_out.before(step)
+    said = time.monotonic()
+    steps_ahead = (ahead for count in counts for ahead in range(count))
+    for done, ahead in enumerate(steps_ahead, 1):
+        if passing.closed.is_set():
+            return
+        domains.deal_at(step + ahead, ramp.rows(step + ahead))
+        if time.monotonic() > said + SAY_PASSED_EVERY:
+            said = time.monotonic()
+            passing.say(
+                f"data: {done:,} of {sum(counts):,} global batches passed over, which are left out"
+                f" before step {step}"
+            )
+
+
 def iter_steps(
     domains: RowDealer,
     build: Callable[[list[RowRun]], list[MicroBatch]],
     request: Request,
     identity: dict,
     rank: DataRank,
-    add: Callable[[MicroBatch], MicroBatch] = dict,
+    passing: Passing = Passing(),
 ) -> Iterator[tuple[list[MicroBatch], StreamState]]:
     """For each step, yield (micro-batches, state) for one data-parallel rank's slots.
 
     The request's batch ramp sets the number of rows in each step. `build` makes micro-batches from
-    row runs, whose slot numbers are relative to the rank's first slot. `add` adds derived tensors
-    to each micro-batch.
+    row runs, whose slot numbers are relative to the rank's first slot. Batches that the request
+    leaves out are passed over.
     """
-    pinned, ramp = torch.cuda.is_available(), request.ramp
+    pinned, ramp, left_out = torch.cuda.is_available(), request.ramp, request.left_out
     while True:
+        pass_over(domains, request, passing)
         mine, rows = [], ramp.rows(domains.step + 1)
         owned = rank_slots(rows, rank.dp, rank.dp_rank)
         for run in domains.deal(rows):
@@ -231,7 +271,6 @@ def iter_steps(
             of_rows = torch.tensor([run.domain for run in mine for _ in range(run.size)])
             for batch, part in zip(batches, of_rows.split(request.micro_batch), strict=True):
                 batch["domain"] = part
-        batches = [add(batch) for batch in batches]
         if pinned:
             batches = [
                 {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
@@ -239,7 +278,7 @@ def iter_steps(
         yield (
             batches,
             {
-                "identity": identity_at_step(identity, ramp, domains.step),
+                "identity": identity_at_step(identity, ramp, left_out, domains.step),
                 "step": domains.step,
                 "domains": domains.state(),
             },
@@ -247,9 +286,12 @@ def iter_steps(
 
 
 def packed_batch_builder(
-    micro_batch: int, seq_len: int
+    micro_batch: int, seq_len: int, add: Callable[[MicroBatch], MicroBatch] = dict
 ) -> Callable[[list[RowRun]], list[MicroBatch]]:
-    """Return a function that builds a step's micro-batches from this rank's packed rows."""
+    """Return a function that builds a step's micro-batches from this rank's packed rows.
+
+    `add` adds derived tensors to each micro-batch.
+    """
     # Allocating new memory costs more than filling it, so buffers of earlier steps are reused. They
     # are grouped by their number of dimensions.
     buffers: dict[int, deque[np.ndarray]] = {2: deque(), 3: deque()}
@@ -259,10 +301,11 @@ def packed_batch_builder(
         rows = sum(run.size for run in runs)
         if all(run.block.ids is None for run in runs):
             out = _reusable_buffer(buffers[2], (rows, seq_len + 1))
-            return _single_segment_batches(runs, out, whole)
-        return _multi_segment_batches(
-            runs, _reusable_buffer(buffers[3], (3, rows, seq_len)), micro_batch
-        )
+            batches = _single_segment_batches(runs, out, whole)
+        else:
+            out = _reusable_buffer(buffers[3], (3, rows, seq_len))
+            batches = _multi_segment_batches(runs, out, micro_batch)
+        return [add(batch) for batch in batches]
 
     return build
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..spec.errors import Say
 from ..spec.schedules import Ramp
-from .batching import RowDealer
+from .batching import Passing, RowDealer, pass_over
 from .blocks import DocumentRanges, StreamPosition, iter_blocks
 from .chunks import MAX_REPORTED_ROWS, Chunk, ChunkReader, SampleChunk
 from .encode import Encoder
@@ -255,9 +255,11 @@ def epochs_after_rows(corpus_lengths: CorpusLengths, rows: int) -> tuple[float, 
 
 
 def mixture_epochs(
-    domains: list[Domain], corpora_lengths: list[CorpusLengths], ramp: Ramp, steps: int
+    domains: list[Domain], corpora_lengths: list[CorpusLengths], request: Request, steps: int
 ) -> tuple[list[float], bool]:
     """Return (each corpus's number of complete epochs after `steps`, True if it is exact).
+
+    Batches that the `request` leaves out are included.
 
     An estimate extrapolates from the rows that can be dealt in one to two seconds.
     """
@@ -268,12 +270,13 @@ def mixture_epochs(
         row_tokens,
         initial_stream_state(domains, {}),
     )
-    rows = 0
+    rows, ramp = 0, request.ramp
     while dealt.step < steps and rows < EXACT_COUNT_LIMIT // 4:
-        rows += ramp.rows(dealt.step + 1)
+        pass_over(dealt, request, Passing())
         dealt.deal(ramp.rows(dealt.step + 1))
+        rows = request.left_out.dealt_rows(ramp, dealt.step)
     given = [found["tokens"] if found else 0 for found in dealt.delivered]
-    scale = ramp.total(steps) / rows
+    scale = request.left_out.dealt_rows(ramp, steps) / rows
     return [
         scale * tokens / of.first_epoch.tokens
         for tokens, of in zip(given, corpora_lengths, strict=True)

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..spec.recipe import Recipe
-from ..spec.schedules import Ramp, ramp_of
+from ..spec.schedules import LeaveOut, Ramp, leave_out_of, ramp_of
 from ..spec.task import Documents
 from ..spec.task_specs import TASKS
 
@@ -79,6 +79,7 @@ class Request:
     micro_batch: int = Recipe.micro_batch
     global_batch: int = Recipe.global_batch
     batch_ramp: str = Recipe.batch_ramp
+    leave_out: str = Recipe.leave_out
     eval_every: int = Recipe.eval_every
     eval_rows: int = Recipe.eval_rows
     seed: int = Recipe.seed
@@ -93,6 +94,11 @@ class Request:
     def ramp(self) -> Ramp:
         """The number of rows in each step."""
         return ramp_of(self.global_batch, self.batch_ramp)
+
+    @property
+    def left_out(self) -> LeaveOut:
+        """The global batches that the stream passes over."""
+        return leave_out_of(self.leave_out)
 
     @property
     def chats(self) -> bool:

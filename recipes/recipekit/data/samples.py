@@ -184,9 +184,8 @@ def read_samples(
     build = partial(
         _micro_batches, make_collator(request, processor, samples, say), request.micro_batch
     )
-    made = iter_steps(
-        RowDealer(corpus.domains, open_blocks, 1, state), build, request, corpus.identity, rank
-    )
+    dealer = RowDealer(corpus.domains, open_blocks, 1, state)
+    made = iter_steps(dealer, build, request, corpus.identity, rank, corpus.passing)
     return corpus.stream(made, state)
 
 

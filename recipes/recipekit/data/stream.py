@@ -22,7 +22,7 @@ from ..kernels.documents import with_document_starts, with_documents
 from ..spec.errors import ConfigError, Problem, Say
 from ..spec.schedules import Ramp
 from ..spec.task import Documents, MicroBatch, Samples
-from .batching import DataRank, RowDealer, iter_steps, packed_batch_builder
+from .batching import DataRank, Passing, RowDealer, iter_steps, packed_batch_builder
 from .blocks import StreamPosition, iter_blocks, pack_chunks
 from .chunks import ChunkReader, open_cache
 from .content import HeldOut
@@ -64,7 +64,8 @@ class Corpus:
     def check(self, state: StreamState | None) -> None:
         """Raise `StreamMismatch` if `state` belongs to a different stream."""
         if state is not None:
-            now = identity_at_step(self.identity, self.request.ramp, state["step"])
+            request, step = self.request, state["step"]
+            now = identity_at_step(self.identity, request.ramp, request.left_out, step)
             check_identity(self._with_current_hash(state["identity"]), now, self.files)
 
     def _with_current_hash(self, saved: dict) -> dict:
@@ -93,6 +94,11 @@ class Corpus:
         """Start the thread that prepares steps ahead."""
         self.patience.closed.clear()  # an earlier stream of this corpus may have been closed
         return Stream(made, state, prefetch, self.patience.closed, self.files)
+
+    @property
+    def passing(self) -> Passing:
+        """Receiver of progress lines, and the event that ends a passing over."""
+        return Passing(self.patience.say, self.patience.closed)
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
@@ -287,11 +293,11 @@ def read_documents(
     add = with_documents if documents else with_document_starts if request.bidirectional else dict
     made = iter_steps(
         domains,
-        packed_batch_builder(request.micro_batch, request.seq_len),
+        packed_batch_builder(request.micro_batch, request.seq_len, add),
         request,
         corpus.identity,
         rank,
-        add,
+        corpus.passing,
     )
     return corpus.stream(made, state, prefetch)
 

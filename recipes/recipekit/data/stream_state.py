@@ -7,7 +7,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from ..spec.errors import ConfigError, Problem
-from ..spec.schedules import Ramp
+from ..spec.schedules import LeaveOut, Ramp
 from ..spec.task import MicroBatch
 
 MAX_NAMED_FILES = 5  # maximum number of changed files listed in a config error
@@ -103,7 +103,8 @@ def check_identity(saved: dict, now: dict, files: DigestsByDomain) -> None:
 
     `files` contains the files of the stream whose identity is `now`.
     """
-    saved, now = {"batch_ramp": []} | saved, {"batch_ramp": []} | now
+    unset: dict[str, Any] = {"batch_ramp": [], "leave_out": []}
+    saved, now = unset | saved, unset | now
     fix = "use the value of the saved run, or start a new run with --out NEW"
     problems = [
         Problem(f"{key} = {now.get(key)}", f"the saved data stream has {was}", fix)
@@ -118,13 +119,16 @@ def check_identity(saved: dict, now: dict, files: DigestsByDomain) -> None:
         raise StreamMismatch(problems, files)
 
 
-def identity_at_step(identity: dict[str, Any], ramp: Ramp, step: int) -> dict[str, Any]:
+def identity_at_step(
+    identity: dict[str, Any], ramp: Ramp, leave_out: LeaveOut, step: int
+) -> dict[str, Any]:
     """Return a stream's identity at step `step`.
 
-    The identity includes only those changes of the global batch that have happened before this
-    step.
+    The identity includes only those changes of the global batch, and those batches left out, that
+    the stream has reached by this step.
     """
-    return identity | ({"batch_ramp": changes} if (changes := ramp.changes(step)) else {})
+    reached = {"batch_ramp": ramp.changes(step), "leave_out": leave_out.entries(step)}
+    return identity | {name: entries for name, entries in reached.items() if entries}
 
 
 def join_first_changes(changed: list[str]) -> str:

@@ -289,6 +289,7 @@ def _training_rows(
         ),
         ("rows of a step", recipe.get("global_batch")),
         ("batch ramp", recipe.get("batch_ramp")),
+        ("batches left out", recipe.get("leave_out")),
         ("tokens of a row", recipe.get("seq_len") if unit == "tokens" else None),
         ("peak learning rate", recipe.get("lr")),
         ("learning-rate schedule", recipe.get("schedule")),

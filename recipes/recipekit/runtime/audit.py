@@ -70,8 +70,8 @@ class Audit:
     def _own_digests(self) -> tuple[int | None, int]:
         """Return (digest of the replicated weights, digest of this rank's states)."""
         replicated = replicated_weights(self.engine)
-        weights = digest(replicated) if replicated else None
-        return weights, digest(states_of_rank(self.engine))
+        weights = bit_sum(replicated) if replicated else None
+        return weights, bit_sum(states_of_rank(self.engine))
 
     def _outputs(
         self, batches: list[MicroBatch], forward: Callable[[list[MicroBatch]], Any]
@@ -122,7 +122,7 @@ def record_outputs(module: nn.Module) -> Iterator[dict[str, int]]:
         # The logits of a loss in blocks refuse all other operations.
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            found[name] = wrapped(found.get(name, 0) * 3 + digest(tensors))
+            found[name] = wrapped(found.get(name, 0) * 3 + bit_sum(tensors))
 
     handles = [
         block.register_forward_hook(lambda _, __, output, name=name: record(name, output))
@@ -142,7 +142,7 @@ def is_block(name: str, module: nn.Module) -> bool:
     return last.isdigit() or isinstance(module, nn.Embedding) or last in ("norm", "ln_f")
 
 
-def digest(tensors: list[torch.Tensor]) -> int:
+def bit_sum(tensors: list[torch.Tensor]) -> int:
     """Return the sum of the bits of tensors as int64 words, modulo 2^64.
 
     Any single changed bit changes the sum, and so does an exchange of two tensors.

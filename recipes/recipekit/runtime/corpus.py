@@ -1,7 +1,7 @@
 """A run's data, checked before anything large is allocated and opened at the checkpoint's state."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..plan import RunPlan
 from ..spec.errors import ConfigError, Say
 from ..spec.hub import commit_of
 from ..spec.run_folder import day_of_run, files_of_run
+from ..spec.schedules import LeaveOut, format_ramp
 from ..spec.task import IGNORE, MicroBatch, Task
 from ..tasks.find import load_task
 from .rank_consistency import shared_problems
@@ -106,7 +107,8 @@ def commits_of(model: str, revision: str, tokenizer: str, corpus: dict[str, str]
 class DataSource:
     """A run's data, with the task and the processor that convert the data to micro-batches.
 
-    `opened` contains a new run's data, which its start has already opened.
+    `opened` contains a new run's data, which its start has already opened. `left_out` contains the
+    batches that rewinds have left out.
     """
 
     plan: RunPlan
@@ -114,19 +116,21 @@ class DataSource:
     processor: Any
     documents: bool = False  # True if the run's attention reads document bounds
     opened: Corpus | None = None
+    left_out: LeaveOut = field(default_factory=LeaveOut)
 
 
 def open_data(source: DataSource, dp_rank: int, state: StreamState | None, say: Say) -> Stream:
     """Open the training data at `state`.
 
     With `--resume PATH` the data may differ from the checkpoint's data. In that case they are
-    opened at the beginning.
+    opened at the beginning. The checkpoint must not be after a batch that only one of the runs
+    leaves out.
     """
     plan, task, processor = source.plan, source.task, source.processor
     request, rank = request_of_plan(plan), DataRank(plan.mesh.dp, dp_rank)
     check_global_batch(request.ramp, request.micro_batch, rank.dp)
 
-    def stream_at(state: StreamState | None) -> Stream:
+    def stream_at(state: StreamState | None, request: Request) -> Stream:
         corpus = source.opened
         # Converting epochs to steps may have changed the recipe since the data were opened.
         if corpus is None or state is not None or corpus.request != request:
@@ -139,11 +143,13 @@ def open_data(source: DataSource, dp_rank: int, state: StreamState | None, say: 
 
     try:
         with naming_changes(files_of_run(plan.resume_from)):
-            return stream_at(state)
+            left_out = plan.recipe.left_out.with_entries(source.left_out.table)
+            return stream_at(state, replace(request, leave_out=format_ramp(left_out.table)))
     except StreamMismatch as error:
-        if plan.recipe.resume == "auto":
+        others = [each for each in error.problems if not each.where.startswith("leave_out = ")]
+        if plan.recipe.resume == "auto" or not others:
             raise
-        stream = stream_at(None)
+        stream = stream_at(None, request)
         say(
             "the data differ from the checkpoint's and are read from the beginning:"
             f" {'; '.join(problem.where for problem in error.problems)}"

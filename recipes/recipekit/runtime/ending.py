@@ -101,12 +101,13 @@ def diverged(plan: RunPlan, step: int, loss: float, grad_norm: float, saved: int
 
 
 def stopped_by_alert(plan: RunPlan, step: int, text: str, saved: int) -> Ending:
-    """Return the ending of a run that --on_spike stop ended at `step`."""
+    """Return the ending of a run that --on_spike ended at `step`."""
     ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
     return Ending(
         1,
-        f"stopped by --on_spike stop: {text}. {not_saved(saved)}. The same command would repeat it:"
-        f" use --on_spike alert to train through it, or a lower --lr with {ways}",
+        f"stopped by --on_spike {plan.recipe.on_spike}: {text}. {not_saved(saved)}. The same"
+        " command would repeat it: use --on_spike alert to train through it, or a lower --lr with"
+        f" {ways}",
     )
 
 

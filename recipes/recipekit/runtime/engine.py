@@ -44,7 +44,16 @@ from ..parallel.groups import (
 from ..plan import RunPlan
 from ..spec.engine import Engine
 from ..spec.errors import ConfigError, Say, config_error
-from ..spec.run_folder import CHECKPOINTS, EXPORT, MERGED, check_adapter, commits_of_run
+from ..spec.run_folder import (
+    CHECKPOINTS,
+    EXPORT,
+    MERGED,
+    check_adapter,
+    commits_of_run,
+    leave_out_of_run,
+    read_rewinds,
+)
+from ..spec.schedules import LeaveOut, format_ramp
 from ..spec.task import Task
 from ..spec.task_specs import TASKS
 from .corpus import check_data
@@ -225,7 +234,30 @@ def restore_checkpoint(loaded: TrainingModel, source: Path | None, say: Say) -> 
     )
     say(f"resumed from {source}")
     state["export_dtype"] = loaded.state["export_dtype"]
+    left_out = batches_left_out(loaded.plan, state)
+    state.pop("left_out", None)
+    if left_out:
+        state["left_out"] = left_out
+        table = LeaveOut().with_entries(left_out).table
+        say(f"rewinds have left out, as by --leave_out: {format_ramp(table)}")
     return replace(loaded, state=state)
+
+
+def batches_left_out(plan: RunPlan, state: TrainState) -> list[list[int]]:
+    """Return the batches that rewinds of the resumed run have left out (a collective).
+
+    A checkpoint from before a rewind does not contain them, so a run that continues in its folder
+    reads the file of its rewinds. A run that begins elsewhere continues with the `state` only. If
+    the user types another --leave_out than before, it contains all batches.
+    """
+    source, typed = plan.resume_from, format_ramp(plan.recipe.left_out.table)
+    found: list[Any] = [state.get("left_out", [])]
+    if source is not None and source.resolve() == plan.out.resolve():
+        found = [read_rewinds(plan.out) or found[0]]
+    if typed != leave_out_of_run(source):
+        found = [[]]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 @dataclass(frozen=True)

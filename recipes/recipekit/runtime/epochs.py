@@ -21,12 +21,12 @@ from ..data.files import local_files
 from ..data.kinds import kind_of
 from ..data.mixture import Domain, domains_of
 from ..data.processors import tokenizer_here
+from ..data.request import Request
 from ..data.stream import Corpus
 from ..data.stream_state import StreamMismatch, StreamState
 from ..parallel.groups import long_wait_group
 from ..plan import RunPlan, resolve_run
 from ..spec.errors import ConfigError, Problem, Say
-from ..spec.schedules import Ramp
 from ..spec.task import Task
 from ..spec.task_specs import PACKED
 from ..storage.manifest import STATE_FILE
@@ -87,6 +87,7 @@ class Epochs:
     def report(self, state: StreamState, say: Say) -> None:
         """Log the counts of a stream's first epoch once that epoch is complete."""
         recipe = self.plan.recipe
+        rows = recipe.left_out.dealt_rows(recipe.ramp, recipe.steps)
         for name, domain in state["domains"].items():
             if name in self.reported or "epoch" not in domain:
                 continue
@@ -99,11 +100,7 @@ class Epochs:
                 given.get("empty", 0),
                 given.get("bad", 0),
             )
-            whole = (
-                {}
-                if len(state["domains"]) > 1
-                else {name: (recipe.ramp.total(recipe.steps) / given["rows"], False)}
-            )
+            whole = {} if len(state["domains"]) > 1 else {name: (rows / given["rows"], False)}
             say(f"{epoch_line(self.plan, name, epoch, whole)}, counted in its first epoch")
 
 
@@ -230,28 +227,29 @@ def count_corpora(plan: RunPlan, corpus: Corpus, names: set[str], say: Say) -> C
         return CorpusCounts(problems=error.problems)
     # the stream rejects corpora without rows
     outlines = {name: of for name, of in outlines.items() if of.first_epoch.rows}
-    recipe, ramp = plan.recipe, plan.recipe.ramp
+    recipe, request = plan.recipe, corpus.request
     found = CorpusCounts({name: of.first_epoch for name, of in outlines.items()})
     if recipe.epochs and outlines:
         (of,) = outlines.values()
-        steps, more = steps_for_epochs(of, recipe.epochs, ramp, say)
+        steps, more = steps_for_epochs(of, recipe.epochs, recipe.ramp, say)
         return replace(found, steps=steps, more=more)
-    return replace(found, epochs=epochs_of_run(corpus.domains, outlines, ramp, recipe.steps))
+    return replace(found, epochs=epochs_of_run(corpus.domains, outlines, request, recipe.steps))
 
 
 def epochs_of_run(
-    domains: list[Domain], outlines: dict[str, CorpusLengths], ramp: Ramp, steps: int
+    domains: list[Domain], outlines: dict[str, CorpusLengths], request: Request, steps: int
 ) -> dict[str, tuple[float, bool]]:
     """Return how many epochs of each corpus `steps` complete, with True if the number is exact.
 
     The result is {} if any corpus of a mixture is not counted.
     """
     if len(domains) == 1:
-        return {name: epochs_after_rows(of, ramp.total(steps)) for name, of in outlines.items()}
+        rows = request.left_out.dealt_rows(request.ramp, steps)
+        return {name: epochs_after_rows(of, rows) for name, of in outlines.items()}
     if len(outlines) < len(domains):
         return {}
     numbers, exact = mixture_epochs(
-        domains, [outlines[domain.name] for domain in domains], ramp, steps
+        domains, [outlines[domain.name] for domain in domains], request, steps
     )
     return {domain.name: (number, exact) for domain, number in zip(domains, numbers, strict=True)}
 

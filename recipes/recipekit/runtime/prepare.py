@@ -33,7 +33,9 @@ from ..spec.run_folder import (
     continue_advice,
     move_run_aside,
     read_metrics,
+    write_rewinds,
 )
+from ..spec.schedules import LeaveOut
 from ..spec.step_names import step_folders
 from ..spec.task import MicroBatch, Task
 from ..track.summary import PLANNED_MEMORY
@@ -152,15 +154,8 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
     Raises `ConfigError`, on all ranks, if any rank cannot open them.
     """
     plan, coords = loaded.plan, loaded.groups.coords
-    source = DataSource(
-        plan,
-        loaded.task,
-        loaded.processor,
-        documents=VARLEN in loaded.model_plan.attention,
-        opened=loaded.opened,
-    )
-    data_state = cast("StreamState | None", loaded.state["data"])
-    stream = open_data(source, coords["dp"], data_state, say)
+    source = source_of(loaded)
+    stream = open_stream_at_state(loaded, source, say)
     # Python aborts if it exits while a different thread is reading. As in the loop, `peers` must be
     # the first to see an exception.
     with contextlib.ExitStack() as refused:
@@ -200,6 +195,30 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         flops=flops,
         peak_flops=peak,
     )
+
+
+def source_of(loaded: TrainingModel) -> DataSource:
+    """Return the data of a run, without the batches that rewinds have left out."""
+    return DataSource(
+        loaded.plan,
+        loaded.task,
+        loaded.processor,
+        documents=VARLEN in loaded.model_plan.attention,
+        opened=loaded.opened,
+        left_out=LeaveOut().with_entries(loaded.state.get("left_out", [])),
+    )
+
+
+def open_stream_at_state(loaded: TrainingModel, source: DataSource, say: Say) -> Stream:
+    """Open the training data where the run's state is.
+
+    With `--resume PATH` and other data, rewinds of the earlier run are forgotten.
+    """
+    state = cast("StreamState | None", loaded.state["data"])
+    stream = open_data(source, loaded.groups.coords["dp"], state, say)
+    if not stream.state["step"]:
+        loaded.state.pop("left_out", None)
+    return stream
 
 
 def connect_tracker(
@@ -259,6 +278,7 @@ def open_run_folder(
             if note := changed_versions(entries, facts["versions"], step):
                 say(note)
             write_run_metadata(plan, facts, stream.files)
+            write_rewinds(plan.out, loaded.state.get("left_out", []))
         wandb = WandbRun(
             name=f"{plan.command.name}_{plan.mesh}",
             config=facts,
@@ -311,7 +331,7 @@ def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTr
 
 
 def open_audit(loaded: TrainingModel, say: Say) -> Audit:
-    """Return the search for silent corruption. With --no-watch, there is none."""
+    """Return the search for silent corruption. With --no-watch, it is never due."""
     recipe, scope = loaded.plan.recipe, loaded.model_plan.compile.scope
     every = recipe.audit_every if recipe.watch else 0
     return Audit(every, loaded.engine, loaded.groups, scope != UNCOMPILED, say)

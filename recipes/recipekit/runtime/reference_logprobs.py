@@ -164,11 +164,12 @@ def run_reference_pass(
 
 def stream_identity(plan: RunPlan, pairs: PairProcessor, stream: Stream) -> str:
     """Return a digest of everything that decides which rows a stream's steps contain."""
+    recipe = plan.recipe
     is_dated = pairs.tokenizer.chat_template and ChatTemplate(pairs.tokenizer).is_dated
     stated = (
         stream.state["identity"],
         hash_tokenizer(pairs.tokenizer, plan.recipe.task),  # not in the state of an older run
-        *filter(None, [plan.recipe.batch_ramp, plan.day if is_dated else ""]),
+        *filter(None, [recipe.batch_ramp, recipe.leave_out, plan.day if is_dated else ""]),
     )
     text = json.dumps(stated, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -13,7 +13,17 @@ from typing import Any, get_args
 
 from .arguments import wrong_names, wrong_objects
 from .errors import ConfigError, Problem
-from .schedules import Ramp, check_ramp, check_rates, fit_warmup_and_decay, ramp_of, truncate_ramp
+from .schedules import (
+    LeaveOut,
+    Ramp,
+    check_leave_out,
+    check_ramp,
+    check_rates,
+    fit_warmup_and_decay,
+    leave_out_of,
+    ramp_of,
+    truncate_ramp,
+)
 from .task_specs import PACKED, TASKS, Plans, TaskSpec
 
 
@@ -43,6 +53,7 @@ MAY_BE_EMPTY = (
     "prompt_field",
     "tokenizer",
     "batch_ramp",
+    "leave_out",
     "out",
     "on_alert",
 )
@@ -270,6 +281,11 @@ class Recipe:
         " from step 501 and 1024 from step 2001.",
         "",
     )
+    leave_out: str = _flag_field(
+        "Global batches that the data stream passes over, as STEP:BATCHES. For example, 41:25"
+        " leaves out 25 batches before step 41 takes its own. Separate several with commas.",
+        "",
+    )
 
     steps: int = _flag_field(
         "Total number of optimizer steps in the schedule.", 1000, group="schedule and optimizer"
@@ -384,9 +400,10 @@ class Recipe:
     )
     on_spike: str = _flag_field(
         "Action on a spike of the loss or the gradient norm, two steps in a row. alert: report it."
-        " stop: also end the run, without saving the step.",
+        " stop: also end the run, without saving the step. rewind: go back to a checkpoint before"
+        " the spike, and leave out the batches from there to 50 steps after it.",
         "alert",
-        choices=("alert", "stop"),
+        choices=("alert", "stop", "rewind"),
     )
     audit_every: int = _flag_field(
         "Steps between two searches for silent corruption: the replicas compare their weights and"
@@ -444,6 +461,11 @@ class Recipe:
         """Return the ramp that sets the number of rows per step."""
         return ramp_of(self.global_batch, self.batch_ramp)
 
+    @property
+    def left_out(self) -> LeaveOut:
+        """Return the global batches that the user leaves out."""
+        return leave_out_of(self.leave_out)
+
     def fit_to_steps(self, typed: frozenset[str]) -> tuple["Recipe", list[str]]:
         """Fit warm-up, decay and ramp to `--steps`. Return the recipe and one line per change.
 
@@ -466,14 +488,13 @@ class Recipe:
                 f"warmup_steps: {warmup} of the recipe are {warmup / self.steps:.0%} of"
                 f" {self.steps} steps. Shorten with --warmup_steps {self.steps // 10}"
             )
-        if (
-            "batch_ramp" not in typed
-            and (left := truncate_ramp(self.batch_ramp, self.steps)) != self.batch_ramp
-        ):
-            fitted["batch_ramp"] = left
-            lines.append(
-                f"batch_ramp: {self.batch_ramp} of the recipe cut off after {self.steps} steps"
-            )
+        for name in ("batch_ramp", "leave_out"):
+            if name in typed:
+                continue
+            table = getattr(self, name)
+            if (left := truncate_ramp(table, self.steps)) != table:
+                fitted[name] = left
+                lines.append(f"{name}: {table} of the recipe cut off after {self.steps} steps")
         return dataclasses.replace(self, **fitted), lines
 
     def for_other_data(
@@ -545,6 +566,7 @@ def check_recipe(recipe: Recipe) -> list[Problem]:
             recipe.min_lr,
         ),
         *check_ramp(recipe.batch_ramp, recipe.steps),
+        *check_leave_out(recipe.leave_out, recipe.steps),
         *(_check_packed(values) if facts.rows == PACKED else []),
         *check_unsupported(facts, {axis: values[axis] for axis in AXES}, adapted),
         *_check_adapted_stages(recipe.pp, adapted),
@@ -700,6 +722,7 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
                 where = f"{name} = {values[name]} with watch = False"
                 rule = "requires the watch, which raises the alerts"
                 problems.append(Problem(where, rule, f"use --watch, or leave out --{name}"))
+    problems += _check_rewinds(values)
     where = f"on_alert = {values['on_alert']}"
     try:
         words = shlex.split(values["on_alert"])
@@ -710,6 +733,20 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
         rule = f"is not a command of this machine: {words[0]} is not found, or may not be run"
         problems.append(Problem(where, rule, "use the path of a program that may be run"))
     return problems
+
+
+def _check_rewinds(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem if a rewind would find no checkpoint before a spike."""
+    where = "on_spike = rewind"
+    if values["on_spike"] != "rewind":
+        return []
+    if not values["save_every"] and not values["keep_every"]:
+        rule = "requires checkpoints to go back to"
+        return [Problem(f"{where} with save_every = 0", rule, "use --save_every N")]
+    if values["keep"] == 1 and not values["keep_every"]:
+        rule = "the only checkpoint that is kept may be from the middle of a spike"
+        return [Problem(f"{where} with keep = 1", rule, "use --keep 2 or more, or --keep 0")]
+    return []
 
 
 def check_values(values: Mapping[str, Any]) -> list[Problem]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .atomic_write import write_atomic
 from .errors import ConfigError, Problem, config_error
 from .recipe import Recipe
 from .schedules import format_ramp
@@ -22,6 +23,7 @@ EARLIER_VERSIONS = "earlier_versions"  # in run.json: package versions of starts
 STRATEGY = "ds_config.json"  # the resolved JSON, which `--deepspeed_config` accepts
 METRICS = "metrics.jsonl"  # one line per step
 ALERTS = "alerts.jsonl"  # one line per alert (watch/alerts.py)
+REWINDS = "rewinds.json"  # the batches that rewinds have left out (runtime/rewind.py)
 # Keys of a metrics line that are reproducible because they depend only on training.
 REPRODUCIBLE_KEYS = (
     "step",
@@ -56,6 +58,7 @@ IDENTITY = (
     *("model", "model_revision", "init", "dataset", "subset", "split", "dataset_revision"),
     *("text_field", "messages_field", "image_field", "label_field", "augment"),
     *("num_labels", "task", "tokenizer", "seed", "seq_len", "global_batch", "batch_ramp"),
+    "leave_out",
     *(
         "steps",
         "epochs",
@@ -74,7 +77,7 @@ NO_VALUES: Mapping[str, str] = {}
 # Values that nobody typed: `steps` in a run with epochs, and `epochs` in a run with steps.
 _NOT_TYPED: Mapping[str, tuple[Any, ...]] = dict.fromkeys(("steps", "epochs"), (0, None))
 # Fields that `Recipe.fit_to_steps` lowers if the user types fewer steps.
-SHORTENED_FIELDS = ("warmup_steps", "decay_steps", "batch_ramp")
+SHORTENED_FIELDS = ("warmup_steps", "decay_steps", "batch_ramp", "leave_out")
 # Further identity fields, each used only for the tasks that read it.
 TASK_IDENTITY = (
     "prompt_field",
@@ -266,7 +269,7 @@ def _check_stopped_itself(recipe: Recipe, out: Path) -> None:
         f"out = {out}",
         f"contains a run that stopped itself at step {alert['step']} ({alert.get('text', '')})",
         f"use --on_spike alert to train through it, --resume {out} to try it once more, a lower"
-        " --lr with that --resume, or a new --out",
+        " --lr or a --leave_out with that --resume, or a new --out",
     )
 
 
@@ -538,6 +541,7 @@ def run_identity(
     if recipe.epochs:
         found["steps"] = 0  # the steps follow from the epochs and the data
     found["batch_ramp"] = format_ramp(recipe.ramp.table[1:])  # independent of spacing
+    found["leave_out"] = format_ramp(recipe.left_out.table)
     if Path(recipe.model).is_dir():
         found["model_config"] = hashlib.sha256(
             json.dumps(model_config, sort_keys=True).encode()
@@ -570,6 +574,15 @@ def day_of_run(saved: Path | None) -> str:
     return str(
         next((facts["date"] for facts in _read_run_json_above(saved) if "date" in facts), "")
     )
+
+
+def leave_out_of_run(saved: Path | None) -> str:
+    """Return the --leave_out of the run in this run or step folder, as its identity has it.
+
+    Return "" if run.json has no identity.
+    """
+    identities = (facts.get("identity", {}) for facts in _read_run_json_above(saved))
+    return str(next((found["leave_out"] for found in identities if "leave_out" in found), ""))
 
 
 def commits_of_run(saved: Path | None) -> dict[str, Any]:
@@ -624,6 +637,26 @@ def pinned_revisions(resume: str, out: Path, asked: Mapping[str, str]) -> dict[s
     ):
         (changes["dataset_revision"],) = commits["datasets"].values()
     return changes
+
+
+def read_rewinds(out: Path) -> list[list[int]] | None:
+    """Return [step, batches] for each rewind of the run in `out`, or None without a valid file."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return [
+            [int(step), int(batches)] for step, batches in json.loads((out / REWINDS).read_bytes())
+        ]
+    return None
+
+
+def write_rewinds(out: Path, left_out: list[list[int]]) -> None:
+    """Write the batches that rewinds have left out, or remove the file of a run without any.
+
+    A checkpoint from before a rewind does not contain them. Raises OSError.
+    """
+    if left_out:
+        write_atomic(out / REWINDS, json.dumps(left_out))
+    else:
+        (out / REWINDS).unlink(missing_ok=True)
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:

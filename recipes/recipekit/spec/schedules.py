@@ -1,4 +1,4 @@
-"""Schedules over a run's steps: the learning rate, and the global batch in rows."""
+"""Schedules over a run's steps: learning rate, rows of a global batch, and batches left out."""
 
 import math
 import re
@@ -12,6 +12,10 @@ from .errors import Problem
 RAMP_FORMAT_FIX = (
     'write "STEP:ROWS, STEP:ROWS": "501:512, 2001:1024" is 512 rows from step 501 on, and 1024 from'
     " step 2001 on"
+)
+LEAVE_OUT_FORMAT_FIX = (
+    'write "STEP:BATCHES, STEP:BATCHES": "41:25, 300:10" leaves out 25 global batches before step'
+    " 41, and 10 before step 300"
 )
 
 
@@ -110,7 +114,10 @@ def ramp_of(global_batch: int, batch_ramp: str) -> Ramp:
 
 
 def parse_ramp(batch_ramp: str) -> tuple[tuple[int, int], ...] | None:
-    """Parse "501:512, 2001:1024" into ((501, 512), (2001, 1024)). Return None for invalid text."""
+    """Parse "501:512, 2001:1024" into ((501, 512), (2001, 1024)). Return None for invalid text.
+
+    `leave_out` has the same form.
+    """
     parts = (
         [re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", part) for part in batch_ramp.split(",")]
         if batch_ramp.strip()
@@ -175,6 +182,69 @@ def check_ramp(batch_ramp: str, steps: int = 0) -> list[Problem]:
         )
     if beyond := [str(first) for first in firsts if first > steps > 0]:
         fix = f'use --batch_ramp "{truncate_ramp(batch_ramp, steps)}", or a larger --steps'
+        problems.append(
+            Problem(where, f"step {', '.join(beyond)} is after the last step, {steps}", fix)
+        )
+    return problems
+
+
+@dataclass(frozen=True)
+class LeaveOut:
+    """Global batches that a stream passes over: ((step, batches), ...), in the order of the steps.
+
+    Before `step` takes its own batch, the stream passes over those that `step`, `step` + 1, ...
+    would have taken. Several entries of one step apply one after the other.
+    """
+
+    table: tuple[tuple[int, int], ...] = ()
+
+    def before(self, step: int) -> list[int]:
+        """Return the number of batches of each entry that applies before `step`."""
+        return [batches for first, batches in self.table if first == step]
+
+    def entries(self, step: int) -> list[list[int]]:
+        """Return [step, batches] for each entry up to `step`, as JSON stores it."""
+        return [[first, batches] for first, batches in self.table if first <= step]
+
+    def dealt_rows(self, ramp: Ramp, steps: int) -> int:
+        """Return the rows that a stream deals in steps 1 to `steps`, with those passed over."""
+        return ramp.total(steps) + sum(
+            ramp.total(first + batches - 1) - ramp.total(first - 1)
+            for first, batches in self.table
+            if first <= steps
+        )
+
+    def with_entries(self, added: Iterable[Iterable[int]]) -> "LeaveOut":
+        """Return the table with more entries, which apply after the present ones of their step."""
+        more = ((first, batches) for first, batches in added)
+        return LeaveOut(tuple(sorted((*self.table, *more), key=lambda entry: entry[0])))
+
+
+def leave_out_of(leave_out: str) -> LeaveOut:
+    """Return the table of a text. A text that `check_leave_out` finds invalid is ignored."""
+    return LeaveOut(() if check_leave_out(leave_out) else parse_ramp(leave_out) or ())
+
+
+def check_leave_out(leave_out: str, steps: int = 0) -> list[Problem]:
+    """Return problems for an invalid table of batches that are left out.
+
+    The text must be valid. Its steps must not descend or exceed `steps` (0: unknown).
+    """
+    where, entries = f"leave_out = {leave_out}", parse_ramp(leave_out)
+    if entries is None:
+        return [Problem(where, "is not a valid table of steps and batches", LEAVE_OUT_FORMAT_FIX)]
+    problems, firsts = [], [first for first, _ in entries]
+    if falling := [f"{later} after {first}" for first, later in pairwise(firsts) if later < first]:
+        rule = f"its steps must not descend, but it has {', '.join(falling)}"
+        problems.append(Problem(where, rule, LEAVE_OUT_FORMAT_FIX))
+    if firsts and min(firsts) < 1:
+        problems.append(Problem(where, "the first step of a run is step 1", "use step 1 or later"))
+    if empty := [str(first) for first, batches in entries if batches < 1]:
+        rule = f"before step {', '.join(empty)}, at least 1 batch must be left out"
+        problems.append(Problem(where, rule, "use a larger number of batches, or omit this entry"))
+    if beyond := [str(first) for first in firsts if first > steps > 0]:
+        left = truncate_ramp(leave_out, steps)
+        fix = f'use --leave_out "{left}", or a larger --steps'
         problems.append(
             Problem(where, f"step {', '.join(beyond)} is after the last step, {steps}", fix)
         )

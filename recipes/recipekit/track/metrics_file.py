@@ -78,6 +78,16 @@ class MetricsFile:
                 file.seek(-2, os.SEEK_END)
                 file.write(ending)
 
+    def go_back(self, last_step: int) -> None:
+        """Remove the lines after `last_step`. Raises OSError if this fails.
+
+        Lines in memory are later ones, because a checkpoint is written only after a flush.
+        """
+        self._unwritten = b""
+        self._close()  # the file is replaced by another
+        if lost := truncate_metrics(self._path, last_step):
+            self._say(lost)
+
     def flush(self) -> None:
         """Flush every line to the disk. Raises OSError if this fails."""
         self._write()

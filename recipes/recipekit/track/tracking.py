@@ -77,6 +77,8 @@ class NoTracker:
 
     def amend(self, more: dict[str, float]) -> None: ...
 
+    def go_back(self, step: int) -> None: ...
+
     def say(self, text: str) -> None: ...
 
     def alert(self, title: str, text: str, level: str) -> None: ...
@@ -138,6 +140,14 @@ class Tracker:
         self._file.amend(json.dumps(more)[1:-1])
         if self._wandb:
             self._wandb.log({"step": self._step} | more)
+
+    def go_back(self, step: int) -> None:
+        """Remove the record of the steps after `step`, which follow again. Raises OSError.
+
+        W&B keeps its record, and shows the later values of a step.
+        """
+        self._file.go_back(step)
+        self._step = step
 
     def alert(self, title: str, text: str, level: str) -> None:
         """Send an alert to W&B. `level` is "warning" or "error"."""

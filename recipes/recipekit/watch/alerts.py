@@ -44,8 +44,9 @@ class Alert:
     module: str | None = None
     value: float | None = None
     limit: float | None = None  # what `value` exceeded
-    answer: str | None = None  # "stop" or "restart" if the alert ended the run
-    leave_out: str | None = None
+    # "stop" or "restart" if the alert ended the run, "rewind" if the run went back
+    answer: str | None = None
+    leave_out: str | None = None  # the --leave_out of an equal run
 
     def to_json(self) -> str:
         """Return the alert as a JSON object on one line. A value that is not finite is a string."""

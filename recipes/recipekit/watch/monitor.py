@@ -2,17 +2,26 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .alerts import ERROR, WARNING, Alert, AlertLog, Level, NoAlerts
 from .machine import NoStorage, Storage
 from .outliers import Divergence, Outliers
-from .throughput import Goodput, Throughput
+from .throughput import Goodput, Throughput, goodput_so_far
 
 STOP = "stop"  # a value of --on_spike, and the answer of an alert that ended the run
+REWIND = "rewind"  # the same for a run that went back to a checkpoint
 SPREADS = "spreads above the median of the last steps"
+
+
+def norm_outliers() -> Outliers:
+    """Return the finder of outliers among gradient norms, which compares their logarithms.
+
+    A norm may vary by a factor of 2 (0.7 in natural logarithms) without being an outlier.
+    """
+    return Outliers(logarithm=True, margin=0.7)
 
 
 @dataclass
@@ -27,14 +36,14 @@ class Monitor:
     report: Callable[[Alert], None]
     clock: Callable[[], float] = time.time
     losses: Outliers = field(default_factory=Outliers)
-    # A norm may vary by a factor of 2 (0.7 in natural logarithms) without being an outlier.
-    norms: Outliers = field(default_factory=lambda: Outliers(logarithm=True, margin=0.7))
+    norms: Outliers = field(default_factory=norm_outliers)
     divergence: Divergence = field(default_factory=Divergence)
     throughput: Throughput = field(default_factory=Throughput)
 
     def look(self, step: int, loss: float, grad_norm: float, units_per_s: float) -> Alert | None:
-        """Judge a finished step. Return the alert that ends the run, or None.
+        """Judge a finished step. Return the alert that ends the run or rewinds it, or None.
 
+        An alert that rewinds the run is not reported yet, because its text depends on the rewind.
         `loss` and `grad_norm` are the same on every rank. `units_per_s` is the throughput in tokens
         or samples per second, as this rank has measured it.
         """
@@ -47,7 +56,7 @@ class Monitor:
         ]
         self._diverging(step, loss)
         self._slower(step, units_per_s)
-        return next((alert for alert in spikes if alert and alert.answer == STOP), None)
+        return next((alert for alert in spikes if alert and alert.answer), None)
 
     def _slower(self, step: int, units_per_s: float) -> None:
         if slower := self.throughput.look(units_per_s):
@@ -72,20 +81,24 @@ class Monitor:
         judged = finder.look(value)
         if not judged.alarm:
             return None
-        stops = self.on_spike == STOP
+        answer = self.on_spike if self.on_spike in (STOP, REWIND) else None
         text = (
             f"{name} {value:.4g} at step {step} is the second in a row above the limit"
             f" {judged.limit:.4g}, {judged.score:.1f} {SPREADS}"
         )
-        return self._raise(
+        alert = Alert(
+            self.clock(),
             step,
             "spike",
-            ERROR if stops else WARNING,
+            ERROR if answer else WARNING,
             text,
             value=value,
             limit=judged.limit,
-            answer=STOP if stops else None,
+            answer=answer,
         )
+        if answer != REWIND:
+            self.report(alert)
+        return alert
 
     def _diverging(self, step: int, loss: float) -> None:
         begins, level, lowest = self.divergence.look(loss)
@@ -96,10 +109,8 @@ class Monitor:
             )
             self._raise(step, "divergence", WARNING, text, value=level, limit=lowest)
 
-    def _raise(self, step: int, kind: str, level: Level, text: str, **more: Any) -> Alert:
-        alert = Alert(self.clock(), step, kind, level, text, **more)
-        self.report(alert)
-        return alert
+    def _raise(self, step: int, kind: str, level: Level, text: str, **more: Any) -> None:
+        self.report(Alert(self.clock(), step, kind, level, text, **more))
 
     def to_state(self) -> dict[str, Any]:
         """Return the windows of the finders, which a checkpoint stores."""
@@ -110,7 +121,8 @@ class Monitor:
         }
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Continue with the windows of a checkpoint. An older checkpoint has no windows."""
+        """Continue with the windows of a checkpoint. An older checkpoint has empty windows."""
+        self.losses, self.norms, self.divergence = Outliers(), norm_outliers(), Divergence()
         if state:
             self.losses.restore(state["losses"])
             self.norms.restore(state["norms"])
@@ -139,6 +151,13 @@ class Watch:
     alerts: AlertLog | NoAlerts
     goodput: Goodput
     storage: Storage | NoStorage = field(default_factory=NoStorage)
+
+    def go_back(
+        self, windows: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Continue from a checkpoint with these windows and these lines of metrics.jsonl."""
+        self.monitor.restore(windows)
+        self.goodput = goodput_so_far(lines, time.time())
 
     def close(self) -> None:
         self.storage.close()

@@ -1,7 +1,6 @@
 """Judges of an audit: which rank computes or stores something else than its replicas.
 
-A report is what one rank has found out about itself. All ranks judge the reports of all ranks and
-come to the same result.
+Each rank reports about itself. All ranks judge the reports of all ranks, with the same result.
 """
 
 from collections import Counter
