@@ -108,7 +108,7 @@ def train_on_a_full_disk(recipe: Recipe) -> tuple[Any, str]:
 
 def test_a_run_reports_a_disk_without_room_before_its_next_save(pools: Any, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    recipe = replace(BASE, eval_every=0, save_every=2, out=str(out))
+    recipe = replace(BASE, eval_every=0, steps=10, save_every=2, out=str(out))
     ((ended, printed),) = pools.run(1, train_on_a_full_disk, recipe=recipe)
     assert "the saves of steps 4 and 6 have failed" in ended
     (alert,) = [json.loads(line) for line in (out / "alerts.jsonl").read_text().splitlines()]
