@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .alerts import ERROR, WARNING, Alert, AlertLog, Level, NoAlerts
+from .hang import HangWatch, NoHangWatch
 from .outliers import Divergence, Outliers
 from .throughput import Goodput, Throughput
 
@@ -137,6 +138,8 @@ class Watch:
     monitor: Monitor | NoMonitor
     alerts: AlertLog | NoAlerts
     goodput: Goodput
+    hang: HangWatch | NoHangWatch = field(default_factory=NoHangWatch)
 
     def close(self) -> None:
+        self.hang.close()
         self.alerts.close()
