@@ -68,6 +68,7 @@ def run(recipe: Recipe, argv: list[str] | None = None) -> None:
             *environment.set_torch_variables(os.environ, plan.ds_config, command.local_ranks or 1),
             *environment.order_launches(os.environ, plan.mesh.world),
         )
+        environment.record_collectives(os.environ, plan.recipe.watch)
         plan = replace(plan, notes=notes)
         from .hosts.checks import check_start
 

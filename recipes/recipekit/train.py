@@ -28,7 +28,13 @@ from .runtime.ending import Ending
 from .runtime.engine import TrainingModel, load_model, restore_checkpoint
 from .runtime.failure import Peers
 from .runtime.metrics import StepTimes, extra_counts_of_rank, metrics_of
-from .runtime.prepare import TrainingRun, find_checkpoint, join_ranks, prepare_training
+from .runtime.prepare import (
+    TrainingRun,
+    find_checkpoint,
+    join_ranks,
+    prepare_training,
+    watch_for_hangs,
+)
 from .runtime.rank_consistency import (
     check_same_compilation,
     check_same_tokens,
@@ -327,6 +333,7 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
         return 0
 
     ready = prepare_training(loaded, peers, say)
+    watch_for_hangs(ready, peers)
     # `peers` must receive an exception first, because closing the stream or the tracker may wait
     # for a server, and closing the saver may wait for other ranks.
     closed = contextlib.closing
@@ -343,6 +350,7 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
         while isinstance(ended, Rewind):
             ready = rewind(loaded, ready, ended)
             ended = train_and_export(loaded, ready)
+        ready.watch.hang.close()
         if ready.plan.recipe.wandb_artifact:
             ready.stopper.boundary(next_within=WANDB_ARTIFACT)
         ending.close_run(ready.plan, ready.tracker, ended)
@@ -633,6 +641,7 @@ def save_step(run: TrainingRun, data_state: StreamState, regular: bool, at_end: 
 
 def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
     """End a run whose loss or gradient is not finite, after the current save has completed."""
+    run.stopper.boundary(next_within=3600)
     run.saver.wait()
     bad = [rank for rank, own in enumerate(result["losses_of_ranks"]) if not math.isfinite(own)]
     run.watch.monitor.not_finite(step, result["loss"], result["grad_norm"], bad[0] if bad else None)
@@ -645,6 +654,7 @@ def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending | Rewind:
     """End or rewind a run because of an alert, without saving the step, after the current save."""
     if alert.answer == REWIND:
         return rewind_or_stop(run, alert)
+    run.stopper.boundary(next_within=3600)
     run.saver.wait()
     return ending.stopped_by_alert(run.plan, alert.step, alert.text, run.saver.attempts.saved)
 

@@ -123,7 +123,9 @@ class ProcessGroups:
         self.mpu = self if mesh.tp > 1 and mesh.pp == 1 else None
         if self.mpu and self.dp_group is None:  # DeepSpeed reads an mpu's None as the whole world
             # Each rank creates only its own group.
-            self.dp_group = dist.new_group(self.dp_ranks, limit, use_local_synchronization=True)
+            self.dp_group = dist.new_group(
+                self.dp_ranks, limit, use_local_synchronization=True, group_desc="dp group"
+            )
 
     def _group(self, axis: str) -> tuple[Any, list[int]]:
         if getattr(self.mesh, axis) == 1:
@@ -131,7 +133,7 @@ class ProcessGroups:
         mine: tuple[Any, list[int]] | None = None
         for ranks in self.mesh.groups(axis):
             # every rank must create every group, in the same order
-            group = dist.new_group(ranks, self.timeout)
+            group = dist.new_group(ranks, self.timeout, group_desc=f"{axis} group")
             if self.rank in ranks:
                 mine = group, ranks
         assert mine is not None

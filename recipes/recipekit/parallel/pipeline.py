@@ -554,7 +554,8 @@ def tie_shared_params(net: nn.Module, groups: ProcessGroups) -> None:
     made = {}
     for ranks in sorted(set(shared.values())):
         for fiber in groups.mesh.groups("pp"):  # every rank makes every group, in the same order
-            group = dist.new_group([fiber[rank] for rank in ranks], groups.timeout)
+            members = [fiber[rank] for rank in ranks]
+            group = dist.new_group(members, groups.timeout, group_desc="tied weights")
             if groups.rank in fiber:
                 made[ranks] = group
     held = [(mine[name], made[ranks]) for name, ranks in sorted(shared.items()) if name in mine]

@@ -1,4 +1,4 @@
-"""Environment variables of a run: memory allocators, threads per rank, and the order of NCCL.
+"""Environment variables of a run: allocators, threads per rank, order of NCCL, flight recorder.
 
 torch reads the first two at import, and NCCL reads its variable at the first collective. The user's
 settings are not changed. This module imports nothing heavy, because it must run before torch is
@@ -20,6 +20,7 @@ from .stopping import command_line, parent_pid
 
 ALLOC_CONF, CUDA_ALLOC_CONF = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"  # entries of torch's flight recorder
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"  # since NCCL 2.26; its default is 0
 # Maps each launcher to its flag for the number of ranks and to all flags that decide that number
 # (with _ instead of -).
@@ -86,6 +87,15 @@ def order_launches(variables: MutableMapping[str, str], world: int) -> list[str]
         return []
     order = variables.setdefault(LAUNCH_ORDER, "1")
     return [f"NCCL: {LAUNCH_ORDER}={order}"] if torch_platform_version() else []
+
+
+def record_collectives(variables: MutableMapping[str, str], watch: bool) -> None:
+    """Make torch record its latest collectives if a run is watched (watch/recorder.py).
+
+    The user's setting is kept. The default of gloo is to record nothing.
+    """
+    if watch:
+        variables.setdefault(RECORDER_SIZE, "500")
 
 
 def hint_at_ranks(variables: Mapping[str, str], cores: int) -> list[str]:

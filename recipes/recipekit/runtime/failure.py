@@ -31,11 +31,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ..spec.errors import START_AGAIN, ConfigError, exit_with_error, sentences
+from ..watch.hang import Ranks
+from ..watch.processes import process_state
 from .stopping import STOP_POLL_SECONDS, exit_process, ignore_stops, write_stderr
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ class Peers:
         self._mark_known = threading.Event()  # set once it is known if a rank wrote a mark
         self._refused = False
         self._thread: threading.Thread | None = None
+        self._hung = False  # True once this rank ends because of a hang
+        self.ranks = Ranks(
+            0, (platform.node(),), {0: (os.getpid(), process_start_time(os.getpid()))}
+        )
 
     def watch(self, group: "dist.ProcessGroup | None") -> None:
         """Start to watch the other ranks.
@@ -99,15 +104,22 @@ class Peers:
         everyone: list[Any] = [None] * self._world
         dist.all_gather_object(
             everyone,
-            (secrets.token_hex(8), os.getpid(), process_start_time(os.getpid())),
+            (
+                secrets.token_hex(8),
+                platform.node(),
+                os.getpid(),
+                process_start_time(os.getpid()),
+            ),
             group=group,
         )
         # ranks on this host, whose processes are visible here
         self._local_processes = {
             rank: (pid, at)
-            for rank, (_, pid, at) in enumerate(everyone)
+            for rank, (_, _, pid, at) in enumerate(everyone)
             if process_start_time(pid) == at
         }
+        hosts = tuple(host for _, host, _, _ in everyone)
+        self.ranks = Ranks(self._rank, hosts, dict(self._local_processes))
         # Without this barrier, a rank could be killed before the others know its process, and
         # nobody would notice.
         dist.barrier(group)
@@ -118,6 +130,17 @@ class Peers:
             sys.stdout.reconfigure(line_buffering=True)  # keeps output if this rank is killed
         self._thread = threading.Thread(target=self._watch_ranks, name="peers", daemon=True)
         self._thread.start()
+
+    def end_hung(self, text: str) -> None:
+        """End this rank, which the launcher may start again, because the job hangs.
+
+        The store is not asked, because it may be in a stopped rank 0.
+        """
+        self._hung = True
+        write_stderr(sentences(text, self.resume_hint()))
+        self._say_last_words().join(LAST_RECORD_TIMEOUT)
+        time.sleep(EXIT_DELAY)
+        os._exit(START_AGAIN)
 
     def leave(self) -> None:
         """End the watch after a clean run.
@@ -255,6 +278,8 @@ class Peers:
             "teller": self._rank,
             "code": START_AGAIN,
         }
+        if self._hung:
+            return
         tells = self._rank == min(rank for rank in self._local_processes if rank not in lost)
         if self._store_is_alive(lost):
             with contextlib.suppress(RuntimeError):
@@ -292,6 +317,8 @@ class Peers:
 
     def _exit_after(self, mark: dict[str, Any]) -> None:
         """End this rank after a different rank has failed."""
+        if self._hung:
+            return
         self._failed = mark
         self._mark_known.set()
         # The timer ends the rank even if the store no longer answers.
@@ -360,8 +387,4 @@ def process_start_time(pid: int) -> str:
 
     The start time distinguishes the process from a later process with the same pid.
     """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else fields[19]
-    except OSError:  # the process has ended, or belongs to another user
-        return ""
+    return process_state(pid)[1]

@@ -40,7 +40,8 @@ from ..spec.step_names import step_folders
 from ..spec.task import MicroBatch, Task
 from ..track.summary import PLANNED_MEMORY
 from ..track.tracking import NoTracker, Tracker, WandbRun, open_tracker
-from ..watch.alerts import AlertLog, NoAlerts
+from ..watch.alerts import Alert, AlertLog, NoAlerts
+from ..watch.hang import HangWatch
 from ..watch.machine import DiskReading, DiskWatch, NoStorage, StaleCheckpoint, Storage
 from ..watch.monitor import Monitor, NoMonitor, Watch
 from ..watch.throughput import goodput_so_far
@@ -60,7 +61,7 @@ from .run_metadata import (
 )
 from .start import initialize_distributed
 from .step_metrics import StepMetrics
-from .stopping import Stopper, grace_of
+from .stopping import Stopper, grace_of, write_stderr
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,23 @@ def read_disk(loaded: TrainingModel, saver: save.Saver, step: int) -> DiskReadin
         shortage=find_shortage(room, saver.retention, demand),
     )
     return None if saving() else reading
+
+
+def watch_for_hangs(run: TrainingRun, peers: Peers | None) -> None:
+    """Start to watch this rank for hangs. If rank 0 is stopped, another rank reports."""
+    plan = run.plan
+    run.stopper.pace.start(run.state["step"])
+    if not plan.recipe.watch or peers is None:
+        return
+
+    def report(alert: Alert) -> None:
+        alerts = run.watch.alerts
+        if isinstance(alerts, NoAlerts):
+            alerts = AlertLog(plan.out, write_stderr, lambda *_: None, plan.recipe.on_alert)
+        alerts.report(alert)
+
+    pace, hang_s = run.stopper.pace, plan.recipe.hang_s
+    run.watch.hang = HangWatch(peers.ranks, pace, plan.out, report, peers.end_hung, hang_s)
 
 
 def open_saver(loaded: TrainingModel, say: Say = print) -> save.Saver:

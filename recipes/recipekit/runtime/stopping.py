@@ -27,6 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, Self
 
+from ..watch.pace import Pace
+
 # If the program already handles one of these signals, its handler stays.
 NOTICE_SIGNALS = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, *NOTICE_SIGNALS)
@@ -103,6 +105,7 @@ class Stopper:
     """
 
     def __init__(self, grace: Grace):
+        self.pace = Pace()  # for the finder of hangs
         self.requested: str | None = None  # a key of STOP_REASONS
         self._grace = grace
         self._slowest = 0.0  # seconds of the slowest step in this start
@@ -128,6 +131,7 @@ class Stopper:
     def record_step_time(self, seconds: float) -> None:
         """Record the time of a step. Later steps should take at most three times as long."""
         self._slowest = max(self._slowest, seconds)
+        self.pace.add(seconds)
 
     def boundary(self, next_within: float | None = None) -> None:
         """Record a step boundary.
@@ -138,6 +142,7 @@ class Stopper:
         self._boundary_due = time.monotonic() + (
             self._grace.after(self._slowest) if next_within is None else next_within
         )
+        self.pace.boundary(next_within or 0.0)
 
     def __enter__(self) -> Self:
         # nohup ignores SIGHUP, so we ignore it as well

@@ -68,7 +68,7 @@ MAY_BE_ZERO = (
         "stop_at",
         "weight_decay",
     ),
-    *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs", "recompute_every"),
+    *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs", "recompute_every", "hang_s"),
 )  # numbers that must not be negative
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has a different name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
@@ -394,7 +394,7 @@ class Recipe:
     )
 
     watch: bool = _flag_field(
-        "Watch for loss spikes, divergence and lost throughput, and write OUT/alerts.jsonl.",
+        "Watch for loss spikes, divergence, lost throughput and hangs, and write OUT/alerts.jsonl.",
         True,
         group="watch",
     )
@@ -409,6 +409,11 @@ class Recipe:
         "Steps between two searches for silent corruption: the replicas compare their weights and"
         " what they compute, and each rank its states. 0: none.",
         500,
+    )
+    hang_s: float = _flag_field(
+        "Seconds without a finished step after which the job ends, to be started again."
+        " Evaluations, saves, compiles and --retry_s do not count. 0 never ends it.",
+        600.0,
     )
     on_alert: str = _flag_field(
         "Command to run for each alert. It gets the alert as JSON on its standard input.",
@@ -717,7 +722,7 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for a command that cannot be run, and for actions without a watch."""
     problems = []
     if not values["watch"]:
-        for name in ("on_spike", "on_alert"):
+        for name in ("on_spike", "hang_s", "on_alert"):
             if values[name] != _default_of(name):
                 where = f"{name} = {values[name]} with watch = False"
                 rule = "requires the watch, which raises the alerts"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .alerts import ERROR, WARNING, Alert, AlertLog, Level, NoAlerts
+from .hang import HangWatch, NoHangWatch
 from .machine import NoStorage, Storage
 from .outliers import Divergence, Outliers
 from .throughput import Goodput, Throughput, goodput_so_far
@@ -151,6 +152,7 @@ class Watch:
     alerts: AlertLog | NoAlerts
     goodput: Goodput
     storage: Storage | NoStorage = field(default_factory=NoStorage)
+    hang: HangWatch | NoHangWatch = field(default_factory=NoHangWatch)
 
     def go_back(
         self, windows: Mapping[str, Any] | None, lines: Sequence[Mapping[str, Any]]
@@ -160,5 +162,6 @@ class Watch:
         self.goodput = goodput_so_far(lines, time.time())
 
     def close(self) -> None:
+        self.hang.close()
         self.storage.close()
         self.alerts.close()
