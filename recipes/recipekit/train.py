@@ -343,6 +343,7 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
         closed(ready.saver),
         closed(ready.tracker),
         closed(ready.watch),
+        closed(ready.rank_clock),
         peers or contextlib.nullcontext(),
     ):
         streams.callback(lambda: ready.stream.close())  # a rewind opens another stream
@@ -433,8 +434,7 @@ def loop(run: TrainingRun) -> Ending | Rewind | None:
             return corrupt
         with check_and_time_step(run, step, first) as spans:
             result = train_step(engine, run.task, batches, lr, counters, run.step_metrics)
-        times = StepTimes(time.perf_counter() - begun, data.wait)
-        run.stopper.record_step_time(times.step)
+        times = step_times(run, begun, data)
 
         if faulty := end_if_faulty(run, step, result, times):
             return faulty
@@ -494,6 +494,7 @@ def read_step_data(run: TrainingRun, step: int) -> StepData:
     An error is detected one step early, so that all ranks stop together. If this rank was asked to
     stop, it does not wait for more data, and it saves after this step.
     """
+    run.rank_clock.start_step()
     begun = time.perf_counter()
     batches, state = next(run.stream)
     broken = None
@@ -513,6 +514,14 @@ def local_batches(plan: RunPlan, batches: list[MicroBatch]) -> list[MicroBatch]:
     return [local_sequence_chunk(batch, plan.mesh.sp, sp_rank) for batch in batches]
 
 
+def step_times(run: TrainingRun, begun: float, data: StepData) -> StepTimes:
+    """Return the times of a step that began at `begun`, and note them for the finders of faults."""
+    times = StepTimes(time.perf_counter() - begun, data.wait)
+    run.stopper.record_step_time(times.step)
+    run.rank_clock.end_step(times.step, times.data_wait)
+    return times
+
+
 def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -> StepCounters:
     """Return the counts that this rank contributes to a step's sums."""
     extra = extra_counts_of_rank(run, batches) | {FAILED_SAVES: [int(run.saver.broken)]}
@@ -525,13 +534,16 @@ def end_if_faulty(
 ) -> Ending | Rewind | None:
     """End the run if a step's loss or gradient is not finite, or do what --on_spike says.
 
-    All ranks come to the same result. If the run continues, return None.
+    Slow ranks are only reported. All ranks come to the same result. If the run continues, return
+    None.
     """
     if not is_finite(result, run.plan.precision):
         return stop_diverged(run, step, result)
     units_per_s = result["tokens"] / times.step
     if alert := run.watch.monitor.look(step, result["loss"], result["grad_norm"], units_per_s):
         return stop_by_alert(run, alert)
+    for alert in run.rank_clock.look(step, result["extra"]):
+        run.watch.alerts.report(alert)
     return None
 
 

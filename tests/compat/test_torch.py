@@ -221,3 +221,17 @@ def test_fsdp2_of_torch_2_11_cannot_reduce_unused_parameters() -> None:
     older: Any = SimpleNamespace()
     assert not compat.reduce_unused_parameters(older)
     assert hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "the pinned torch has it"
+
+
+def test_collectives_are_replaced_and_put_back():
+    from recipekit.compat.torch import COLLECTIVES, collectives_replaced
+    from torch._C._distributed_c10d import Work
+
+    before = [getattr(torch.distributed, name) for name in COLLECTIVES]
+    wait, called = Work.wait, []
+    with collectives_replaced(lambda function: lambda *args: called.append(function)):
+        torch.distributed.all_reduce(1)
+        torch.distributed.barrier()
+    assert called == [torch.distributed.all_reduce, torch.distributed.barrier]
+    assert [getattr(torch.distributed, name) for name in COLLECTIVES] == before
+    assert Work.wait is wait

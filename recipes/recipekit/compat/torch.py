@@ -334,3 +334,39 @@ def reduce_unused_parameters(module: "FSDPModule") -> bool:
     if act is not None:
         act(True)
     return act is not None
+
+
+COLLECTIVES = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
+    *("all_gather_object", "broadcast_object_list", "gather", "scatter", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend"),
+    *("irecv", "barrier", "batch_isend_irecv"),
+)
+
+
+@contextlib.contextmanager
+def collectives_replaced(around: Callable[[Callable[..., Any]], Any]) -> Iterator[None]:
+    """Replace the functions of torch.distributed, and the wait for their results.
+
+    `around` receives each function and returns its replacement.
+
+    Why: The time in which a rank waits for other ranks is not recorded anywhere for gloo. Its
+        flight recorder has no end times.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_collectives_are_replaced_and_put_back
+    Until: torch's flight recorder has the durations of gloo's collectives.
+    """
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+    from torch._C._distributed_c10d import Work
+
+    places = [(dist, name) for name in COLLECTIVES]
+    places += [(Work, "wait"), (functional, "wait_tensor")]
+    before = [(place, name, getattr(place, name)) for place, name in places]
+    for place, name, function in before:
+        setattr(place, name, around(function))
+    try:
+        yield
+    finally:
+        for place, name, function in before:
+            setattr(place, name, function)

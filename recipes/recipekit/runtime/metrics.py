@@ -37,7 +37,7 @@ def extra_counts_of_rank(run: TrainingRun, batches: list[MicroBatch]) -> dict[st
     numbers = {PEAK_MEMORY: peaks}
     if run.flops and run.peak_flops:
         numbers[UNITS_AND_KEYS] = _flops_counts(run, batches)
-    return numbers
+    return numbers | run.rank_clock.counts()
 
 
 def _flops_counts(run: TrainingRun, batches: list[MicroBatch]) -> list[int]:
@@ -88,6 +88,7 @@ def metrics_of(
     }
     if recipe.batch_ramp:
         metrics |= {"global_batch": recipe.ramp.rows(step), f"step_{unit}": result["tokens"]}
+    metrics |= run.rank_clock.metrics(result["extra"])
     metrics |= metrics_of_watch(run, result, times) | result["means"]
     if run.step_metrics.by_domain is not None:
         metrics |= metrics_by_domain(run.step_metrics.by_domain, data_state["domains"], unit)

@@ -53,6 +53,7 @@ from .epochs import Epochs
 from .failure import Peers
 from .first_row import say_first_row
 from .rank_consistency import check_same_data, check_same_run_folder, shared_problems
+from .rank_times import NoRankClock, RankClock
 from .run_metadata import (
     changed_versions,
     collect_run_metadata,
@@ -82,6 +83,7 @@ class TrainingRun:
     tracker: Tracker | NoTracker
     watch: Watch
     audit: Audit
+    rank_clock: RankClock | NoRankClock
     stopper: Stopper
     epochs: Epochs
     step_metrics: StepMetrics = field(default_factory=StepMetrics)
@@ -177,6 +179,8 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         )
         watch = open_watch(loaded, saver, tracker)
         refused.callback(watch.close)
+        rank_clock = open_rank_clock(loaded, peers)
+        refused.callback(rank_clock.close)
         flops, peak = speed_limits(loaded, facts["host"]["device"], say)
         refused.pop_all()
     return TrainingRun(
@@ -190,6 +194,7 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         tracker=tracker,
         watch=watch,
         audit=open_audit(loaded, tracker.say),
+        rank_clock=rank_clock,
         stopper=stopper,
         epochs=loaded.epochs,
         step_metrics=loaded.step_metrics,
@@ -329,6 +334,14 @@ def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTr
     monitor = Monitor(recipe.on_spike, alerts.report)
     monitor.restore(state.get("watch"))
     return Watch(monitor, alerts, goodput, storage)
+
+
+def open_rank_clock(loaded: TrainingModel, peers: Peers | None) -> RankClock | NoRankClock:
+    """Return the clock that tells slow ranks from waiting ones."""
+    plan, device = loaded.plan, loaded.engine.device
+    if not plan.recipe.watch or plan.mesh.world == 1 or device.type != "cpu":
+        return NoRankClock()
+    return RankClock(plan.mesh, plan.command.rank, peers.ranks.hosts if peers else (), device)
 
 
 def open_audit(loaded: TrainingModel, say: Say) -> Audit:
