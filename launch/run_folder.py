@@ -114,8 +114,15 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     return lines
 
 
+# Advice for each kind of alert that ends a run.
+WAYS_ON = {
+    "spike": ". Continue with --on_spike alert, or with --resume OUT and a lower --lr",
+    "nonfinite": ". Continue with --on_nonfinite skip, or with --resume OUT and a lower --lr",
+}
+
+
 def own_stop(out: Path, since: float) -> str:
-    """Return why the run stopped itself, or "" if it did not.
+    """Return why the run stopped itself and how to continue it, or "" if it did not.
 
     A run stops itself by an alert with the answer "stop" in alerts.jsonl. Alerts from before
     `since` (seconds since 1970) are of an earlier job.
@@ -127,7 +134,7 @@ def own_stop(out: Path, since: float) -> str:
     with contextlib.suppress(ValueError, IndexError):
         alert = json.loads(lines[-1]) if lines[-1].endswith(b"\n") else None
         if isinstance(alert, dict) and alert.get("answer") == "stop" and alert["time"] >= since:
-            return str(alert.get("text", ""))
+            return f"{alert.get('text', '')}{WAYS_ON.get(alert.get('kind'), '')}"
     return ""
 
 

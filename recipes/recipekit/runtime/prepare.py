@@ -300,7 +300,7 @@ def open_watch(
     alerts: AlertLog | NoAlerts = NoAlerts()
     if plan.command.rank == 0:
         alerts = AlertLog(plan.out, tracker.say, tracker.alert, recipe.on_alert)
-    monitor = Monitor(recipe.on_spike, alerts.report)
+    monitor = Monitor(recipe.on_spike, alerts.report, recipe.on_nonfinite)
     monitor.restore(state.get("watch"))
     return Watch(monitor, alerts, goodput)
 

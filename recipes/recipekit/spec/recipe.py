@@ -378,9 +378,16 @@ class Recipe:
     )
     on_spike: str = _flag_field(
         "Action on a spike of the loss or the gradient norm, two steps in a row. alert: report it."
-        " stop: also end the run, without saving the step.",
+        " skip: also pass over each step whose gradient norm stands out."
+        " stop: end the run, without saving the step.",
         "alert",
-        choices=("alert", "stop"),
+        choices=("alert", "skip", "stop"),
+    )
+    on_nonfinite: str = _flag_field(
+        "Action if a loss or gradient is not finite, also when the step is computed again."
+        " stop: end the run. skip: pass over the step; after 20 in a row, end the run.",
+        "stop",
+        choices=("stop", "skip"),
     )
     on_alert: str = _flag_field(
         "Command to run for each alert. It gets the alert as JSON on its standard input.",
@@ -665,7 +672,7 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for a command that cannot be run, and for actions without a watch."""
     problems = []
     if not values["watch"]:
-        for name in ("on_spike", "on_alert"):
+        for name in ("on_spike", "on_nonfinite", "on_alert"):
             if values[name] != _default_of(name):
                 where = f"{name} = {values[name]} with watch = False"
                 rule = "requires the watch, which raises the alerts"
