@@ -278,8 +278,8 @@ def _check_stopped_itself(recipe: Recipe, out: Path) -> None:
     raise config_error(
         f"out = {out}",
         f"contains a run that stopped itself at step {alert['step']} ({alert.get('text', '')})",
-        f"{way}--resume {out} to try it once more, a lower --lr or a --leave_out with that --resume,"
-        " or a new --out",
+        f"{way}--resume {out} to try it once more, a lower --lr or a --leave_out with that"
+        " --resume, or a new --out",
     )
 
 
