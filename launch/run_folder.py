@@ -120,6 +120,13 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+# Advice for each kind of alert that ends a run.
+WAYS_ON = {
+    "spike": ". Continue with --on_spike alert, or with --resume OUT and a lower --lr",
+    "nonfinite": ". Continue with --on_nonfinite skip, or with --resume OUT and a lower --lr",
+}
+
+
 def alerts(out: Path, since: float) -> list[dict[str, Any]]:
     """Return the complete lines of alerts.jsonl.
 
@@ -129,12 +136,14 @@ def alerts(out: Path, since: float) -> list[dict[str, Any]]:
 
 
 def own_stop(out: Path, since: float) -> str:
-    """Return why the run stopped itself, or "" if it did not.
+    """Return why the run stopped itself and how to continue it, or "" if it did not.
 
     A run stops itself by an alert with the answer "stop", which is then its last one.
     """
-    last = alerts(out, since)[-1:]
-    return "".join(str(alert.get("text", "")) for alert in last if alert.get("answer") == "stop")
+    for alert in alerts(out, since)[-1:]:
+        if alert.get("answer") == "stop":
+            return f"{alert.get('text', '')}{WAYS_ON.get(str(alert.get('kind')), '')}"
+    return ""
 
 
 def last_step(out: Path) -> int:

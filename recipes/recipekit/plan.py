@@ -284,7 +284,7 @@ def _merge_json(draft: Draft) -> None:
     draft.recipe = dataclasses.replace(recipe, **written)
     draft.json_fields = frozenset(written)
     merged = draft.recipe
-    draft.problems += check_rewinding(merged.on_spike, merged.task, merged.ep, config)
+    draft.problems += check_rewinding(merged.rewinds_on, merged.task, merged.ep, config)
 
 
 SHIP_CONFIG_FIX = "put the file in recipes/recipekit/architectures/ORG--NAME.json"

@@ -6,10 +6,10 @@ Weights change in `train_step`. The workarounds around DeepSpeed's step are in o
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from .kernels.documents import as_attention_mask
 from .parallel import pipeline, plans, timeline
 from .parallel.sequence import local_sequence_chunk
 from .plan import RunPlan
-from .runtime import ending, reference_logprobs
+from .runtime import ending, reference_logprobs, replay
 from .runtime.continuation import continue_command
 from .runtime.corpus import first_start_date
 from .runtime.ending import Ending
@@ -51,7 +51,8 @@ from .spec.task import MicroBatch, Task
 from .tasks.find import load_task, with_hyperparameters
 from .track.tracking import WANDB_ARTIFACT, NoTracker
 from .watch.alerts import ERROR, RESTART, Alert
-from .watch.monitor import REWIND
+from .watch.blame import BadValue
+from .watch.monitor import REWIND, STOP
 
 # Number of steps between two checks that a data-parallel rank's peers received the same tokens.
 CHECK_TOKENS_EVERY = 10
@@ -68,6 +69,7 @@ class StepResult(TypedDict):
     means: dict[str, float]  # further metrics that the task reports at each step
     extra: dict[str, list[int]]  # sums of the extra counts over the ranks
     losses_of_ranks: list[float]  # mean loss of each rank's own labels; [] under a pipeline
+    bad_value: NotRequired[BadValue | None]  # the first one of a step that was computed again
 
 
 def train_step(
@@ -418,7 +420,7 @@ def loop(run: TrainingRun) -> Ending | Rewind | None:
     If the run ended early, return how it ended. If it goes back to a checkpoint, return which.
     Otherwise return None.
     """
-    plan, engine, mesh = run.plan, run.engine, run.plan.mesh
+    plan, engine = run.plan, run.engine
     first, last = run.state["step"] + 1, plan.last_step
     seen = 0  # a hash of all tokens that this rank has received
 
@@ -432,8 +434,8 @@ def loop(run: TrainingRun) -> Ending | Rewind | None:
 
         if corrupt := end_if_corrupt(run, step, batches):
             return corrupt
-        with check_and_time_step(run, step, first) as spans:
-            result = train_step(engine, run.task, batches, lr, counters, run.step_metrics)
+        take = partial(train_step, engine, run.task, batches, lr, counters, run.step_metrics)
+        result, spans = take_step(run, step, first, take)
         times = step_times(run, begun, data)
 
         if faulty := end_if_faulty(run, step, result, times):
@@ -446,7 +448,7 @@ def loop(run: TrainingRun) -> Ending | Rewind | None:
         run.stopper.boundary()
 
         if step % CHECK_TOKENS_EVERY == 0 or step == last:
-            check_same_tokens(mesh, seen, step, engine.device)
+            check_same_tokens(plan.mesh, seen, step, engine.device)
         save_if_due(run, step, result, data.state)
 
         # After the last step, a stop could only interrupt the export, which the next start would
@@ -529,16 +531,59 @@ def step_counters(run: TrainingRun, batches: list[MicroBatch], data: StepData) -
     return StepCounters(run.plan.mesh, stop, extra)
 
 
+def take_step(
+    run: TrainingRun, step: int, first: int, take: Callable[[], StepResult]
+) -> tuple[StepResult, list[timeline.InstructionSpan]]:
+    """Take a step with `take()`, and compute it again if its loss or gradient is not finite.
+
+    Return its result and the spans of a pipeline's schedule. `first` is the first step of this
+    start. A step that has changed the weights is not computed again.
+    """
+    run.engine.most_norm = run.watch.monitor.limit_norm()
+    start = replay.StepStart.record(run.engine, run.state)
+    with check_and_time_step(run, step, first) as spans:
+        result = take()
+    if not (is_finite(result, run.plan.precision) or start.taken) and run.plan.recipe.watch:
+        result = take_again(run, step, start, take, result)
+    return result, spans
+
+
+def take_again(
+    run: TrainingRun,
+    step: int,
+    start: replay.StepStart,
+    take: Callable[[], StepResult],
+    result: StepResult,
+) -> StepResult:
+    """Return the second result of a step, whose first result was bad (a collective operation)."""
+    good = partial(is_finite, precision=run.plan.precision)
+    again, first = replay.compute_again(start, take, good)
+    if not good(again):
+        return {**again, "bad_value": first}
+
+    places = replay.where_ranks_are(run.engine.device)
+    losses = result["losses_of_ranks"]
+    ranks = {rank: places[rank] for rank, own in enumerate(losses) if not math.isfinite(own)}
+    run.watch.monitor.recovered(step, result["loss"], result["grad_norm"], ranks)
+    return again
+
+
 def end_if_faulty(
     run: TrainingRun, step: int, result: StepResult, times: StepTimes
 ) -> Ending | Rewind | None:
-    """End the run if a step's loss or gradient is not finite, or do what --on_spike says.
+    """Do what --on_nonfinite and --on_spike say. With --no-watch, end a run that is not finite.
 
     Slow ranks are only reported. All ranks come to the same result. If the run continues, return
     None.
     """
     if not is_finite(result, run.plan.precision):
-        return stop_diverged(run, step, result)
+        alert = run.watch.monitor.not_finite(
+            step, result["loss"], result["grad_norm"], result.get("bad_value")
+        )
+        if alert and alert.answer == REWIND:
+            return rewind_or_stop(run, alert)
+        stops = alert is None or alert.answer == STOP
+        return stop_diverged(run, step, result, alert) if stops else None
     units_per_s = result["tokens"] / times.step
     if alert := run.watch.monitor.look(step, result["loss"], result["grad_norm"], units_per_s):
         return stop_by_alert(run, alert)
@@ -651,15 +696,12 @@ def save_step(run: TrainingRun, data_state: StreamState, regular: bool, at_end: 
     run.stopper.boundary()
 
 
-def stop_diverged(run: TrainingRun, step: int, result: StepResult) -> Ending:
+def stop_diverged(run: TrainingRun, step: int, result: StepResult, alert: Alert | None) -> Ending:
     """End a run whose loss or gradient is not finite, after the current save has completed."""
     run.stopper.boundary(next_within=3600)
     run.saver.wait()
-    bad = [rank for rank, own in enumerate(result["losses_of_ranks"]) if not math.isfinite(own)]
-    run.watch.monitor.not_finite(step, result["loss"], result["grad_norm"], bad[0] if bad else None)
-    return ending.diverged(
-        run.plan, step, result["loss"], result["grad_norm"], run.saver.attempts.saved
-    )
+    text = f"step {step} has loss {result['loss']} and grad_norm {result['grad_norm']}"
+    return ending.diverged(run.plan, alert.text if alert else text, run.saver.attempts.saved)
 
 
 def stop_by_alert(run: TrainingRun, alert: Alert) -> Ending | Rewind:

@@ -55,6 +55,18 @@ def test_a_step_is_wrapped() -> None:
     assert asked == [(None,)] and weight.item() == 0.75
 
 
+def test_a_plain_optimizer_discards_a_step() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    optimizer: Any = torch.optim.SGD([weight], lr=0.25)
+    answers = [True, False]
+    compat.discard_steps(optimizer, lambda: answers.pop(0))
+    optimizer.step()
+    assert optimizer.overflow is True and weight.item() == 1.0
+    optimizer.step()
+    assert optimizer.overflow is False and weight.item() == 0.75
+
+
 # The head has `rows` x 128 elements, more than the bucket, and is reduced first. Rank 0 has no part
 # of it, except where two ranks share the model and the head spans both partitions.
 IN_FP32: dict[str, object] = {"communication_data_type": "fp32"}

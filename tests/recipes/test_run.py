@@ -173,13 +173,10 @@ def test_what_is_not_finite_on_one_rank_stops_all(
     assert checkpoints(tmp_path / "run") == [1, 2]
     assert find_faults(tmp_path / "run" / "checkpoints" / "step_00000002") == []
     if (kind, file) == ("gradient", "zero2"):  # the run resumes from the good step
-        for out in ("run", "unbroken"):
-            assert [
-                code
-                for code, _ in pools.run(
-                    2, train, recipe=recipe, argv=["--out", str(tmp_path / out)]
-                )
-            ] == [0, 0]
+        run, unbroken = tmp_path / "run", tmp_path / "unbroken"
+        for argv in (["--out", str(run), "--resume", str(run)], ["--out", str(unbroken)]):
+            results = pools.run(2, train, recipe=recipe, argv=argv)
+            assert [code for code, _ in results] == [0, 0], results
         assert reproducible_values(metrics(tmp_path / "run")) == reproducible_values(
             metrics(tmp_path / "unbroken")
         )

@@ -27,9 +27,9 @@ MIXTURE = {"global_batch": 2, "batch_ramp": "7:4, 14:6"}
 
 
 def train_on_bad_batches(
-    recipe: Recipe, bad: tuple[int, ...], killed_at: str = ""
+    recipe: Recipe, bad: tuple[int, ...], killed_at: str = "", factor: float = 10
 ) -> tuple[int | str, str]:
-    """Train on a rank of a pool, with ten times the loss on some batches of the plain stream.
+    """Train on a rank of a pool, with `factor` times the loss on some batches of the plain stream.
 
     `bad` contains the number of rows that the stream has dealt at the end of each bad batch. The
     finders judge after 6 steps. `killed_at` is the call in which a rewind ends the process.
@@ -54,7 +54,7 @@ def train_on_bad_batches(
         task = load_task(name)
 
         def loss(output: Any, batch: Any, by_row: bool) -> Any:
-            return (10 if dealt[0] in bad else 1) * task.loss(output, batch, by_row)
+            return (factor if dealt[0] in bad else 1) * task.loss(output, batch, by_row)
 
         return replace(task, loss=loss)
 
@@ -211,6 +211,24 @@ def test_a_spike_before_the_first_checkpoint_ends_the_run(pools: Any, tmp_path: 
     results = pools.run(2, train_on_bad_batches, recipe=recipe, bad=(24, 26))
     assert results[0][0] == 1, results
     assert "There is no complete checkpoint before step 12" in results[0][1]
+
+
+def test_a_loss_that_is_not_finite_rewinds_the_run(pools: Any, tmp_path: Path) -> None:
+    recipe = replace(SHORT, on_spike="alert", on_nonfinite="rewind", ds_config="zero2.json")
+    rewinding = replace(recipe, out=str(tmp_path / "rewound"))
+    nan = float("nan")
+    results = pools.run(2, train_on_bad_batches, recipe=rewinding, bad=(24,), factor=nan)
+    assert [code for code, _ in results] == [0, 0], results
+    lines = (tmp_path / "rewound" / "alerts.jsonl").read_text().splitlines()
+    (alert,) = map(json.loads, lines)
+    assert (alert["kind"], alert["answer"], alert["leave_out"]) == ("nonfinite", "rewind", "9:8")
+
+    plain = replace(recipe, leave_out=alert["leave_out"], out=str(tmp_path / "plain"))
+    results = pools.run(2, train_on_bad_batches, recipe=plain, bad=(24,), factor=nan)
+    assert [code for code, _ in results] == [0, 0], results
+    assert reproducible_values(metrics(tmp_path / "rewound")) == reproducible_values(
+        metrics(tmp_path / "plain")
+    )
 
 
 def entries(typed: str, before: list[list[int]], spike: int, position: int = 40) -> list[list[int]]:

@@ -135,6 +135,7 @@ def test_a_command_that_fails_is_printed(tmp_path, code, problem):
         ({"on_alert": "no-such-program --now"}, "no-such-program is not found"),
         ({"on_alert": "sh 'open"}, "has a quotation mark that is not closed"),
         ({"watch": False, "on_spike": "stop"}, "requires the watch"),
+        ({"watch": False, "on_nonfinite": "skip"}, "requires the watch"),
         ({"watch": False, "on_alert": "sh"}, "requires the watch"),
     ],
 )

@@ -1,6 +1,7 @@
 """The monitor in the loop: a spike ends the run or is reported, and is judged alike on a resume."""
 
 import json
+import math
 import os
 import time
 from dataclasses import replace
@@ -10,8 +11,14 @@ from typing import Any
 import pytest
 from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.run_folder import find_resume, read_metrics, run_identity
+from recipekit.spec.run_folder import (
+    find_resume,
+    read_metrics,
+    reproducible_values,
+    run_identity,
+)
 from recipekit.watch.alerts import Alert, NoAlerts
+from recipekit.watch.blame import BadValue
 from recipekit.watch.monitor import Monitor, NoMonitor, Watch
 from recipekit.watch.throughput import Goodput
 from short_runs import BASE, train
@@ -85,6 +92,26 @@ def test_a_spike_ends_the_run_in_its_second_step_and_the_command_is_not_repeated
     assert "alert (spike)" in results[0][1] and read_metrics(out)[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
+def test_a_step_whose_norm_stands_out_is_skipped_also_after_a_resume(pools, tmp_path):
+    skipping = replace(LONG, on_spike="skip", out=str(tmp_path / "whole"))
+    results = pools.run(2, train_with_spike, recipe=skipping, first=1, steps=SPIKES)
+    assert [code for code, _ in results] == [0, 0]
+    lines = read_metrics(tmp_path / "whole")
+    assert [line.get("skipped", 0) for line in lines[SPIKE - 2 :]] == [0, 1, 2, 3, 3, 3]
+    before, spike, after = (lines[step - 1]["grad_norm"] for step in (SPIKE - 1, SPIKE, STEPS))
+    assert spike > 5 * max(before, after)
+    warning = alerts_of(tmp_path / "whole")[0]
+    assert (warning["step"], warning["answer"], warning["value"]) == (SPIKE, "skip", spike)
+
+    parts = replace(skipping, out=str(tmp_path / "parts"))
+    pools.run(2, train_with_spike, recipe=replace(parts, stop_at=36), first=1, steps=SPIKES)
+    pools.run(2, train_with_spike, recipe=parts, first=37, steps=SPIKES)
+    resumed = read_metrics(tmp_path / "parts")
+    assert reproducible_values(resumed) == reproducible_values(lines)
+    assert [line.get("skipped") for line in resumed] == [line.get("skipped") for line in lines]
+
+
 def reporting(on_spike: str = "alert") -> tuple[Monitor, list[Alert]]:
     reported: list[Alert] = []
     return Monitor(on_spike, reported.append, clock=lambda: 5.0), reported
@@ -126,12 +153,66 @@ def test_a_drop_in_throughput_and_a_divergence_are_reported():
     assert {alert.level for alert in reported} == {"warning"}
 
 
-def test_a_loss_that_is_not_finite_names_its_rank():
+BAD = BadValue(3, "node1", "cuda:0", "model.layers.1", "output", False, 2, 0, 17)
+
+
+def test_a_value_that_is_not_finite_is_named():
     monitor, reported = reporting()
-    monitor.not_finite(9, float("nan"), 1.0, rank=3)
+    monitor.not_finite(9, math.nan, 1.0, BAD)
     (alert,) = reported
-    assert (alert.kind, alert.level, alert.answer, alert.rank) == ("nonfinite", "error", "stop", 3)
-    assert "Rank 3" in alert.text
+    assert (alert.kind, alert.level, alert.answer) == ("nonfinite", "error", "stop")
+    assert (alert.rank, alert.host, alert.device) == (3, "node1", "cuda:0")
+    assert alert.text == (
+        "step 9 has loss nan and grad_norm 1.0. The first value that is not finite is the output of"
+        " model.layers.1 (micro-batch 2, forward pass) on rank 3 (node1, cuda:0)"
+    )
+
+
+def test_twenty_skipped_steps_in_a_row_end_the_run_also_after_a_resume():
+    reported: list[Alert] = []
+    answers = []
+    for step in range(1, 41):
+        monitor = Monitor("alert", reported.append, "skip")
+        monitor.restore(answers[-1][1] if answers else None)
+        if step == 10:  # a good step
+            monitor.look(step, 3.0, 1.0, 100.0)
+        elif alert := monitor.not_finite(step, math.nan, math.nan, None):
+            answers.append((alert.answer, monitor.to_state()))
+            continue
+        answers.append(("", monitor.to_state()))
+    assert [answer for answer, _ in answers[:29]] == ["skip"] * 9 + [""] + ["skip"] * 19
+    assert answers[29][0] == "stop" and "20 steps in a row" in reported[28].text
+
+
+def test_a_norm_above_the_limit_is_skipped_and_twenty_in_a_row_end_the_run():
+    monitor, reported = reporting("skip")
+    for step in range(1, 40):
+        assert monitor.limit_norm() == math.inf or step > 32
+        assert monitor.look(step, 3.0, 1.0, 100.0) is None
+    assert monitor.limit_norm() == pytest.approx(2, rel=0.01)  # e ** 0.7
+    answers = []
+    for step in range(40, 60):
+        monitor.limit_norm()
+        answers.append(monitor.look(step, 3.0, 50.0, 100.0))
+    assert answers[:19] == [None] * 19 and answers[19] is not None
+    assert answers[19].answer == "stop" and answers[19].limit == monitor.most_norm
+    assert {alert.answer for alert in reported[:-1]} == {"skip"}
+    assert reported[0].text.endswith(": the step is passed over")
+
+
+def test_a_fault_that_is_gone_names_a_rank_only_if_there_is_one():
+    monitor, reported = reporting()
+    monitor.recovered(9, math.nan, math.inf, {1: ("node1", "cuda:1")})
+    monitor.recovered(9, 3.0, math.inf, {})
+    monitor.recovered(9, math.nan, math.inf, {2: ("node2", "a"), 3: ("node2", "b")})
+    assert [(alert.rank, alert.host) for alert in reported] == [
+        (1, "node1"),
+        (None, None),
+        (None, None),
+    ]
+    assert {alert.answer for alert in reported} == {"retry"}
+    assert reported[0].text.endswith("Not finite: only the loss of rank 1 (node1, cuda:1)")
+    assert reported[2].text.endswith("Not finite: the losses of 2 (node2, a), 3 (node2, b)")
 
 
 def test_a_checkpoint_without_windows_is_accepted():
@@ -146,7 +227,9 @@ def test_a_checkpoint_without_windows_is_accepted():
     [
         ({"step": 7, "answer": "stop", "kind": "spike"}, 6, True),
         ({"step": 7, "answer": "stop", "kind": "spike"}, 8, False),  # the run went on
-        ({"step": 7, "answer": "stop", "kind": "nonfinite"}, 6, False),  # may be a fault of a host
+        ({"step": 7, "answer": "stop", "kind": "nonfinite"}, 6, True),
+        ({"step": 7, "answer": "stop", "kind": "hang"}, 6, False),  # may be a fault of a host
+        ({"step": 7, "answer": "retry", "kind": "nonfinite"}, 6, False),
         ({"step": 7, "kind": "spike"}, 6, False),
         (None, 6, False),
     ],
@@ -157,7 +240,7 @@ def test_a_command_that_would_repeat_a_stop_is_refused(tmp_path, alert, steps, r
     recipe = replace(LONG, out=str(out))
     identity = run_identity(recipe, None)
     (out / "run.json").write_text(
-        json.dumps({"identity": identity, "recipe": {"on_spike": "alert"}})
+        json.dumps({"identity": identity, "recipe": {"on_spike": "alert", "on_nonfinite": "stop"}})
     )
     lines = [json.dumps({"step": step}) for step in range(1, steps + 1)]
     (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
@@ -166,6 +249,8 @@ def test_a_command_that_would_repeat_a_stop_is_refused(tmp_path, alert, steps, r
     if refused:
         with pytest.raises(ConfigError, match="stopped itself at step 7"):
             find_resume(recipe, out, None, tiny=False)
+        other = replace(recipe, on_spike="skip", on_nonfinite="skip")
+        assert find_resume(other, out, None, tiny=False) == out
     else:
         assert find_resume(recipe, out, None, tiny=False) == out
     assert find_resume(replace(recipe, resume="never"), out, None, tiny=False) is None

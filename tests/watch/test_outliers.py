@@ -158,6 +158,19 @@ def test_a_new_level_becomes_the_window():
     assert finder.look(5.0).score == 0
 
 
+@pytest.mark.parametrize("finder", [Outliers(), Outliers(logarithm=True, margin=0.7)])
+def test_the_limit_is_known_before_the_value(finder):
+    source = random.Random(2)
+    for _ in range(Outliers.LEAST):
+        assert finder.limit() == math.inf
+        finder.look(3.0 + 0.1 * source.random())
+    limit = finder.limit()
+    assert limit == finder.look(1.001 * limit).limit == finder.limit()
+    assert len(finder.outliers) == 1
+    finder.look(0.999 * limit)
+    assert finder.outliers == []
+
+
 def test_values_that_are_not_finite_are_not_remembered():
     finder, divergence = Outliers(), Divergence()
     for value in (math.nan, math.inf):

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import functools
 import importlib
+import math
 import shutil
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -30,6 +32,7 @@ class DeepSpeedEngine(Protocol):
     mpu: Any  # model-parallel groups, or None if DeepSpeed's own are right
     micro_batches: int  # micro-batches per step, under a pipeline
     micro_steps: int  # micro-batches so far
+    most_norm: float  # ours: the largest gradient norm of a step that is taken
     _config: Any
     _global_grad_norm: Any
     enable_backward_allreduce: bool
@@ -57,6 +60,8 @@ class ZeroOptimizer(Protocol):
     """
 
     optimizer: "torch.optim.Optimizer"  # the inner one
+    step: Callable[..., object]
+    _global_grad_norm: object
     param_groups: list[dict[str, Any]]
     fp32_partitioned_groups_flat: "list[torch.Tensor]"
     fp16_partitioned_groups_flat_numel: list[int]
@@ -181,6 +186,99 @@ def disable_clipping(engine: DeepSpeedEngine) -> None:
     Until: clip_grad_norm_ counts every parameter of a pipeline stage.
     """
     engine.clip_fp32_gradients = lambda: None
+
+
+def discard_steps(optimizer: "torch.optim.Optimizer", discards: Callable[[], bool]) -> None:
+    """Make an optimizer of torch skip a step for which `discards()` returns True.
+
+    The engine then counts the step as skipped.
+
+    Why: DeepSpeed checks the norm only in its own optimizers, so with a plain optimizer it takes a
+        step whose gradients are not finite.
+    Version: DeepSpeed 0.19.8
+    Test: tests/compat/test_deepspeed.py::test_a_plain_optimizer_discards_a_step
+    Until: The engine checks the norm of every optimizer.
+    """
+
+    def step(take_step: Callable[..., object], *given: object, **named: object) -> object:
+        discarded = discards()
+        vars(optimizer)["overflow"] = discarded  # the engine reads this after the step
+        return None if discarded else take_step(*given, **named)
+
+    wrap_step(optimizer, step)
+
+
+def limit_norm(optimizer: ZeroOptimizer, limit: Callable[[], float]) -> None:
+    """Make one of DeepSpeed's optimizers skip a step whose gradient norm is above `limit()`.
+
+    `limit()` has the unit of `_global_grad_norm`, which remains the true norm. In fp16, the loss
+    scale of such a step does not change.
+
+    Why: DeepSpeed skips only steps whose norm is not finite.
+    Version: DeepSpeed 0.19.8
+    Test: tests/engine/test_most_norm.py::test_a_step_above_the_limit_changes_nothing
+    Until: DeepSpeed can skip a step by its norm.
+    """
+    owner = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+    module = cast("Any", sys.modules[owner.__module__])
+    # The unfused optimizer reports the norm of the scaled gradients.
+    unscales = not hasattr(optimizer, "fp32_groups")
+    scaler = _scaler_of(optimizer)
+    take_step = optimizer.step
+
+    def step(*given: object, **named: object) -> object:
+        if (most := limit()) == math.inf:
+            return take_step(*given, **named)
+        scale = float(getattr(scaler, "cur_scale", 1.0)) if unscales else 1.0
+        above: list[float] = []
+        plain, before = module.is_invalid_grad_norm, dict(vars(scaler) if scaler else {})
+
+        def invalid(norm: "torch.Tensor | float") -> bool:
+            if plain(norm):
+                return True
+            if (value := float(norm) / scale) > most:
+                above.append(value)
+            return bool(above)
+
+        module.is_invalid_grad_norm = invalid
+        try:
+            result = take_step(*given, **named)
+        finally:
+            module.is_invalid_grad_norm = plain
+        if above:
+            optimizer._global_grad_norm = above[0]
+            if scaler:
+                vars(scaler).update(before)
+        return result
+
+    optimizer.step = step
+
+
+def _scaler_of(optimizer: object) -> Any:
+    """Return the object with an optimizer's loss scale, or None."""
+    return getattr(optimizer, "loss_scale_config", getattr(optimizer, "loss_scaler", None))
+
+
+def record_counters(engine: DeepSpeedEngine) -> Callable[[], None]:
+    """Return a function that sets an engine's counters and loss scale back to their present values.
+
+    Why: DeepSpeed counts a step that it does not take, and the step is computed once more.
+    Version: DeepSpeed 0.19.8
+    Test: tests/runtime/test_replay.py::test_a_fault_that_does_not_return_changes_nothing
+    Until: DeepSpeed has a function that forgets a step.
+    """
+    names = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+    counters = {name: getattr(engine, name) for name in names}
+    scaler = _scaler_of(engine.optimizer)
+    scaling = dict(vars(scaler)) if scaler else {}
+
+    def restore() -> None:
+        for name, value in counters.items():
+            setattr(engine, name, value)
+        if scaler:
+            vars(scaler).update(scaling)
+
+    return restore
 
 
 def record_cleared_gradients(optimizer: ZeroOptimizer) -> None:

@@ -1,20 +1,21 @@
 """Runs that cannot go back to a checkpoint inside the running process."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..spec.errors import Problem
 from .outputs import OFFLOAD_BLOCKS
 from .schema import optimizer_name, value_at
 
-INSTEAD = "use --on_spike stop, and resume with --leave_out"
 
-
-def check_rewinding(on_spike: str, task: str, ep: int, config: dict[str, Any]) -> list[Problem]:
+def check_rewinding(
+    flags: Sequence[str], task: str, ep: int, config: dict[str, Any]
+) -> list[Problem]:
     """Report a recipe that asks for rewinds although its states cannot be restored in place.
 
-    The first three arguments are the recipe's values.
+    `flags` are the fields whose value is "rewind". `task` and `ep` are the recipe's values.
     """
-    if on_spike != "rewind":
+    if not flags:
         return []
     reasons = []
     if any(value_at(config, f"{block}.device") == "nvme" for block in OFFLOAD_BLOCKS):
@@ -26,6 +27,11 @@ def check_rewinding(on_spike: str, task: str, ep: int, config: dict[str, Any]) -
     if task == "preference":
         reasons.append("DPO, whose reference log-probabilities are computed only at a start")
     return [
-        Problem("on_spike = rewind", f"cannot be combined with {reason}", INSTEAD)
+        Problem(
+            f"{flag} = rewind",
+            f"cannot be combined with {reason}",
+            f"use --{flag} stop, and resume with --leave_out",
+        )
+        for flag in flags
         for reason in reasons
     ]

@@ -1,5 +1,6 @@
 """The DeepSpeed engine for a built model, with our workarounds."""
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from ..compat.deepspeed import (
     broadcasting_scalars,
     parameters_kept,
     record_cleared_gradients,
+    record_counters,
     undo_hidden_step,
     wrap_step,
 )
@@ -23,7 +25,13 @@ from ..model.build import BuiltModel
 from ..optim import factory
 from ..optim.groups import parameter_groups
 from ..optim.param_spans import find_param_spans
-from ..optim.repairs import accumulate, keep_grad_norm, keep_momentum_norm, sum_without_copies
+from ..optim.repairs import (
+    accumulate,
+    apply_most_norm,
+    keep_grad_norm,
+    keep_momentum_norm,
+    sum_without_copies,
+)
 from ..parallel import pipeline
 from ..parallel.blueprint import Blueprint, Layout, describe_stages, tensors_on_rank
 from ..parallel.groups import ProcessGroups
@@ -115,6 +123,8 @@ def apply_workarounds(ds_engine: Any) -> Engine:
     keep_grad_norm(ds_engine)
     keep_momentum_norm(ds_engine)
     sum_without_copies(ds_engine)
+    ds_engine.most_norm = math.inf
+    apply_most_norm(ds_engine)
     if getattr(ds_engine.optimizer, "loss_scaler", None) is not None:
         wrap_step(ds_engine.optimizer, _step_in_fp16)
     states = DeepSpeedStates(ds_engine)
@@ -124,6 +134,7 @@ def apply_workarounds(ds_engine: Any) -> Engine:
         partial(after_step, ds_engine),
     )
     ds_engine.current_loss_scale = partial(_current_loss_scale, ds_engine)
+    ds_engine.record_counters = partial(record_counters, ds_engine)
     ds_engine.save_states, ds_engine.load_states = states.save, states.load
     return ds_engine
 

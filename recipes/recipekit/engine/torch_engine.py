@@ -3,6 +3,7 @@
 The engine has the same interface as the DeepSpeed engine.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class TorchEngine:
     # Counts that a DeepSpeed checkpoint contains. `global_steps` is kept up to date.
     counts: dict[str, Any]
     micro_batches: int = 1  # used by pipelines, which this engine does not support
+    most_norm: float = math.inf
 
     def __post_init__(self) -> None:
         self.trained = {
@@ -127,25 +129,13 @@ class TorchEngine:
         self.scaler.unscale_(self.optimizer)
         for act in reversed(self.before_step_hooks):
             act()
-        self.grad_norm = norm = None if self.compresses else self._grad_norm()
-        if norm is not None and self.clipping > 0:
-            factor = torch.clamp(self.clipping / (norm + 1e-6), max=1.0)
-            for parameter in self.trained.values():
-                _local_shard(parameter.grad).mul_(factor)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        if isinstance(self.optimizer, OneBitAdam) and self.optimizer.norm is not None:
-            self.grad_norm = self.optimizer.norm
-        self.scaler.update()
+        skipped = not self._update_weights()
         # Under DDP, set the gradients to zero, because they are views of DDP's buckets and must not
         # be replaced.
         self.optimizer.zero_grad(set_to_none=self.forward_module is self.module)
-        skipped = self.scaler.get_scale() < scale
         if self.scaler.is_enabled():
-            self.counts |= {
-                "loss_scale": self.scaler.state_dict(),
-                "skipped_steps": self.counts["skipped_steps"] + skipped,
-            }
+            self.counts["loss_scale"] = self.scaler.state_dict()
+        self.counts["skipped_steps"] += skipped
         self.counts["global_steps"] += 1
         resolved = self.counts["ds_config"]
         self.counts["global_samples"] += (
@@ -155,6 +145,36 @@ class TorchEngine:
         )
         for follow in self.after_step_hooks:
             follow(not skipped)
+
+    def _update_weights(self) -> bool:
+        """Clip the gradients and call the optimizer. Return False if nothing has changed.
+
+        Nothing changes if the gradient norm is above `most_norm` or not finite. For this check, the
+        host waits for the norm before it starts the optimizer.
+        """
+        compresses = self.compresses
+        norm = self._grad_norm()
+        if compresses:  # each rank has its own gradients; the sum only shows if all are finite
+            dist.all_reduce(norm, group=self.group)
+        self.grad_norm = norm
+        takes = math.isfinite(value := float(norm)) and (compresses or value <= self.most_norm)
+
+        if takes and self.clipping > 0 and not compresses:
+            factor = torch.clamp(self.clipping / (norm + 1e-6), max=1.0)
+            for parameter in self.trained.values():
+                _local_shard(parameter.grad).mul_(factor)
+
+        # In fp16, the scaler skips an overflow, and then lowers the scale.
+        scale = self.scaler.get_scale()
+        overflows = self.scaler.is_enabled() and not math.isfinite(value)
+        if takes or overflows:
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        takes = takes and self.scaler.get_scale() >= scale
+
+        if takes and isinstance(self.optimizer, OneBitAdam) and self.optimizer.norm is not None:
+            self.grad_norm = self.optimizer.norm
+        return takes
 
     def _sum_scalars(self) -> None:
         """Average the gradients of 0-dimensional parameters over the ranks.
@@ -192,6 +212,18 @@ class TorchEngine:
 
     def current_loss_scale(self) -> float | None:
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
+
+    def record_counters(self) -> Callable[[], None]:
+        assert self.micro_step == 0, "within a step"
+        counts, scaling = dict(self.counts), self.scaler.state_dict()
+
+        def restore() -> None:
+            self.counts.clear()
+            self.counts.update(counts)
+            if self.scaler.is_enabled():
+                self.scaler.load_state_dict(scaling)
+
+        return restore
 
     def before_step(self, act: Callable[[], None]) -> None:
         self.before_step_hooks.append(act)

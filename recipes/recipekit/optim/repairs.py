@@ -3,6 +3,7 @@
 Weights change only here, in `undo_hidden_step` of `compat/deepspeed.py` and in `train_step`.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,9 @@ from ..compat.deepspeed import (
     after_step,
     before_step,
     disable_clipping,
+    discard_steps,
     leave_gradients,
+    limit_norm,
     set_grad_norm,
     set_micro_batches,
     sum_gradients_without_copy,
@@ -60,6 +63,33 @@ def keep_momentum_norm(engine: DeepSpeedEngine) -> None:
         after_step(engine, tell)
 
 
+def norm_limit_of(engine: DeepSpeedEngine) -> float:
+    """Return the largest gradient norm of a step that `engine` takes, or infinity.
+
+    If an optimizer exchanges signs, its gradients have no common norm, and so no limit.
+    """
+    optimizer = engine.basic_optimizer
+    return math.inf if exchanges_signs(optimizer) else engine.most_norm
+
+
+def exchanges_signs(optimizer: object) -> bool:
+    """Return True if the optimizer's next step uses each rank's own gradients."""
+    return isinstance(optimizer, OneBitAdam) and optimizer.compresses
+
+
+def apply_most_norm(engine: DeepSpeedEngine) -> None:
+    """Let the engine's steps change nothing if their norm is above `most_norm` or not finite."""
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        limit_norm(engine.optimizer, lambda: norm_limit_of(engine))
+        return
+
+    def discards() -> bool:
+        norm = float(engine._global_grad_norm)
+        return not math.isfinite(norm) or norm > norm_limit_of(engine)
+
+    discard_steps(engine.optimizer, discards)
+
+
 def keep_grad_norm(engine: DeepSpeedEngine) -> None:
     """Compute the gradient norm and clip by it where DeepSpeed 0.19.8 does not.
 
@@ -72,6 +102,9 @@ def keep_grad_norm(engine: DeepSpeedEngine) -> None:
 
     def clip() -> None:
         norm = grad_norm(engine)
+        if exchanges_signs(engine.optimizer):
+            # Each rank has its own gradients. The sum only shows whether all of them are finite.
+            dist.all_reduce(norm, group=engine.optimizer.ranks)
         if (most := engine.gradient_clipping()) > 0:
             scale = torch.clamp(most / (norm + 1e-6), max=1.0)
             for parameter in engine.module.parameters():

@@ -89,14 +89,15 @@ def stopped(plan: RunPlan, reason: str, step: int, problems: Sequence[object] = 
     return Ending(STOP_REASONS[reason], sentences(text, continue_hint(plan)))
 
 
-def diverged(plan: RunPlan, step: int, loss: float, grad_norm: float, saved: int) -> Ending:
-    """Return the ending after a loss or gradient norm became non-finite."""
-    text = f"stopped: step {step} has loss {loss} and grad_norm {grad_norm}"
+def diverged(plan: RunPlan, text: str, saved: int) -> Ending:
+    """Return the ending after a loss or gradient norm became non-finite, which `text` states."""
     ways = f"--resume {plan.out}, or a new --out" if saved else "a new --out"
+    may_skip = plan.recipe.watch and plan.recipe.on_nonfinite != "skip"
+    skip = "use --on_nonfinite skip to pass over the step, or" if may_skip else "try"
     return Ending(
         1,
-        f"{text}. {not_saved(saved)}. The same command would repeat it: try a lower --lr with"
-        f" {ways}",
+        f"stopped: {text}. {not_saved(saved)}. The same command would repeat it: {skip} a lower"
+        f" --lr with {ways}",
     )
 
 

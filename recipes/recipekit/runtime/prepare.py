@@ -331,7 +331,7 @@ def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTr
         alerts = AlertLog(plan.out, tracker.say, tracker.alert, recipe.on_alert)
         disk = DiskWatch(partial(read_disk, loaded, saver), plan.last_step)
         storage = Storage(StaleCheckpoint(recipe.save_every), disk, alerts.report)
-    monitor = Monitor(recipe.on_spike, alerts.report)
+    monitor = Monitor(recipe.on_spike, alerts.report, recipe.on_nonfinite)
     monitor.restore(state.get("watch"))
     return Watch(monitor, alerts, goodput, storage)
 

@@ -76,6 +76,8 @@ def _stop(run: TrainingRun, alert: Alert, reason: str) -> Ending:
     """Report the alert as one that ends the run, and return the ending."""
     text = f"{alert.text}. {reason}"
     run.watch.alerts.report(replace(alert, text=text, answer=STOP))
+    if alert.kind == "nonfinite":
+        return ending.diverged(run.plan, text, run.saver.attempts.saved)
     return ending.stopped_by_alert(run.plan, alert.step, text, run.saver.attempts.saved)
 
 

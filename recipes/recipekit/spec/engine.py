@@ -26,6 +26,9 @@ class Engine(Protocol):
     module: nn.Module
     optimizer: Any  # has `param_groups`
     micro_batches: int  # per step, under a pipeline
+    # A step whose gradient norm is above this number, or not finite, changes neither weights nor
+    # optimizer states. It must be the same on every rank. By default it is infinite.
+    most_norm: float
 
     def __call__(self, *inputs: object, **named: object) -> Any: ...
     def backward(self, loss: torch.Tensor) -> Any: ...
@@ -40,6 +43,9 @@ class Engine(Protocol):
     def is_gradient_accumulation_boundary(self) -> bool: ...
     def get_global_grad_norm(self) -> Any: ...
     def current_loss_scale(self) -> float | None: ...  # None unless in fp16
+    # Return a function that sets the counters of steps and samples and the fp16 loss scale back to
+    # their present values. Must be called between two steps.
+    def record_counters(self) -> Callable[[], None]: ...
 
     def train_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...  # a full pipeline step
     def eval_batch(self, batches: Iterator[Any]) -> torch.Tensor: ...

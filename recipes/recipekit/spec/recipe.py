@@ -69,7 +69,9 @@ MAY_BE_ZERO = (
         "weight_decay",
     ),
     *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs", "recompute_every", "hang_s"),
+    "audit_every",
 )  # numbers that must not be negative
+REWINDS = ("on_spike", "on_nonfinite")  # fields that may ask for rewinds
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has a different name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
 MAX_NAME_LENGTH = 255  # maximum bytes in a file name
@@ -400,10 +402,18 @@ class Recipe:
     )
     on_spike: str = _flag_field(
         "Action on a spike of the loss or the gradient norm, two steps in a row. alert: report it."
-        " stop: also end the run, without saving the step. rewind: go back to a checkpoint before"
-        " the spike, and leave out the batches from there to 50 steps after it.",
+        " skip: also pass over each step whose gradient norm stands out. stop: end the run, without"
+        " saving the step. rewind: go back to a checkpoint before the spike, and leave out the"
+        " batches from there to 50 steps after it.",
         "alert",
-        choices=("alert", "stop", "rewind"),
+        choices=("alert", "skip", "stop", "rewind"),
+    )
+    on_nonfinite: str = _flag_field(
+        "Action if a loss or gradient is not finite, also when the step is computed again."
+        " stop: end the run. skip: pass over the step; after 20 in a row, end the run. rewind: as"
+        " for --on_spike.",
+        "stop",
+        choices=("stop", "skip", "rewind"),
     )
     audit_every: int = _flag_field(
         "Steps between two searches for silent corruption: the replicas compare their weights and"
@@ -423,6 +433,11 @@ class Recipe:
     # Function that maps a model to a model, for example to add LoRA. It is called before DeepSpeed
     # receives the model.
     adapt: Callable[[Any], Any] | None = None
+
+    @property
+    def rewinds_on(self) -> list[str]:
+        """Return the fields that ask for rewinds."""
+        return [flag for flag in REWINDS if getattr(self, flag) == "rewind"]
 
     @property
     def labels(self) -> int:
@@ -722,7 +737,7 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for a command that cannot be run, and for actions without a watch."""
     problems = []
     if not values["watch"]:
-        for name in ("on_spike", "hang_s", "on_alert"):
+        for name in ("on_spike", "on_nonfinite", "hang_s", "on_alert"):
             if values[name] != _default_of(name):
                 where = f"{name} = {values[name]} with watch = False"
                 rule = "requires the watch, which raises the alerts"
@@ -741,17 +756,20 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def _check_rewinds(values: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem if a rewind would find no checkpoint before a spike."""
-    where = "on_spike = rewind"
-    if values["on_spike"] != "rewind":
-        return []
-    if not values["save_every"] and not values["keep_every"]:
-        rule = "requires checkpoints to go back to"
-        return [Problem(f"{where} with save_every = 0", rule, "use --save_every N")]
-    if values["keep"] == 1 and not values["keep_every"]:
-        rule = "the only checkpoint that is kept may be from the middle of a spike"
-        return [Problem(f"{where} with keep = 1", rule, "use --keep 2 or more, or --keep 0")]
-    return []
+    """Return a problem for each flag whose rewinds would find no checkpoint before the fault."""
+    problems = []
+    for flag in REWINDS:
+        where = f"{flag} = rewind"
+        if values[flag] != "rewind":
+            continue
+        if not values["save_every"] and not values["keep_every"]:
+            rule = "requires checkpoints to go back to"
+            problems.append(Problem(f"{where} with save_every = 0", rule, "use --save_every N"))
+        elif flag == "on_spike" and values["keep"] == 1 and not values["keep_every"]:
+            rule = "the only checkpoint that is kept may be from the middle of a spike"
+            fix = "use --keep 2 or more, or --keep 0"
+            problems.append(Problem(f"{where} with keep = 1", rule, fix))
+    return problems
 
 
 def check_values(values: Mapping[str, Any]) -> list[Problem]:

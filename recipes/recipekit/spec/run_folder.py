@@ -255,21 +255,31 @@ def _different_run(
     )
 
 
-def _check_stopped_itself(recipe: Recipe, out: Path) -> None:
-    """Raise `ConfigError` if --on_spike ended the run in `out`, and this command would repeat it.
+# For each kind of alert that ends a run: the flag that decides, another value of it, its effect.
+# launch/run_folder.py has the same flags.
+OTHER_ANSWERS = {
+    "spike": ("on_spike", "alert", "train through it"),
+    "nonfinite": ("on_nonfinite", "skip", "pass over the step"),
+}
 
-    A launcher may start the same command again, and would then spend all its restarts on one spike.
+
+def _check_stopped_itself(recipe: Recipe, out: Path) -> None:
+    """Raise `ConfigError` if an alert ended the run in `out`, and this command would repeat it.
+
+    A launcher may start the same command again, and would then spend all its restarts on one step.
     """
     alert = last_stop(out)
-    if alert is None or alert.get("kind") != "spike":
+    if alert is None or alert.get("kind") not in OTHER_ANSWERS:
         return
-    if recipe.on_spike != read_run_json(out).get("recipe", {}).get("on_spike"):
+    flag, value, effect = OTHER_ANSWERS[alert["kind"]]
+    if getattr(recipe, flag) != read_run_json(out).get("recipe", {}).get(flag):
         return
+    way = f"use --{flag} {value} to {effect}, " if getattr(recipe, flag) != value else "use "
     raise config_error(
         f"out = {out}",
         f"contains a run that stopped itself at step {alert['step']} ({alert.get('text', '')})",
-        f"use --on_spike alert to train through it, --resume {out} to try it once more, a lower"
-        " --lr or a --leave_out with that --resume, or a new --out",
+        f"{way}--resume {out} to try it once more, a lower --lr or a --leave_out with that"
+        " --resume, or a new --out",
     )
 
 

@@ -62,11 +62,7 @@ class Outliers:
             self.recent.append(value)
             return OutlierScore(False, 0.0, math.inf)
 
-        ordered = sorted(self.recent)
-        median = median_of_sorted(ordered)
-        spread = max(spread_above(ordered, median), 1e-9)
-        margin = self.margin if self.logarithm else self.margin * abs(median)
-        threshold = median + max(self.spreads * spread, margin)
+        median, spread, threshold = self._threshold()
         limit = math.exp(threshold) if self.logarithm else threshold
         score = max(0.0, (value - median) / spread)
 
@@ -80,6 +76,21 @@ class Outliers:
         if len(self.outliers) >= self.NEW_LEVEL:
             self.recent, self.outliers = self.outliers, []
         return OutlierScore(alarm, score, limit)
+
+    def limit(self) -> float:
+        """Return the largest value that would not be an outlier, or infinity at the beginning."""
+        if len(self.recent) < self.LEAST:
+            return math.inf
+        threshold = self._threshold()[2]
+        return math.exp(threshold) if self.logarithm else threshold
+
+    def _threshold(self) -> tuple[float, float, float]:
+        """Return the window's (median, spread, threshold), which may be logarithms."""
+        ordered = sorted(self.recent)
+        median = median_of_sorted(ordered)
+        spread = max(spread_above(ordered, median), 1e-9)
+        margin = self.margin if self.logarithm else self.margin * abs(median)
+        return median, spread, median + max(self.spreads * spread, margin)
 
     def to_state(self) -> dict[str, list[float]]:
         """Return the values to store in a checkpoint."""
