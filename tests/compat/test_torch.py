@@ -224,14 +224,14 @@ def test_fsdp2_of_torch_2_11_cannot_reduce_unused_parameters() -> None:
 
 
 def test_collectives_are_replaced_and_put_back():
-    from recipekit.compat.torch import COLLECTIVES, collectives_replaced
+    from recipekit.compat.torch import BLOCKING_CALLS, collectives_replaced
     from torch._C._distributed_c10d import Work
 
-    before = [getattr(torch.distributed, name) for name in COLLECTIVES]
+    before = [getattr(torch.distributed, name) for name in BLOCKING_CALLS]
     wait, called = Work.wait, []
     with collectives_replaced(lambda function: lambda *args: called.append(function)):
         torch.distributed.all_reduce(1)
         torch.distributed.barrier()
     assert called == [torch.distributed.all_reduce, torch.distributed.barrier]
-    assert [getattr(torch.distributed, name) for name in COLLECTIVES] == before
+    assert [getattr(torch.distributed, name) for name in BLOCKING_CALLS] == before
     assert Work.wait is wait

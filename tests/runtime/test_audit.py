@@ -170,8 +170,8 @@ CLEAN = {
     "zero1 pp2 dp2": (4, {"ds_config": "zero1.json"}, ["--pp", "2"]),
     "zero1 tp2 dp2": (4, {"ds_config": "zero1.json"}, ["--tp", "2"]),
     "zero2 sp2 dp2": (4, {"ds_config": "zero2.json"}, ["--sp", "2"]),
-    "ddp bf16 dp2": (2, {"engine": "ddp", "precision": "bf16"}, []),
-    "fsdp2 bf16 dp2": (2, {"engine": "fsdp2", "precision": "bf16"}, []),
+    "ddp bf16 dp2": (2, {"engine": "ddp", "precision": "bf16", "ds_config": {}}, []),
+    "fsdp2 bf16 dp2": (2, {"engine": "fsdp2", "precision": "bf16", "ds_config": {}}, []),
     "zero0 one rank": (1, {"ds_config": "zero0.json"}, []),
 }
 

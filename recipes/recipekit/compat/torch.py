@@ -336,7 +336,7 @@ def reduce_unused_parameters(module: "FSDPModule") -> bool:
     return act is not None
 
 
-COLLECTIVES = (
+BLOCKING_CALLS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
     *("all_gather_object", "broadcast_object_list", "gather", "scatter", "reduce_scatter"),
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend"),
@@ -360,7 +360,7 @@ def collectives_replaced(around: Callable[[Callable[..., Any]], Any]) -> Iterato
     import torch.distributed._functional_collectives as functional
     from torch._C._distributed_c10d import Work
 
-    places = [(dist, name) for name in COLLECTIVES]
+    places = [(dist, name) for name in BLOCKING_CALLS]
     places += [(Work, "wait"), (functional, "wait_tensor")]
     before = [(place, name, getattr(place, name)) for place, name in places]
     for place, name, function in before:

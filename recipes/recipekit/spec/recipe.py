@@ -71,7 +71,7 @@ MAY_BE_ZERO = (
     *("gradient_clipping", "min_lr", "seed", "num_labels", "epochs", "recompute_every", "hang_s"),
     "audit_every",
 )  # numbers that must not be negative
-REWINDS = ("on_spike", "on_nonfinite")  # fields that may ask for rewinds
+MAY_REWIND = ("on_spike", "on_nonfinite")  # fields that may ask for rewinds
 FLAGS = {"ds_config": "deepspeed_config"}  # fields whose flag has a different name
 PATHS = ("dataset", "ds_config", "model", "out", "resume", "token_cache", "tokenizer")
 MAX_NAME_LENGTH = 255  # maximum bytes in a file name
@@ -437,7 +437,7 @@ class Recipe:
     @property
     def rewinds_on(self) -> list[str]:
         """Return the fields that ask for rewinds."""
-        return [flag for flag in REWINDS if getattr(self, flag) == "rewind"]
+        return [flag for flag in MAY_REWIND if getattr(self, flag) == "rewind"]
 
     @property
     def labels(self) -> int:
@@ -758,7 +758,7 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
 def _check_rewinds(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for each flag whose rewinds would find no checkpoint before the fault."""
     problems = []
-    for flag in REWINDS:
+    for flag in MAY_REWIND:
         where = f"{flag} = rewind"
         if values[flag] != "rewind":
             continue

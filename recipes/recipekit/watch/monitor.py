@@ -117,7 +117,7 @@ class Monitor:
             text,
             value=loss if not math.isfinite(loss) else grad_norm,
             answer=STOP if stops else self.on_nonfinite,
-            **place_of(first),
+            **location_of(first),
         )
 
     def recovered(
@@ -200,7 +200,7 @@ def in_a_row(skipped: int) -> str:
     return f"{skipped} steps in a row were passed over, which ends the run"
 
 
-def place_of(first: BadValue | None) -> dict[str, Any]:
+def location_of(first: BadValue | None) -> dict[str, Any]:
     """Return the fields of an alert that say where a bad value was."""
     if first is None:
         return {}
