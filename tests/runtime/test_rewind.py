@@ -1,6 +1,7 @@
 """Rewinds: the run equals one that was started with --leave_out, also if it is killed meanwhile."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,7 +110,12 @@ CASES = [
     pytest.param({"ds_config": "zero3.json"}, id="zero3", marks=slow),
     pytest.param({"ds_config": "zero1.json", **MIXTURE}, id="zero1 mixture ramp"),
     pytest.param({"ds_config": "zero1.json", "pp": 2}, id="zero1 pp2", marks=slow),
-    pytest.param({"ds_config": "zero2.json"}, id="zero2", marks=slow),
+    pytest.param(
+        {"ds_config": "zero2.json", "save_in_background": True},
+        id="zero2, saves in the background",
+        marks=slow,
+    ),
+    pytest.param({"ds_config": "zero2_cpu.json"}, id="zero2 optimizer on the CPU", marks=slow),
     pytest.param({"engine": "ddp", "ds_config": {}, "precision": "bf16"}, id="ddp", marks=slow),
     pytest.param({"engine": "fsdp2", "ds_config": {}, "precision": "bf16"}, id="fsdp2", marks=slow),
 ]
@@ -117,8 +123,10 @@ CASES = [
 
 @pytest.mark.parametrize("layout", CASES)
 def test_a_rewound_run_is_the_run_that_leaves_the_batches_out(
-    pools: Any, tmp_path: Path, layout: dict[str, Any]
+    pools: Any, ops: Callable[[str], None], tmp_path: Path, layout: dict[str, Any]
 ) -> None:
+    if layout.get("ds_config") == "zero2_cpu.json":
+        ops("cpu_adam")
     recipe = replace(SHORT, **layout)
     if layout.get("batch_ramp"):
         recipe = replace(recipe, dataset=mixture(tmp_path))
