@@ -353,9 +353,9 @@ def main(plan: RunPlan, peers: Peers | None = None) -> int:
         while isinstance(ended, Rewind):
             ready = rewind(loaded, ready, ended)
             ended = train_and_export(loaded, ready)
-        ready.watch.hang.close()
         if ready.plan.recipe.wandb_artifact:
             ready.stopper.boundary(next_within=WANDB_ARTIFACT)
+        ready.watch.hang.close()
         ending.close_run(ready.plan, ready.tracker, ended)
         ready.engine.destroy()
     return ended.code
@@ -641,6 +641,7 @@ def count_step(run: TrainingRun, step: int, result: StepResult) -> None:
     state = run.state
     state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
     state["watch"] = run.watch.monitor.to_state()
+    run.stopper.pace.step = step
     if run.task.samples:
         rows = run.plan.recipe.ramp.rows(step)
         state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]

@@ -51,6 +51,7 @@ while True:
     time.sleep(0.1)
     slow_function()
     pace.add(0.1)
+    pace.step += 1
     pace.boundary()
     Path(f"steps_{rank}").write_text(str(pace.step))
 """

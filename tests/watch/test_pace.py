@@ -14,7 +14,6 @@ def test_the_limit_follows_the_steps_without_the_first_and_without_one_in_twenty
     assert pace.limit() == 13
     pace.add(50.0)
     assert pace.limit() == 160
-    assert pace.step == 22
 
 
 def test_announced_work_is_not_late():

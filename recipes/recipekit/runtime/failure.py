@@ -14,6 +14,7 @@ GIL.
                         and the first rank to write the mark reports it
     rank 0, killed      took the store with it, which counts as a mark on the other hosts (torchrun
                         keeps the store in its agent)
+    a job that hangs    every rank ends by itself, without a mark (watch/hang.py), with 75
 
 A mark contains the exit code of the failed rank. If the code is 75 (START_AGAIN: a lost rank or
 host, a failing disk), every other rank also exits with 75, otherwise with 1.
@@ -137,6 +138,10 @@ class Peers:
         The store is not asked, because it may be in a stopped rank 0.
         """
         self._hung = True
+        # The timer ends the rank even if a disk or W&B does not answer.
+        ending = threading.Timer(EXIT_TIMEOUT, os._exit, [START_AGAIN])
+        ending.daemon = True
+        ending.start()
         write_stderr(sentences(text, self.resume_hint()))
         self._say_last_words().join(LAST_RECORD_TIMEOUT)
         time.sleep(EXIT_DELAY)
@@ -166,6 +171,8 @@ class Peers:
     def _end(self, error: BaseException) -> None:
         """Print the error and end this rank after at most EXIT_TIMEOUT seconds."""
         ignore_stops()  # launchers send signals, and this rank is already ending
+        if self._hung:
+            time.sleep(EXIT_TIMEOUT)  # end_hung ends this rank, whose connections break
         code, what = 1, traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
         if isinstance(error, ConfigError):
             self._refused = True

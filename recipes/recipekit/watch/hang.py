@@ -61,7 +61,7 @@ class HangWatch:
 
     `report` receives the alert on the rank that judges. If no step ends for `hang_s` seconds (0:
     never), `end` receives the reason and ends this rank. Other ranks of this host that cannot end
-    themselves are killed.
+    themselves are killed. As long as steps end, a poll reads the clock and compares two numbers.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class HangWatch:
 
     def _work(self) -> None:
         while not self._closed.wait(POLL):
-            late, limit = self._pace.late(), self._pace.limit()
-            if late < limit / 2:
+            late = self._pace.late()
+            if late < self._pace.margin / 2 or late < (limit := self._pace.limit()) / 2:
                 self._inquiry = None
                 continue
             # An inquiry reads and writes files, which may take forever. It has its own thread, so

@@ -37,7 +37,6 @@ class Pace:
             self.recent.clear()
             self._first = False
         self.recent.append(seconds)
-        self.step += 1
 
     def boundary(self, next_within: float = 0.0) -> None:
         """Record a boundary. The work up to the next one may take `next_within` seconds more."""

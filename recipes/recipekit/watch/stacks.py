@@ -136,7 +136,7 @@ def module_of(frame: FrameType) -> str:
         for each in callers(frame)
         if _path(each).endswith("/torch/nn/modules/module.py")
     ]
-    modules = [module for module in computed if hasattr(module, "named_modules")]
+    modules = [each for each in computed if each is not None and hasattr(each, "named_modules")]
     if not modules:
         return ""
     found = (name for name, module in modules[-1].named_modules() if module is modules[0])
