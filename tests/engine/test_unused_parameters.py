@@ -16,6 +16,7 @@ from deepspeed.utils import set_z3_leaf_module
 from parity import accumulating, recipe_for, train_in_layout
 from recipekit.engine import unused_parameters
 from recipekit.engine.unused_parameters import compare_parameters, reached_leaves
+from recipekit.kernels.compiled import CompilerCounts
 from recipekit.model.empty import leaf_modules
 from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
@@ -558,19 +559,32 @@ def test_the_first_difference_is_named_of_the_ranks_of_a_stage(monkeypatch, orde
     The first micro-batch is the same on all ranks.
     """
     everyone = [{0: ("s", "t"), 1: tuple(order), 2: tuple(reversed(order))} for order in orders]
-    monkeypatch.setattr(
-        dist, "all_gather_object", lambda found, _, group: found.__setitem__(slice(None), everyone)
-    )
-    monkeypatch.setattr(unused_parameters, "long_wait_group", lambda: None)
     mesh = Mesh(dp=2, pp=2)
     assert [mesh.coords(rank)["pp"] for rank in range(4)] == [0, 0, 1, 1]
     comparison = unused_parameters.ParameterComparison(towers(), mesh, 7, {}, (), used=everyone[0])
-    found = [
-        f"{problem.where}: {problem.rule}" for problem in comparison._difference_error().problems
-    ]
+
+    def compare(failures: tuple[int, ...]) -> list[str]:
+        counts = [CompilerCounts(graphs=4, breaks=0, failed=failed) for failed in failures]
+        gathered = list(zip(everyone, counts, strict=True))
+        monkeypatch.setattr(
+            dist,
+            "all_gather_object",
+            lambda found, _, group: found.__setitem__(slice(None), gathered),
+        )
+        problems = comparison._difference_error().problems
+        return [f"{problem.where}: {problem.rule}" for problem in problems]
+
+    monkeypatch.setattr(unused_parameters, "long_wait_group", lambda: None)
+    found = compare((1, 1, 1, 1))  # a failure on all ranks is no difference
     assert len(found) == len(said) and all(
         one.startswith(start) for one, start in zip(found, said, strict=True)
     ), found
+    failed = (
+        "torch.compile on ranks 1, 3: failed there (4 graphs, 0 graph breaks, 2 failures), so"
+        " gradients arrive in another order"
+    )
+    reordered = "computes this gradient" in said[0]
+    assert compare((0, 2, 0, 1)) == ([failed] if reordered else found)
 
 
 @pytest.mark.parametrize(

@@ -140,16 +140,12 @@ class ParameterComparison:
         The error contains one problem for each group of parameters that the same ranks lack. If no
         rank lacks a parameter, it contains one problem for each order that differs from the first
         rank's. If the compiler failed on some ranks, their layers ran in eager code, whose
-        gradients have another order, so this is the only problem.
+        gradients have another order, and the error names these ranks instead.
         """
         gathered: list[Any] = [None] * self.mesh.world
         own = (self.used, compiler_counts())
         dist.all_gather_object(gathered, own, group=long_wait_group())
-        everyone = [used for used, _ in gathered]
-        if failed := failed_ranks([counts for _, counts in gathered]):
-            where, counts = f"torch.compile on {_join_ranks(failed)}", gathered[failed[0]][1]
-            rule = f"failed there ({counts}), so gradients arrive in another order than elsewhere"
-            return config_error(where, rule, COMPILER_FIX)
+        everyone, counts = ([pair[at] for pair in gathered] for at in (0, 1))
         problems: list[Problem] = []
         for number in sorted(self.used):
             used = [of_rank[number] for of_rank in everyone]
@@ -163,7 +159,11 @@ class ParameterComparison:
                 )
                 for (have, lack), names in self._missing_by_ranks(used).items()
             ]
-            for names, rule in found or self._reordered(used):
+            reordered = [] if found else self._reordered(used)
+            if reordered and (failed := failed_ranks(counts)):
+                rule = f"failed there ({counts[failed[0]]}), so gradients arrive in another order"
+                return config_error(f"torch.compile on {_join_ranks(failed)}", rule, COMPILER_FIX)
+            for names, rule in found or reordered:
                 where = _join_names(
                     [expert.name_before_auto_ep(self.module, name) for name in names]
                 )
