@@ -11,13 +11,13 @@ STAGES = {"dp2": [[0, 1]], "pp2": [[0], [1]], "dp4": [[0, 1, 2, 3]]}
 def named(
     layout: str,
     steps: int,
-    slow: tuple[int, int, float] = (0, 10**9, 1.0),
+    late: tuple[int, int, float] = (0, 10**9, 1.0),
     noise: float = 0.1,
     data_wait: float = 0.0,
 ) -> list[tuple[int, int, str]]:
     """Return (step, rank, kind) of all findings.
 
-    `slow` is (rank, first step, factor). The ranks of a pipeline need different times.
+    `late` is (rank, first step, factor). The ranks of a pipeline need different times.
     """
     source, finder = random.Random(0), Stragglers(STAGES[layout])
     found = []
@@ -29,8 +29,8 @@ def named(
             else 0.1 * busy * source.lognormvariate(0, noise)
             for rank in range(sum(map(len, STAGES[layout])))
         ]
-        if step >= slow[1]:
-            own[slow[0]] *= slow[2]
+        if step >= late[1]:
+            own[late[0]] *= late[2]
         waits = [0.001] * (len(own) - 1) + [data_wait if step >= 100 else 0.001]
         times = RankTimes(max(own) + 0.02, own, waits)
         found += [(step, finding.rank, finding.kind) for finding in finder.look(times)]
@@ -44,7 +44,7 @@ def test_clean_steps_name_nobody(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", STAGES)
 def test_a_slow_rank_is_named_once_within_twenty_steps(layout: str) -> None:
-    ((step, rank, kind),) = named(layout, 200, slow=(1, 101, 2.5))
+    ((step, rank, kind),) = named(layout, 200, late=(1, 101, 2.5))
     assert (rank, kind) == (1, "straggler") and 101 + 9 <= step <= 101 + 20
 
 

@@ -1,4 +1,4 @@
-"""The times of the ranks: what each needs itself, and how long it waits in collectives."""
+"""The times of the ranks: the own work of each, and its waiting in collectives."""
 
 import contextlib
 import threading
@@ -80,7 +80,7 @@ class RankClock:
         self._waiting.take()
 
     def end_step(self, seconds: float, data_wait: float) -> None:
-        """Note a step of this rank that took `seconds`, of which `data_wait` were without data."""
+        """Note the seconds of a step of this rank, and those in which it waited for data."""
         waited = self._waiting.take()
         own = max(0.0, seconds - waited - data_wait)
         self._last = {OWN: own, WAITED: waited, DATA: data_wait}

@@ -39,7 +39,7 @@ class SlowRank:
 
 @dataclass
 class Recent:
-    """Whether a rank was slow in each of the last OF steps."""
+    """The last OF steps of a rank, and in which of them it was slow."""
 
     slow: deque[bool] = field(default_factory=lambda: deque(maxlen=OF))
     reported: bool = False
@@ -99,7 +99,7 @@ class Stragglers:
         return found
 
     def _limits(self, own: Sequence[float]) -> dict[int, tuple[float, str]]:
-        """Return for each rank the own time above which it is slow, and with what it compares."""
+        """Return for each rank the limit of its own time, and the reason for the limit."""
         limits = {}
         growth = {rank: own[rank] / usual for rank, usual in enumerate(self._usual) if usual}
         grown = sorted(growth.values())
