@@ -441,6 +441,52 @@ def test_gradients_that_exceed_a_bucket_stay_until_the_end_of_backward(
         assert auto.ds_config["zero_optimization"]["reduce_bucket_size"] == size
 
 
+def copies_of_a_bucket(recipe: Recipe, argv: list[str]) -> tuple[int, int]:
+    """Return the bytes that a rank allocates while it sums a bucket, and their planner term."""
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from recipekit import train
+
+    plan, found = resolve_run(parse(recipe, Path("memory.py"), argv)), 0
+    average, ledger = DeepSpeedZeroOptimizer.average_tensor, Ledger()
+
+    def watched(*arguments: Any, **more: Any) -> None:
+        nonlocal found
+        before = ledger.peak = ledger.now
+        average(*arguments, **more)
+        found = max(found, ledger.peak - before)
+
+    with mock.patch.object(DeepSpeedZeroOptimizer, "average_tensor", watched), ledger:
+        assert train.main(plan) == 0
+    return found, sum(
+        term.size
+        for term in resolve_here(plan)[0].terms[0]
+        if term.what == "copies while a bucket is summed"
+    )
+
+
+@pytest.mark.parametrize(("sent", "sp"), [(None, 1), ("fp32", 1), (None, 2)])
+def test_a_bucket_is_copied_to_be_summed(pools: Any, tmp_path: Path, sent: Any, sp: int) -> None:
+    """The bucket holds gradients of both ranks, so both copies contain all of it."""
+    config = strategy("zero2", bf16=True)
+    config["zero_optimization"]["reduce_bucket_size"] = 100_000
+    recipe = Recipe(
+        model=odd_model(tmp_path / "model"),
+        ds_config=config | ({"communication_data_type": sent} if sent else {}),
+        init="random",
+        tokenizer="bytes",
+        seq_len=16,
+        micro_batch=1,
+        global_batch=8,
+        steps=1,
+        sp=sp,
+        wandb=False,
+        export=False,
+    )
+    ranks = pools.run(2, copies_of_a_bucket, recipe=recipe, argv=["--out", str(tmp_path / "run")])
+    for found, told in ranks:
+        assert found == pytest.approx(told, rel=0.001)
+
+
 def test_the_loss_takes_twelve_bytes_a_logit() -> None:
     """The figure is the memory at the beginning of the loss's backward pass.
 

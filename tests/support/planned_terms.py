@@ -132,6 +132,10 @@ def cases() -> dict[str, list[Term]]:
                 found[f"{file}, {name}, stage {pp_rank}"] = rank_terms(
                     made, LAYOUTS[name], config, LOAD, pp_rank
                 )
+    for name in ("dp1", "dp3"):
+        found[f"zero3.json, {name}, full layers"] = rank_terms(
+            blueprint(), LAYOUTS[name], config_of("zero3.json"), replace(LOAD, full_layers=True)
+        )
     for file in ("zero1.json", "zero2.json", "zero3.json"):
         found[f"{file}, experts, ep2"] = rank_terms(
             experts(), LAYOUTS["ep2"], config_of(file), LOAD

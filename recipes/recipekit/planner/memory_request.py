@@ -100,6 +100,16 @@ def communication_width(ds_config: dict[str, Any]) -> int:
     return widths.get(ds_config.get("communication_data_type") or "", param_width(ds_config))
 
 
+def summed_copy_width(ds_config: dict[str, Any]) -> int:
+    """Return the bytes per element of the copies that ZeRO-1 and -2 create to sum a bucket.
+
+    Ranks allocate the bucket twice (test_memory.py), and once more if it is sent in another dtype
+    (zero/stage_1_and_2.py, allreduce_bucket).
+    """
+    width, sent = param_width(ds_config), communication_width(ds_config)
+    return 2 * width + (sent if sent != width else 0)
+
+
 def sums_in_fp32(ds_config: dict[str, Any]) -> bool:
     return ds_config.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
 

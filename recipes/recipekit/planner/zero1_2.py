@@ -17,6 +17,7 @@ from .memory_request import (
     param_width,
     pinned_term,
     state_bytes,
+    summed_copy_width,
     sums_in_fp32,
 )
 
@@ -106,7 +107,7 @@ def zero_1_2_terms(
             home, "master weights, fp32", [4 * part for part in own.parts], own.pin, request
         ),
         Term(home, "optimizer states, fp32", state_bytes(ds_config, groups, own.parts)),
-        *_zero_1_2_buckets(own, communication_width(ds_config)),
+        *_zero_1_2_buckets(own, communication_width(ds_config), summed_copy_width(ds_config)),
         *_zero_1_2_sums(own, request),
         *(
             _zero_1_2_offloaded(own, request)
@@ -116,10 +117,10 @@ def zero_1_2_terms(
     ]
 
 
-def _zero_1_2_buckets(partition: FlatPartition, sent: int) -> list[Term]:
+def _zero_1_2_buckets(partition: FlatPartition, sent: int, copied: int) -> list[Term]:
     """Count the buckets in which ZeRO-1 and -2 sum gradients, and gradients too large for a bucket.
 
-    `sent` is the number of bytes sent per element.
+    `sent` is the number of bytes sent per element, and `copied` the bytes of the copies.
     """
     buckets = (
         partition.bucket * (2 if partition.zero.get("overlap_comm") else 1)
@@ -148,7 +149,7 @@ def _zero_1_2_buckets(partition: FlatPartition, sent: int) -> list[Term]:
         Term(
             ACCELERATOR,
             "copies while a bucket is summed",
-            (sent + 4) * min(partition.bucket, sum(param.numel for param in partition.params)),
+            copied * min(partition.bucket, sum(param.numel for param in partition.params)),
             (BACKWARD, REDUCE),
             bound=True,
         ),
