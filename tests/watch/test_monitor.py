@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 from recipekit.spec.errors import ConfigError
 from recipekit.spec.recipe import Recipe
-from recipekit.spec.run_folder import (
-    find_resume,
-    read_metrics,
-    reproducible_values,
-    run_identity,
-)
+from recipekit.spec.run_folder import find_resume, read_metrics, run_identity
 from recipekit.watch.alerts import Alert, NoAlerts
 from recipekit.watch.blame import BadValue
 from recipekit.watch.monitor import Monitor, NoMonitor, Watch
@@ -90,26 +85,6 @@ def test_a_spike_ends_the_run_in_its_second_step_and_the_command_is_not_repeated
         alert["limit"],
     )
     assert "alert (spike)" in results[0][1] and read_metrics(out)[-1]["step"] == STEPS
-
-
-@pytest.mark.slow
-def test_a_step_whose_norm_stands_out_is_skipped_also_after_a_resume(pools, tmp_path):
-    skipping = replace(LONG, on_spike="skip", out=str(tmp_path / "whole"))
-    results = pools.run(2, train_with_spike, recipe=skipping, first=1, steps=SPIKES)
-    assert [code for code, _ in results] == [0, 0]
-    lines = read_metrics(tmp_path / "whole")
-    assert [line.get("skipped", 0) for line in lines[SPIKE - 2 :]] == [0, 1, 2, 3, 3, 3]
-    before, spike, after = (lines[step - 1]["grad_norm"] for step in (SPIKE - 1, SPIKE, STEPS))
-    assert spike > 5 * max(before, after)
-    warning = alerts_of(tmp_path / "whole")[0]
-    assert (warning["step"], warning["answer"], warning["value"]) == (SPIKE, "skip", spike)
-
-    parts = replace(skipping, out=str(tmp_path / "parts"))
-    pools.run(2, train_with_spike, recipe=replace(parts, stop_at=36), first=1, steps=SPIKES)
-    pools.run(2, train_with_spike, recipe=parts, first=37, steps=SPIKES)
-    resumed = read_metrics(tmp_path / "parts")
-    assert reproducible_values(resumed) == reproducible_values(lines)
-    assert [line.get("skipped") for line in resumed] == [line.get("skipped") for line in lines]
 
 
 def reporting(on_spike: str = "alert") -> tuple[Monitor, list[Alert]]:

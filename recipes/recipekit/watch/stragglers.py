@@ -99,7 +99,7 @@ class Stragglers:
         return found
 
     def _limits(self, own: Sequence[float]) -> dict[int, tuple[float, str]]:
-        """Return for each rank the limit of its own time, and the reason for the limit."""
+        """Return for each rank the time above which it is slow, and the reason."""
         limits = {}
         growth = {rank: own[rank] / usual for rank, usual in enumerate(self._usual) if usual}
         grown = sorted(growth.values())
