@@ -1,6 +1,7 @@
-"""Hangs: the rank that the others wait for is named, and the job ends."""
+"""Hangs: the rank that the others wait for is named, and the job ends and starts again."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from pool import environment
+from job import BIN, Job, contention, metrics
+from pool import FOLDERS, ROOT, environment
 from recipekit.spec.errors import START_AGAIN
+from same_runs import facts
+
+RECIPE = ROOT / "tests" / "support" / "hangs.py"
+PATH = os.pathsep.join(str(each) for each in (ROOT, ROOT / "recipes", *FOLDERS))
+START = 300.0  # seconds that the ranks may take to start on busy cores
 
 # A rank without torch, whose pace has a margin of 1 s. It takes a step every 0.1 s until the file
 # `wait_N` exists.
@@ -141,3 +149,112 @@ def test_a_hang_that_ends_costs_nothing_and_the_next_one_is_found(plain_ranks):
         time.sleep(1.0)
     assert [process.poll() for process in ranks.processes] == [None, None]
     assert [alert["kind"] for alert in ranks.alerts] == ["hang", "hang"]
+
+
+def by_torchrun(*flags: object, restarts: int = 0) -> list[str]:
+    return [
+        str(BIN / "torchrun"),
+        "--nproc_per_node=2",
+        f"--max_restarts={restarts}",
+        # With a fixed port, torchrun keeps the store of an earlier start, whose addresses are old.
+        "--standalone",
+        str(RECIPE),
+        *FLAGS,
+        *map(str, flags),
+    ]
+
+
+def by_launch(*flags: object, restarts: int = 0) -> list[str]:
+    words = [sys.executable, "-m", "launch", "--gpus", "2", "--max_restarts", restarts, RECIPE]
+    return list(map(str, [*words, *FLAGS, *flags]))
+
+
+FLAGS = ("--tiny", "--no-wandb", "--no-export", "--out", "run", "--save_every", "2")
+HANG_S = 18.0
+ZERO2, PP2 = (), ("--pp", "2", "--deepspeed_config", "zero1.json")
+
+
+def alerts_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "run" / "alerts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def stop_rank(job: Job, folder: Path, rank: int) -> float:
+    """Stop a rank from outside in step 4, and return the time."""
+    file = folder / f"step_of_{rank}"
+    job.wait_for(lambda: file.exists() and int(file.read_text() or 0) >= 4, START)
+    os.kill(int((folder / f"pid_{rank}").read_text()), signal.SIGSTOP)
+    return time.time()
+
+
+CASES = [
+    pytest.param(fault, rank, layout, marks=pytest.mark.slow, id=f"{fault} {rank} {name}")
+    for name, layout in (("dp2", ZERO2), ("pp2", PP2))
+    for fault, rank in (
+        ("stop", 0),
+        ("stop", 1),
+        ("forward", 1),
+        ("collective", 1),
+        ("data", 1),
+    )
+]
+
+
+@pytest.mark.parametrize(("fault", "rank", "layout"), CASES)
+def test_a_hang_is_named_and_the_job_ends(ops, tmp_path, fault, rank, layout):
+    flags = ("--steps", 10**6, "--hang_s", HANG_S, *layout)
+    variables = {"HANG_AS": f"{fault}:4", "HANG_ON": str(rank), "PYTHONPATH": PATH}
+    job = Job(tmp_path, by_torchrun(*flags), **variables)
+    try:
+        hung = tmp_path / f"hung_{fault}"
+        if fault == "stop":
+            begun = stop_rank(job, tmp_path, rank)
+        else:
+            job.wait_for(lambda: hung.exists() and hung.read_text(), START)
+            begun = float(hung.read_text())
+        job.wait_for(lambda: alerts_of(tmp_path) or job.process.poll() is not None, 60)
+        lines = metrics(tmp_path / "run")
+        begun = max(begun, lines[-1]["time"])  # slow data stop the training later
+        told, usual = time.time() - begun, max(line["step_s"] for line in lines[1:])
+        pids = [int(each.read_text()) for each in tmp_path.glob("pid_*")]
+        job.wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), 60)
+        gone = time.time() - begun
+        print(f"named after {told:.1f} s, gone after {gone:.1f} s, contention {contention():.1f}")
+        print(job.output[-3000:])
+        assert job.wait(60) != 0
+    finally:
+        job.close()
+    (alert,) = alerts_of(tmp_path)
+    print(alert["text"])
+    assert (alert["kind"], alert.get("rank")) == ("hang", rank)
+    assert told < 3 * usual + 15 * contention()
+    assert gone < HANG_S + 3 * usual + 30
+    assert "lost rank" not in job.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "fault", "rank", "layout"),
+    [
+        pytest.param(by_launch, "stop", 0, ZERO2, id="launch, rank 0 stopped, dp2"),
+    ],
+)
+def test_a_job_that_hung_starts_again_and_ends_like_the_unbroken_one(
+    ops, tmp_path, command, fault, rank, layout
+):
+    flags = ("--steps", 8, "--keep", 0, "--eval_every", 4, "--hang_s", 5, *layout)
+    ends = []
+    for name, planted in (("broken", {"HANG_AS": f"{fault}:4"}), ("unbroken", {})):
+        folder = tmp_path / name
+        words = command(*flags, restarts=1)
+        job = Job(folder, words, PYTHONPATH=PATH, HANG_ON=str(rank), **planted)
+        try:
+            if planted and fault == "stop":
+                stop_rank(job, folder, rank)
+            assert job.wait(START) == 0, job.output[-5000:]
+        finally:
+            job.close()
+        ends.append(facts(folder / "run"))
+    assert ends[0] == ends[1]
+    assert [alert["rank"] for alert in alerts_of(tmp_path / "broken")] == [rank]
+    assert alerts_of(tmp_path / "unbroken") == []
