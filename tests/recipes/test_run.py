@@ -108,7 +108,7 @@ def test_wsd_stays_at_the_peak_and_falls_by_the_root_of_the_decay_that_is_done()
 
 
 def poison(model: Any) -> Any:
-    """Make a gradient or the head's input non-finite on rank 1 in the third step.
+    """Make a gradient or the head's input non-finite on rank 1 from the third step on.
 
     Each step has two micro-batches.
     """
@@ -117,9 +117,9 @@ def poison(model: Any) -> Any:
     def hook(module: Any, inputs: Any) -> Any:
         nonlocal seen
         seen += 1
-        if seen == 5 and kind == "gradient":
+        if seen >= 5 and kind == "gradient":
             inputs[0].register_hook(lambda gradient: gradient * math.nan)
-        return (inputs[0] * math.inf,) if seen == 5 and kind == "loss" else inputs
+        return (inputs[0] * math.inf,) if seen >= 5 and kind == "loss" else inputs
 
     if os.environ["RANK"] == "1":
         model.get_output_embeddings().register_forward_pre_hook(hook)
