@@ -38,11 +38,10 @@ def host_of(job: Job, alert: Mapping[str, Any]) -> str:
     if any(alert.get("host") == host.name for host in job.hosts):
         return str(alert["host"])
     rank = alert.get("rank")
-    for host in job.hosts if isinstance(rank, int) else ():
-        if rank < host.slots:
-            return host.name
-        rank -= host.slots
-    return ""
+    if not isinstance(rank, int):
+        return ""
+    of_ranks = [host.name for host in job.hosts for _ in range(host.slots)]
+    return of_ranks[rank] if rank < len(of_ranks) else ""
 
 
 def with_spares(job: Job, named: NamedHosts, say: Callable[[str], None]) -> Job:

@@ -730,8 +730,10 @@ def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) ->
     from recipekit.checkpoints.attempts import SaveAttempts
     from recipekit.checkpoints.state import TrainState
     from recipekit.engine.deepspeed_engine import apply_workarounds
+    from recipekit.runtime.audit import Audit
     from recipekit.runtime.epochs import Epochs
     from recipekit.runtime.prepare import TrainingRun, open_watch
+    from recipekit.runtime.rank_times import NoRankClock
     from recipekit.runtime.stopping import Grace, Stopper
     from recipekit.train import loop
 
@@ -744,6 +746,7 @@ def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) ->
 
         pausing: Any = SimpleNamespace(log=log, say=tracker.say)
         never_saves: Any = SimpleNamespace(broken=False, attempts=SaveAttempts())
+        not_used: Any = None
         state: TrainState = {"step": 0, "tokens": 0, "data": None, "export_dtype": ""}
         return loop(
             TrainingRun(
@@ -755,7 +758,9 @@ def our_loop(plan: RunPlan, model: Any, task: Any, stream: Any, tracker: Any) ->
                 state,
                 never_saves,
                 pausing,
-                open_watch(plan, engine, state, tracker),
+                open_watch(plan, engine, state, tracker, lambda step: None),
+                Audit(0, engine, not_used, False, tracker.say),
+                NoRankClock(),
                 Stopper(Grace()),
                 Epochs(plan, {}),
             )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ..parallel.groups import ProcessGroups, long_wait_group
@@ -84,7 +85,8 @@ class Audit:
             return {}
         held: list[Any] = [batches if self.groups.mesh.pp > 1 else batches[:1]]
         # The batch is sent as an object, because packed batches have different shapes on the ranks.
-        dist.broadcast_object_list(held, self.groups.dp_ranks[0], group=self.groups.dp_group)
+        group: Any = self.groups.dp_group
+        dist.broadcast_object_list(held, self.groups.dp_ranks[0], group=group)
 
         def once() -> dict[str, int]:
             # Compiled layers run uncompiled, because compiled code ignores new hooks.
@@ -177,7 +179,7 @@ def replicated_weights(engine: Engine) -> list[torch.Tensor]:
 
     ZeRO-3 and FSDP2 divide the parameters, and experts belong to one rank of their group.
     """
-    if any(hasattr(p, "ds_id") or hasattr(p, "placements") for p in engine.module.parameters()):
+    if any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in engine.module.parameters()):
         return []
     return [p for p in engine.module.parameters() if getattr(p, "allreduce", True)]
 
@@ -202,4 +204,4 @@ def states_of_rank(engine: Engine) -> list[torch.Tensor]:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, or the tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

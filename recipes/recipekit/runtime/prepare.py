@@ -177,7 +177,8 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         connect_tracker(
             tracker, saver, peers, partial(continue_advice, plan.recipe.resume, plan.out)
         )
-        watch = open_watch(loaded, saver, tracker)
+        disk = partial(read_disk, loaded, saver)
+        watch = open_watch(plan, loaded.engine, loaded.state, tracker, disk)
         refused.callback(watch.close)
         rank_clock = open_rank_clock(loaded, peers)
         refused.callback(rank_clock.close)
@@ -310,18 +311,25 @@ def open_run_folder(
     return tracker, None
 
 
-def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTracker) -> Watch:
-    """Return the watch of the run. It continues from the state of a checkpoint.
+def open_watch(
+    plan: RunPlan,
+    engine: Engine,
+    state: TrainState,
+    tracker: Tracker | NoTracker,
+    disk: Callable[[int], DiskReading | None],
+) -> Watch:
+    """Return the watch of the run. It continues from the `state` of a checkpoint.
 
-    Only rank 0 reports alerts, but every rank counts the steps that change no weight.
+    Only rank 0 reports alerts, but every rank counts the steps that change no weight. `disk` reads
+    the disk of the checkpoints after a step.
     """
-    plan, recipe, state = loaded.plan, loaded.plan.recipe, loaded.state
+    recipe = plan.recipe
 
     def count_skipped(applied: bool) -> None:
         if not applied:
             state["skipped"] = state.get("skipped", 0) + 1
 
-    loaded.engine.after_step(count_skipped)
+    engine.after_step(count_skipped)
     goodput = goodput_so_far(read_metrics(plan.out), time.time())
     if not recipe.watch:
         return Watch(NoMonitor(), NoAlerts(), goodput)
@@ -329,8 +337,8 @@ def open_watch(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTr
     storage: Storage | NoStorage = NoStorage()
     if plan.command.rank == 0:
         alerts = AlertLog(plan.out, tracker.say, tracker.alert, recipe.on_alert)
-        disk = DiskWatch(partial(read_disk, loaded, saver), plan.last_step)
-        storage = Storage(StaleCheckpoint(recipe.save_every), disk, alerts.report)
+        stale = StaleCheckpoint(recipe.save_every)
+        storage = Storage(stale, DiskWatch(disk, plan.last_step), alerts.report)
     monitor = Monitor(recipe.on_spike, alerts.report, recipe.on_nonfinite)
     monitor.restore(state.get("watch"))
     return Watch(monitor, alerts, goodput, storage)

@@ -121,6 +121,7 @@ class RankClock:
         size, times = PRODUCT.get(self.device.type, PRODUCT["cpu"])
         matrix = torch.ones(size, size, device=self.device)
         begun = time.perf_counter()
+        product = matrix
         for _ in range(times):
             product = matrix @ matrix
         float(product[0, 0])  # waits for the device

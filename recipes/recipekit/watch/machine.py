@@ -152,12 +152,13 @@ class Storage:
         if self.stale.look(step, saved):
             text = f"no save has succeeded since step {saved}, {step - saved} steps ago"
             limit = self.stale.MISSED * self.stale.save_every
-            self._raise(step, "checkpoint", text, value=float(step - saved), limit=float(limit))
+            now = self.clock()
+            value = float(step - saved)
+            self.report(
+                Alert(now, step, "checkpoint", WARNING, text, value=value, limit=float(limit))
+            )
         if problem := self.disk.look(step, saved):
-            self._raise(step, "disk", problem)
-
-    def _raise(self, step: int, kind: str, text: str, **more: float) -> None:
-        self.report(Alert(self.clock(), step, kind, WARNING, text, **more))
+            self.report(Alert(self.clock(), step, "disk", WARNING, problem))
 
     def close(self) -> None:
         self.disk.close()
