@@ -1,6 +1,8 @@
 """Attributes of torch that we replace, tested on torch's modules."""
 
 import contextlib
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import torch._functorch.config as functorch
 import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch_2_11
+from pool import environment
 from recipekit.compat import torch as compat
 from recipekit.engine import torch_engine
 from recipekit.kernels import varlen
@@ -235,3 +238,44 @@ def test_collectives_are_replaced_and_put_back():
     assert called == [torch.distributed.all_reduce, torch.distributed.barrier]
     assert [getattr(torch.distributed, name) for name in BLOCKING_CALLS] == before
     assert Work.wait is wait
+
+
+RESTARTED = """
+import os, signal, time
+import torch
+import torch.distributed as dist
+from recipekit.compat.torch import own_keys_per_restart
+
+with own_keys_per_restart():
+    dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo"))
+restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(f"rank {os.environ['RANK']} joined after {restarts} restarts", flush=True)
+if restarts != "2":
+    time.sleep(0.2)
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_killed_ranks_again(tmp_path):
+    (tmp_path / "restarted.py").write_text(RESTARTED)
+    flags = ["--standalone", "--nproc_per_node=2", "--max-restarts=2"]
+    words = [sys.executable, "-m", "torch.distributed.run", *flags, "restarted.py"]
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    joined = [line for line in done.stdout.splitlines() if " joined after " in line]
+    assert sorted(joined) == sorted(
+        f"rank {rank} joined after {restarts} restarts" for rank in (0, 1) for restarts in (0, 1, 2)
+    )

@@ -156,7 +156,6 @@ def by_torchrun(*flags: object, restarts: int = 0) -> list[str]:
         str(BIN / "torchrun"),
         "--nproc_per_node=2",
         f"--max_restarts={restarts}",
-        # With a fixed port, torchrun keeps the store of an earlier start, whose addresses are old.
         "--standalone",
         str(RECIPE),
         *FLAGS,
@@ -237,6 +236,7 @@ def test_a_hang_is_named_and_the_job_ends(ops, tmp_path, fault, rank, layout):
     ("command", "fault", "rank", "layout"),
     [
         pytest.param(by_launch, "stop", 0, ZERO2, id="launch, rank 0 stopped, dp2"),
+        pytest.param(by_torchrun, "stop", 1, PP2, id="torchrun, rank 1 stopped, pp2"),
     ],
 )
 def test_a_job_that_hung_starts_again_and_ends_like_the_unbroken_one(

@@ -1,7 +1,9 @@
 """torch: module attributes that we replace, settings in variables, and release differences."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
@@ -370,3 +372,33 @@ def collectives_replaced(around: Callable[[Callable[..., Any]], Any]) -> Iterato
     finally:
         for place, name, function in before:
             setattr(place, name, function)
+
+
+@contextlib.contextmanager
+def own_keys_per_restart() -> Iterator[None]:
+    """Give each start of torchrun's workers keys of its own, for groups made in the `with` block.
+
+    Why: `torchrun --max_restarts` keeps its store, and torch joins each start under the same keys.
+        A rank may then read the address of a process that has ended ("Gloo connectFullMesh failed
+        with ... Connection refused"). In a script of 15 lines, all of 3 restarts failed.
+    Version: torch 2.13
+    Test: tests/compat/test_torch.py::test_torchrun_starts_killed_ranks_again
+    Until: `_create_c10d_store` adds a prefix for each restart again, as it did before.
+    """
+    from torch.distributed import PrefixStore
+
+    # torch.distributed has a function of the same name.
+    rendezvous: Any = import_module("torch.distributed.rendezvous")
+    plain = rendezvous._create_c10d_store
+
+    def create(*args: Any, **named: Any) -> Any:
+        store = plain(*args, **named)
+        if not rendezvous._torchelastic_use_agent_store():
+            return store
+        return PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    rendezvous._create_c10d_store = create
+    try:
+        yield
+    finally:
+        rendezvous._create_c10d_store = plain

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ..compat.deepspeed import silence_memory_logs, skip_shm_op_build
-from ..compat.torch import keep_flash_for_documents
+from ..compat.torch import keep_flash_for_documents, own_keys_per_restart
 from ..dslint.baseline import check_precision
 from ..dslint.check import check_device
 from ..hosts.ops import prepare_ops
@@ -53,7 +53,7 @@ def initialize_distributed(plan: RunPlan, peers: Peers | None = None) -> torch.d
         raise ConfigError(problems)
     prepare_ops(plan.ds_config, print if plan.command.local_rank == 0 else lambda _: None)
     skip_shm_op_build()
-    with report_missing_ranks(plan.command):
+    with report_missing_ranks(plan.command), own_keys_per_restart():
         deepspeed.init_distributed(timeout=collective_timeout(plan.recipe.retry_s), verbose=False)
     if peers:
         peers.watch(long_wait_group())
