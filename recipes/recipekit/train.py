@@ -641,7 +641,7 @@ def count_step(run: TrainingRun, step: int, result: StepResult) -> None:
     state = run.state
     state["step"], state["tokens"] = step, state["tokens"] + result["tokens"]
     state["watch"] = run.watch.monitor.to_state()
-    run.stopper.pace.step = step
+    run.stopper.pace.last_step = step
     if run.task.samples:
         rows = run.plan.recipe.ramp.rows(step)
         state["unusable"] = state.get("unusable", 0) + rows - result["tokens"]

@@ -17,6 +17,7 @@ from recipekit.data.processors import byte_tokenizer
 from recipekit.data.request import Request, Sizes
 from recipekit.data.stream import open_corpus
 from recipekit.runtime.metrics import PEAK_MEMORY, StepTimes, metrics_of
+from recipekit.runtime.rank_times import NoRankClock
 from recipekit.spec.errors import ConfigError
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.task import IGNORE
@@ -463,6 +464,7 @@ def test_metrics_hold_the_chats_that_all_domains_lost(task):
     )
     ready.engine.current_loss_scale = lambda: None
     ready.watch = SimpleNamespace(goodput=Goodput(0.0, 0.0))
+    ready.rank_clock = NoRankClock()
     ready.epochs, ready.tracker = (
         SimpleNamespace(completed_epochs=lambda state: {}, report=lambda state, say: None),
         SimpleNamespace(say=print),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from metrics_page import page
 from recipekit.runtime.metrics import PEAK_MEMORY, StepTimes, metrics_of
+from recipekit.runtime.rank_times import NoRankClock
 from recipekit.spec.mesh import Mesh
 from recipekit.spec.run_folder import read_metrics, reproducible_values, unit_of_metrics
 from recipekit.spec.task_specs import TASKS
@@ -52,6 +53,7 @@ def line_of(task: str, ramp: str = "2:16") -> dict[str, Any]:
     )
     ready.engine.current_loss_scale = lambda: None
     ready.watch = SimpleNamespace(goodput=Goodput(0.0, 0.0))
+    ready.rank_clock = NoRankClock()
     ready.epochs, ready.tracker = (
         SimpleNamespace(completed_epochs=lambda state: {}, report=lambda state, say: None),
         SimpleNamespace(say=print),

@@ -59,9 +59,9 @@ while True:
     time.sleep(0.1)
     slow_function()
     pace.add(0.1)
-    pace.step += 1
+    pace.last_step += 1
     pace.boundary()
-    Path(f"steps_{rank}").write_text(str(pace.step))
+    Path(f"steps_{rank}").write_text(str(pace.last_step))
 """
 
 

@@ -19,7 +19,7 @@ def test_the_limit_follows_the_steps_without_the_first_and_without_one_in_twenty
 def test_announced_work_is_not_late():
     pace = Pace()
     pace.start(7)
-    assert pace.step == 7 and pace.late() == pytest.approx(-ANNOUNCED, abs=1)
+    assert pace.last_step == 7 and pace.late() == pytest.approx(-ANNOUNCED, abs=1)
     pace.boundary()
     assert 0 <= pace.late() < 1
     pace.boundary(60.0)

@@ -385,20 +385,20 @@ def own_keys_per_restart() -> Iterator[None]:
     Test: tests/compat/test_torch.py::test_torchrun_starts_killed_ranks_again
     Until: `_create_c10d_store` adds a prefix for each restart again, as it did before.
     """
-    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import PrefixStore
 
-    # torch.distributed has a function of the same name.
-    rendezvous: Any = import_module("torch.distributed.rendezvous")
-    plain = rendezvous._create_c10d_store
+    # torch.distributed has a function of the same name as this module.
+    module = vars(import_module("torch.distributed.rendezvous"))
+    plain = module["_create_c10d_store"]
 
-    def create(*args: Any, **named: Any) -> Any:
+    def create(*args: object, **named: object) -> object:
         store = plain(*args, **named)
-        if not rendezvous._torchelastic_use_agent_store():
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             return store
         return PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    rendezvous._create_c10d_store = create
+    module["_create_c10d_store"] = create
     try:
         yield
     finally:
-        rendezvous._create_c10d_store = plain
+        module["_create_c10d_store"] = plain

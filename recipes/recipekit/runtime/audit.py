@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -85,7 +85,7 @@ class Audit:
             return {}
         held: list[Any] = [batches if self.groups.mesh.pp > 1 else batches[:1]]
         # The batch is sent as an object, because packed batches have different shapes on the ranks.
-        group: Any = self.groups.dp_group
+        group = cast("dist.ProcessGroup | None", self.groups.dp_group)
         dist.broadcast_object_list(held, self.groups.dp_ranks[0], group=group)
 
         def once() -> dict[str, int]:

@@ -177,8 +177,7 @@ def prepare_training(loaded: TrainingModel, peers: Peers | None, say: Say) -> Tr
         connect_tracker(
             tracker, saver, peers, partial(continue_advice, plan.recipe.resume, plan.out)
         )
-        disk = partial(read_disk, loaded, saver)
-        watch = open_watch(plan, loaded.engine, loaded.state, tracker, disk)
+        watch = watch_of(loaded, saver, tracker)
         refused.callback(watch.close)
         rank_clock = open_rank_clock(loaded, peers)
         refused.callback(rank_clock.close)
@@ -309,6 +308,12 @@ def open_run_folder(
             "free space or choose another --out",
         )
     return tracker, None
+
+
+def watch_of(loaded: TrainingModel, saver: save.Saver, tracker: Tracker | NoTracker) -> Watch:
+    """Return the watch of a run that saves checkpoints."""
+    disk = partial(read_disk, loaded, saver)
+    return open_watch(loaded.plan, loaded.engine, loaded.state, tracker, disk)
 
 
 def open_watch(

@@ -36,7 +36,7 @@ class WaitingClock:
     def around(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls a collective and counts the time until it returns."""
 
-        def timed(*args: Any, **named: Any) -> Any:
+        def timed(*args: object, **named: object) -> object:
             if self._inside or threading.get_ident() != self._thread:
                 return collective(*args, **named)
             self._inside = True

@@ -110,8 +110,9 @@ class HangWatch:
         for rank, state in self._ranks.states.items():
             if rank != self._ranks.rank and (state in STOPPED or rank in inquiry.silent):
                 kill_process(*self._ranks.processes[rank])
-        text = f"no step for {late:.0f} s after step {self._pace.step} (--hang_s {self._hang_s:g})"
-        self._end(f"ended: {text}{f': {inquiry.verdict}' if inquiry.verdict else ''}")
+        text = f"no step for {late:.0f} s after step {self._pace.last_step}"
+        cause = f": {inquiry.verdict}" if inquiry.verdict else ""
+        self._end(f"ended: {text} (--hang_s {self._hang_s:g}){cause}")
 
 
 class Inquiry:
@@ -167,7 +168,7 @@ class Inquiry:
             "host": self._ranks.hosts[rank],
             "pid": os.getpid(),
             "time": time.time(),
-            "step": self._pace.step,
+            "step": self._pace.last_step,
             "late_s": late,
             "place": place,
             "module": main.module,
@@ -226,7 +227,7 @@ class Inquiry:
 
     def _tell(self, verdict: Verdict, late: float) -> None:
         """Raise the alert, unless another rank is faster."""
-        step, rank = self._pace.step, verdict.rank
+        step, rank = self._pace.last_step, verdict.rank
         number = len(list(self._folder.glob("verdict_*.json"))) + 1
         self.verdict = verdict.text
         host = None if rank is None else self._ranks.hosts[rank]

@@ -16,7 +16,7 @@ class Pace:
     takes longer than a step is announced with its limit.
     """
 
-    step: int = 0  # the last finished step
+    last_step: int = 0  # the last finished step
     margin: float = 10.0  # seconds in addition to FACTOR times the recent step time
     # seconds of the last steps; the first step of a start is dropped once the second is known
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=Pace.WINDOW))
@@ -28,7 +28,7 @@ class Pace:
 
     def start(self, step: int) -> None:
         """Begin to count, after `step`. The first step of a start may compile kernels."""
-        self.step = step
+        self.last_step = step
         self.boundary(ANNOUNCED)
 
     def add(self, seconds: float) -> None:
