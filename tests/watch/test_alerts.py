@@ -138,6 +138,8 @@ def test_a_command_that_fails_is_printed(tmp_path, code, problem):
         ({"watch": False, "on_nonfinite": "skip"}, "requires the watch"),
         ({"watch": False, "on_alert": "sh"}, "requires the watch"),
         ({"watch": False, "hang_s": 5.0}, "requires the watch"),
+        ({"watch": False, "audit_every": 100}, "requires the watch"),
+        ({"audit_every": -1}, "must not be negative"),
         ({"hang_s": -1.0}, "must not be negative"),
     ],
 )

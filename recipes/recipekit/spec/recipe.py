@@ -737,7 +737,7 @@ def _check_alerts(values: Mapping[str, Any]) -> list[Problem]:
     """Return a problem for a command that cannot be run, and for actions without a watch."""
     problems = []
     if not values["watch"]:
-        for name in ("on_spike", "on_nonfinite", "hang_s", "on_alert"):
+        for name in ("on_spike", "on_nonfinite", "audit_every", "hang_s", "on_alert"):
             if values[name] != _default_of(name):
                 where = f"{name} = {values[name]} with watch = False"
                 rule = "requires the watch, which raises the alerts"
