@@ -289,7 +289,7 @@ def test_a_run_that_stopped_itself_is_started_again_only_with_another_answer(
     assert "--on_nonfinite skip to pass over the step" in stopped.printed
     (again, _) = pools.run(2, train_with_fault, recipe=recipe, fault=fault, first=FAULT)
     assert "stopped itself at step 3" in str(again.code)
-    assert "use --on_nonfinite skip to pass over the step" in str(again.code)
+    assert "Use --on_nonfinite skip to pass over the step" in str(again.code)
     skipping = dataclasses.replace(recipe, on_nonfinite="skip")
     through = pools.run(2, train_with_fault, recipe=skipping, fault=fault, first=FAULT)
     assert [seen.code for seen in through] == [0, 0], through[0].printed
