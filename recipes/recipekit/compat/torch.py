@@ -377,7 +377,7 @@ def collectives_replaced(around: Callable[[Callable[..., Any]], Any]) -> Iterato
 
 @contextlib.contextmanager
 def own_keys_per_restart() -> Iterator[None]:
-    """Give each start of torchrun's workers keys of its own, for groups made in the `with` block.
+    """Separate the store keys of torchrun's restarts, for groups made in the `with` block.
 
     Why: `torchrun --max_restarts` keeps its store, and torch joins each start under the same keys.
         A rank may then read the address of a process that has ended ("Gloo connectFullMesh failed
