@@ -540,10 +540,11 @@ def take_step(
     start. A step that has changed the weights is not computed again.
     """
     run.engine.most_norm = run.watch.monitor.limit_norm()
-    start = replay.StepStart.record(run.engine, run.state)
+    watched = run.plan.recipe.watch
+    start = replay.StepStart.record(run.engine, run.state) if watched else None
     with check_and_time_step(run, step, first) as spans:
         result = take()
-    if not (is_finite(result, run.plan.precision) or start.taken) and run.plan.recipe.watch:
+    if start and not (is_finite(result, run.plan.precision) or start.taken):
         result = take_again(run, step, start, take, result)
     return result, spans
 
@@ -616,6 +617,7 @@ def end_if_corrupt(run: TrainingRun, step: int, batches: list[MicroBatch]) -> En
             ERROR,
             found.text,
             rank=found.rank,
+            host=found.host,
             module=found.module,
             answer=RESTART,
         )

@@ -9,6 +9,7 @@ def report(rank: int, **changed: object) -> AuditReport:
     """Return the report of a data-parallel rank that has found nothing."""
     clean = AuditReport(
         rank=rank,
+        host=f"node{rank}",
         place=(0, 0),
         data_place=(0,),
         weights_before=7,
@@ -31,7 +32,7 @@ def test_changed_states_name_their_rank():
 
 def test_of_three_replicas_the_odd_one_is_named():
     (found,) = judge([report(0), report(1, weights=8, weights_before=8), report(2)])
-    assert (found.rank, found.ranks) == (1, (1,))
+    assert found.rank == 1
 
 
 def test_of_two_replicas_the_one_whose_weights_have_changed_is_named():
@@ -41,7 +42,7 @@ def test_of_two_replicas_the_one_whose_weights_have_changed_is_named():
 
 def test_two_replicas_that_differed_at_the_end_of_the_step_are_both_named():
     (found,) = judge([report(0), report(1, weights=8, weights_before=8)])
-    assert (found.rank, found.ranks) == (None, (0, 1))
+    assert found.rank is None
     assert found.text == "the weights of ranks 0, 1 differ"
 
 
@@ -50,7 +51,8 @@ def test_the_first_block_that_differs_is_named():
     found, *rest = judge([report(0), report(1), report(2, outputs=wrong)])
     assert (found.rank, found.module, rest) == (2, "layers.0", [])
     (found,) = judge([report(0), report(1, outputs=wrong)])
-    assert (found.rank, found.module, found.ranks) == (None, "layers.0", (0, 1))
+    assert (found.rank, found.module) == (None, "layers.0")
+    assert found.text.startswith("ranks 0, 1 compute different outputs of layers.0")
 
 
 def test_ranks_with_other_parts_of_the_model_are_not_compared():

@@ -1,7 +1,9 @@
 """Audits: search for silent corruption in weights, optimizer states and computed blocks."""
 
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -54,6 +56,7 @@ class Audit:
         coords = self.groups.coords
         report = AuditReport(
             rank=self.groups.rank,
+            host=platform.node(),
             place=(coords["tp"], coords["pp"]),
             data_place=(coords["sp"],),
             weights_before=weights_before,
@@ -66,7 +69,8 @@ class Audit:
         findings = judge(reports)
         if not findings:
             self.last_clean = step - 1
-        return findings
+        hosts = {report.rank: report.host for report in reports}
+        return [replace(found, host=hosts.get(found.rank)) for found in findings]
 
     def _own_digests(self) -> tuple[int | None, int]:
         """Return (digest of the replicated weights, digest of this rank's states)."""

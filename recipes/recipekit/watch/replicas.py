@@ -17,6 +17,7 @@ class AuditReport:
     """
 
     rank: int
+    host: str
     place: tuple[int, ...]
     data_place: tuple[int, ...]
     weights_before: int | None  # at the end of the last step; None if no replica exists
@@ -27,12 +28,12 @@ class AuditReport:
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """A difference. `rank` is None if it is not known which of `ranks` is wrong."""
+    """A difference. `rank` and `host` are None if it is not known which rank is wrong."""
 
     text: str
-    ranks: tuple[int, ...]
     rank: int | None = None
     module: str | None = None
+    host: str | None = None
 
 
 def judge(reports: Sequence[AuditReport]) -> list[AuditFinding]:
@@ -42,7 +43,6 @@ def judge(reports: Sequence[AuditReport]) -> list[AuditFinding]:
             AuditFinding(
                 f"the master weights or optimizer states of rank {report.rank} have changed"
                 " between two steps",
-                (report.rank,),
                 report.rank,
             )
             for report in reports
@@ -64,7 +64,7 @@ def _different_weights(reports: Sequence[AuditReport]) -> list[AuditFinding]:
         findings += _named("the weights of {} differ from those of the other replicas", wrong)
         if not wrong:
             ranks = tuple(report.rank for report in replicas)
-            findings.append(AuditFinding(f"the weights of {_listed(ranks)} differ", ranks))
+            findings.append(AuditFinding(f"the weights of {_listed(ranks)} differ"))
     return findings
 
 
@@ -80,7 +80,7 @@ def _different_outputs(reports: Sequence[AuditReport]) -> list[AuditFinding]:
             if not odd:
                 ranks = tuple(report.rank for report in replicas)
                 text = f"{_listed(ranks)} compute different outputs of {name}"
-                findings.append(AuditFinding(text, ranks, module=name))
+                findings.append(AuditFinding(text, module=name))
             break  # the blocks after it differ as a consequence
     return findings
 
@@ -100,7 +100,7 @@ def odd_ranks(digests: Mapping[int, int | None]) -> list[int] | None:
 
 
 def _named(text: str, wrong: Sequence[int], module: str | None = None) -> list[AuditFinding]:
-    return [AuditFinding(text.format(f"rank {rank}"), (rank,), rank, module) for rank in wrong]
+    return [AuditFinding(text.format(f"rank {rank}"), rank, module) for rank in wrong]
 
 
 def _listed(ranks: Sequence[int]) -> str:

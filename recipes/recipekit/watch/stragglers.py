@@ -82,7 +82,7 @@ class Stragglers:
             limit, why = limits[rank]
             if self._own[rank].add(own > limit):
                 text = (
-                    f"rank {rank} needs {own:.3g} s of its own for a step, {why}, in {LEAST} of the"
+                    f"rank {rank} itself needs {own:.3g} s for a step, {why}, in {LEAST} of the"
                     f" last {OF} steps"
                 )
                 found.append(SlowRank(rank, "straggler", text, own, limit))
